@@ -1,0 +1,1 @@
+"""Compiled kernels; knows neither Spec nor Plan."""

@@ -1,0 +1,206 @@
+"""The Plan: a spec with nothing left open, its predictions and the reasons. A file, hashable and diffable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from partool.spec.model import ModelConfig, Weights
+from partool.spec.parallel import Compile, Recompute, ZeroStage
+from partool.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    KernelsSpec,
+    LaunchSpec,
+    OptimizerSpec,
+    TrainingSpec,
+)
+
+PLAN_VERSION = 1
+
+
+class Record(BaseModel):
+    """A part of the plan: closed and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Devices(Record):
+    """The machines, with the figures the predictions used."""
+
+    accelerator: str
+    """Catalog name, or ``cpu``."""
+    backend: Literal["cpu", "cuda", "rocm"]
+    nodes: int
+    per_node: int
+    """Ranks per node."""
+    memory_bytes: int
+    """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
+    peak_flops: float | None
+    """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
+    achievable_flops: float
+    """What large matrix products reach on one rank."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """One direction, between ranks of a node."""
+    fabric_bytes_per_s: float
+    """One direction, per rank, between nodes."""
+    host_memory_bytes: int | None = None
+    threads_per_rank: int = 0
+    """Intra-op threads; 0 leaves the choice to the framework."""
+
+
+class Mesh(Record):
+    """Dense mesh axes, outermost first; they multiply to the world size. Rank order is row-major over this order."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks (replicas times shards)."""
+        return self.dp_replicate * self.dp_shard
+
+
+class Layout(Record):
+    """How the work is split over ranks and time."""
+
+    mesh: Mesh
+    expert: int = 1
+    zero: ZeroStage
+    micro_batch: int
+    """Sequences per rank and forward pass."""
+    accumulation: int
+    """Micro-batches per rank and optimizer step."""
+    recompute: tuple[Recompute, ...]
+    """One policy per layer."""
+    compile: Compile
+    stages: tuple[tuple[int, int], ...]
+    """First and one-past-last layer of each pipeline stage."""
+    schedule: str = "1f1b"
+    sequence_method: Literal["ulysses", "ring"] = "ulysses"
+    offload_optimizer: Literal["none", "cpu"] = "none"
+
+
+class MemoryPrediction(Record):
+    """Predicted peak memory of one rank."""
+
+    rank: int
+    terms_bytes: dict[str, int]
+    """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
+    total_bytes: int
+    capacity_bytes: int
+    """Device memory less the headroom."""
+    fit_probability: float
+    """Probability that the true peak stays under the device's memory."""
+
+
+class TimePrediction(Record):
+    """Predicted time and traffic of one optimizer step."""
+
+    terms_s: dict[str, float]
+    """Keys from :data:`partool.plan.terms.TIME_TERMS`."""
+    step_time_s: float
+    tokens_per_s: float
+    """Over all ranks."""
+    model_flops: float
+    """Per optimizer step, over all ranks, without recomputation."""
+    mfu: float | None
+    total_s: float
+    """To the end of training."""
+    device_hours: float
+    traffic_bytes: dict[str, int]
+    """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; sent per rank and step."""
+
+
+class Prediction(Record):
+    """Everything predicted, with how far it may be off."""
+
+    memory: MemoryPrediction
+    """Of the rank that needs most."""
+    time: TimePrediction
+    relative_error: float
+    """One standard deviation of the step time, from the data the model was checked on."""
+
+
+class Alternative(Record):
+    """A layout that was considered and not taken."""
+
+    summary: str
+    step_time_s: float | None
+    memory_bytes: int | None
+    runnable: bool
+    why_not: str
+    change: str
+    """What to write into the spec to get it."""
+
+
+class Finding(Record):
+    """A warning that travels with the plan."""
+
+    code: str
+    message: str
+
+
+class Plan(Record):
+    """What will run, why, and what it is expected to need."""
+
+    plan_version: Literal[1] = 1
+    partool_version: str
+    job: Literal["train"] = "train"
+    name: str
+    model: ModelConfig
+    model_source: str
+    """Where the model's fields came from: a preset, a file, or the spec."""
+    weights: Weights
+    frozen: tuple[str, ...] = ()
+    devices: Devices
+    layout: Layout
+    training: TrainingSpec
+    optimizer: OptimizerSpec
+    data: DataSpec
+    """Paths are absolute."""
+    kernels: KernelsSpec
+    checkpoint: CheckpointSpec
+    launch: LaunchSpec
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+    reasons: tuple[str, ...] = ()
+    """Why this layout: one sentence each."""
+    findings: tuple[Finding, ...] = ()
+    runnable: bool
+    not_runnable: tuple[str, ...] = ()
+    """Rule codes that say what the runtime cannot run yet."""
+    spec: dict[str, Any]
+    """The spec as the user wrote it, overrides applied."""
+    inputs: dict[str, str] = {}
+    """SHA-256 of every input: spec, catalog, model configuration."""
+
+    def to_json(self) -> str:
+        """Return the plan as JSON with sorted keys, ending in a newline."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan; raises ``pydantic.ValidationError`` where it is malformed or of another version."""
+        return cls.model_validate_json(text)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of everything that decides what runs; predictions, reasons and alternatives do not count."""
+        keep = self.model_dump(
+            mode="json",
+            exclude={"prediction", "alternatives", "reasons", "findings", "inputs", "spec", "partool_version"},
+        )
+        return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()

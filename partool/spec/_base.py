@@ -1,0 +1,24 @@
+"""What every section of a spec shares: strict, closed, frozen; and the word ``auto``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A section of the YAML file: unknown keys and wrong types are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def shorthand(field: str) -> Any:
+    """Return a before-validator that reads a bare string as ``{field: string}`` (``model: llama3-8b``)."""
+
+    def expand(value: Any) -> Any:
+        return {field: value} if isinstance(value, str) else value
+
+    return expand

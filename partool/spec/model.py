@@ -1,0 +1,155 @@
+"""The ``model`` section: what the user writes, and :class:`ModelConfig`, the same with nothing left open."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from partool.spec._base import Section
+
+AttentionKind = Literal["full", "sliding"]
+Norm = Literal["rmsnorm", "layernorm"]
+Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
+Position = Literal["rope", "learned", "none"]
+
+
+class RopeScaling(Section):
+    """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_position: PositiveInt
+
+
+class LayerPattern(Section):
+    """Attention kinds that repeat over the layers."""
+
+    pattern: list[AttentionKind] = Field(min_length=1)
+
+
+class Attention(Section):
+    """Which layers attend to everything and which only to a window."""
+
+    window: PositiveInt | None = None
+    """Tokens a sliding layer sees, itself included."""
+    layer_types: list[AttentionKind] | LayerPattern | None = None
+    """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
+
+
+class Moe(Section):
+    """Mixture-of-experts feed-forward layers."""
+
+    experts: PositiveInt
+    top_k: PositiveInt
+    ffn_hidden: PositiveInt
+    """Width of one expert."""
+    shared_experts: int = Field(default=0, ge=0)
+    first_dense_layers: int = Field(default=0, ge=0)
+    """Layers at the start that keep a dense feed-forward network."""
+    every: PositiveInt = 1
+    """Every n-th layer has experts, counted after the first dense ones."""
+
+
+class Mla(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    q_rank: PositiveInt | None = None
+    kv_rank: PositiveInt
+    nope_head_dim: PositiveInt
+    rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+
+
+class Weights(Section):
+    """Where the first weights come from."""
+
+    source: Literal["init", "dummy", "checkpoint", "hf"] = "init"
+    """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
+    path: str | None = None
+    """Folder, for ``checkpoint`` and ``hf``."""
+
+
+class ModelSpec(Section):
+    """A preset, a Hugging Face ``config.json``, or the fields; fields override what the preset or the file says."""
+
+    preset: str | None = None
+    """Name from the catalog, such as llama3-8b."""
+    config: str | None = None
+    """Path of a Hugging Face config.json, or of the folder that holds it."""
+    layers: PositiveInt | None = None
+    hidden: PositiveInt | None = None
+    ffn_hidden: PositiveInt | None = None
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    vocab: PositiveInt | None = None
+    max_position: PositiveInt | None = None
+    norm: Norm | None = None
+    norm_eps: PositiveFloat | None = None
+    activation: Activation | None = None
+    position: Position | None = None
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    ffn_bias: bool | None = None
+    qk_norm: bool | None = None
+    tied_embeddings: bool | None = None
+    attention: Attention | None = None
+    moe: Moe | None = None
+    mla: Mla | None = None
+    init_std: PositiveFloat | None = None
+    weights: Weights = Weights()
+    frozen: list[str] = []
+    """Glob patterns of parameter names that are not trained, such as ``embed.*``."""
+
+
+class ModelConfig(Section):
+    """A decoder with every field decided: what the planner prices and the runtime builds.
+
+    Naming of parameters is given by :mod:`partool.layout.parameters`.
+    """
+
+    layers: PositiveInt
+    hidden: PositiveInt
+    ffn_hidden: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    vocab: PositiveInt
+    max_position: PositiveInt = 4096
+    norm: Norm = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-5
+    activation: Activation = "swiglu"
+    position: Position = "rope"
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    window: PositiveInt | None = None
+    layer_types: tuple[AttentionKind, ...] = ()
+    """One per layer; empty means all full."""
+    moe: Moe | None = None
+    mla: Mla | None = None
+    init_std: PositiveFloat = 0.02
+
+    @property
+    def gated(self) -> bool:
+        """True if the feed-forward network has a gate projection."""
+        return self.activation in ("swiglu", "geglu")
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """Return the attention kind of a layer, counted from 0."""
+        return self.layer_types[layer] if self.layer_types else "full"
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Return True if the feed-forward network of this layer (counted from 0) has experts."""
+        if self.moe is None or layer < self.moe.first_dense_layers:
+            return False
+        return (layer - self.moe.first_dense_layers) % self.moe.every == 0

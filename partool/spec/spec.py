@@ -1,0 +1,40 @@
+"""The whole spec: one YAML file, as the user wrote it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from partool.spec._base import Section, shorthand
+from partool.spec.hardware import HardwareSpec, LimitsSpec
+from partool.spec.model import ModelSpec
+from partool.spec.parallel import ParallelSpec
+from partool.spec.training import (
+    CheckpointSpec,
+    DataSpec,
+    KernelsSpec,
+    LaunchSpec,
+    OptimizerSpec,
+    TrainingSpec,
+)
+
+
+class Spec(Section):
+    """What to train, on which machines, within which limits; ``auto`` wherever the planner may decide."""
+
+    spec: Literal[1] = 1
+    """Version of this format."""
+    job: Literal["train"] = "train"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?$")] | None = None
+    """Name of the run; default: the file's name."""
+    model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]
+    hardware: Annotated[HardwareSpec, BeforeValidator(shorthand("accelerator"))] = HardwareSpec()
+    parallel: ParallelSpec = ParallelSpec()
+    training: TrainingSpec = TrainingSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    data: Annotated[DataSpec, BeforeValidator(shorthand("source"))]
+    kernels: KernelsSpec = KernelsSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    launch: LaunchSpec = LaunchSpec()
+    limits: LimitsSpec = LimitsSpec()

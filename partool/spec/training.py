@@ -1,0 +1,116 @@
+"""The ``training``, ``optimizer``, ``data``, ``kernels``, ``checkpoint`` and ``launch`` sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from partool.spec._base import Auto, Section
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+class Validation(Section):
+    """Loss on held-out data."""
+
+    every: NonNegativeInt = 0
+    """Steps between validations; 0 validates only at the end."""
+    samples: PositiveInt = 64
+    """Sequences per validation, over all ranks."""
+
+
+class TrainingSpec(Section):
+    """How long and in which precision to train."""
+
+    sequence_length: PositiveInt = 2048
+    global_batch: PositiveInt = 256
+    """Sequences per optimizer step, over all ranks and micro-batches."""
+    steps: PositiveInt = 1000
+    precision: Precision = "bf16"
+    """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64)."""
+    seed: NonNegativeInt = 0
+    deterministic: bool = False
+    """Use only algorithms that give the same bits every time; slower on accelerators."""
+    validation: Validation = Validation()
+    log_every: PositiveInt = 10
+    max_nonfinite_steps: PositiveInt = 10
+    """Consecutive steps with a non-finite gradient that are skipped before the run stops."""
+
+
+class LrSchedule(Section):
+    """Learning rate over the steps, as a factor of ``optimizer.lr``."""
+
+    kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup_steps: NonNegativeInt = 0
+    min_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Final learning rate as a share of the peak."""
+    decay_steps: PositiveInt | None = None
+    """wsd (warm-up, stable, decay): length of the final decay; default one fifth of the steps."""
+
+
+class OptimizerSpec(Section):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 3e-4
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    """Applied to matrices, not to norms and biases."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    schedule: LrSchedule = LrSchedule()
+
+
+class DataSpec(Section):
+    """Training text or tokens."""
+
+    source: str | list[str]
+    """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
+    format: Literal["auto", "text", "jsonl", "tokens", "megatron"] = "auto"
+    """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto goes by the ending."""
+    tokenizer: str = "bytes"
+    """``bytes``, or the path of a Hugging Face tokenizer folder."""
+    text_field: str = "text"
+    """Key of the text in JSONL records."""
+    pack: bool = True
+    """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
+    validation: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of documents held out for validation."""
+    cache: str | None = None
+    """Folder for the token cache; default: the user's cache folder."""
+
+
+class KernelsSpec(Section):
+    """Which implementation of partool's own kernels runs."""
+
+    mode: Literal["auto", "native", "torch"] = "auto"
+    """native: the compiled library, an error where it is missing; torch: the reference; auto: native if present."""
+
+
+class CheckpointSpec(Section):
+    """When the state is saved, and how much of it is kept."""
+
+    every: NonNegativeInt | str = 0
+    """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""
+    keep: PositiveInt = 3
+    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    dir: str | None = None
+    """Default: the run's folder."""
+    mode: Literal["async", "sync"] = "async"
+    """async: training goes on while the files are written."""
+
+
+class LaunchSpec(Section):
+    """Where and how the run starts."""
+
+    target: Literal["local"] = "local"
+    restarts: NonNegativeInt = 0
+    """Restarts in place after a rank failed, from the last checkpoint."""
+    shutdown_timeout_s: PositiveInt = 60
+    """Time for a checkpoint after a stop signal, before ranks are killed."""
+    env: dict[str, str] = {}
+    """Environment variables of every rank."""
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run's folder (extra ``tensorboard``)."""

@@ -1,0 +1,1 @@
+"""What every rank executes; needs torch. See docs/architecture.md."""

@@ -1,0 +1,1 @@
+"""Shell, container and HTML templates."""
