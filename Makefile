@@ -1,0 +1,57 @@
+# Everything runs in .venv, which `make venv` builds once and refreshes when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.partool-installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help venv quickstart test test-long lint format typecheck bench schema clean
+
+help:
+	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
+	@echo "make test         lint, types and tests (minutes)"
+	@echo "make test-long    the longer suites"
+	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
+	@echo "make format       ruff format and import order"
+
+# torch goes first and pinned, so that no other requirement can choose another build of it.
+$(STAMP): pyproject.toml CMakeLists.txt constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
+		--editable '.[train,hf,tensorboard,dev]'
+	touch $@
+
+venv: $(STAMP)
+
+quickstart: venv
+	$(BIN)/partool plan specs/quickstart.yaml
+	$(BIN)/partool launch specs/quickstart.yaml
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+typecheck: venv
+	$(BIN)/mypy
+
+test: venv lint typecheck
+	$(BIN)/pytest
+
+test-long: venv
+	$(BIN)/pytest -m long
+
+bench: venv
+	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/cli_time.py
+
+format: venv
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+schema: venv
+	$(BIN)/partool schema > partool/spec/partool.schema.json
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

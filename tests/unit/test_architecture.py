@@ -1,0 +1,103 @@
+"""The import table of docs/architecture.md, held by reading every module's imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = [
+    ["diagnostics"],
+    ["spec"],
+    ["catalog"],
+    ["schedule", "layout"],
+    ["plan"],
+    ["cost"],
+    ["planner"],
+    ["render"],
+    ["launch", "report"],
+    ["cli"],
+]
+RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
+RUNTIME_MAY_IMPORT = {"spec", "layout", "schedule", "plan"}
+HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "kubernetes", "tensorboard"}
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield (module, line, at module level) of every import of a file, type-checking blocks left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skip = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.walk(node)
+    }
+    top = set(tree.body)
+    for node in ast.walk(tree):
+        if node in skip:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node in top
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module, node.lineno, node in top
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno, node in top
+
+
+def violations(package: Path, name: str) -> list[str]:
+    """Return what a file of ``partool/<name>`` imports from a higher layer, or from the runtime, or too heavy."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            where = f"{path.relative_to(ROOT)}:{line}"
+            if parts[0] in HEAVY | {"partool_runtime", "partool_kernels"}:
+                found.append(f"{where} imports {module}")
+            other = parts[1] if parts[0] == "partool" and len(parts) > 1 else name
+            if RANK.get(other, -1) > RANK[name]:
+                found.append(f"{where} imports {module} from a higher layer")
+            if other != name and other in LAYERS[RANK[name]]:
+                found.append(f"{where} imports {module} from a layer beside it")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(RANK))
+def test_partool_imports_only_downwards_and_never_the_runtime(name: str) -> None:
+    assert violations(ROOT / "partool" / name, name) == []
+
+
+def test_runtime_imports_only_pure_data_from_partool() -> None:
+    found = []
+    for path in sorted((ROOT / "runtime").rglob("*.py")):
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] == "partool" and len(parts) > 1 and parts[1] not in RUNTIME_MAY_IMPORT | {"__version__"}:
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert found == []
+
+
+def test_kernels_import_neither_partool_nor_the_runtime() -> None:
+    modules = [m for path in (ROOT / "kernels").rglob("*.py") for m, _, _ in imports(path)]
+    assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []
+
+
+def test_private_torch_names_stay_in_one_module() -> None:
+    found = []
+    for path in sorted((ROOT / "runtime").rglob("*.py")):
+        if path.name == "torch_internals.py":
+            continue
+        for module, line, _ in imports(path):
+            parts = module.split(".")
+            if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
+                found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
+    assert found == []
+
+
+def test_the_checker_sees_a_violation(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    import torch\nfrom partool.cli import main\n")
+    assert {m for m, _, _ in imports(bad)} == {"torch", "partool.cli", "partool.cli.main"}

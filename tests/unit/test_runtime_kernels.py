@@ -1,0 +1,85 @@
+"""The native reduction against torch in float64, for every type, at odd sizes, on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+
+import partool_kernels
+from partool_kernels import _native
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+CODES = dict(zip(DTYPES, range(4), strict=False)) | {torch.bfloat16: 2, torch.float16: 3}
+MODES = ["torch", "native"] if _native.library() else ["torch"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 1001])
+def test_sum_and_verdict(mode: partool_kernels.reductions.Mode, dtype: torch.dtype, count: int) -> None:
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(dtype)
+    total, finite = partool_kernels.finite_sum_squares(x, mode)
+    assert finite
+    assert total == pytest.approx(math.fsum(v * v for v in x.double().tolist()), rel=1e-13, abs=0.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 7, 36])
+def test_one_bad_element_is_seen(
+    mode: partool_kernels.reductions.Mode, dtype: torch.dtype, bad: float, at: int
+) -> None:
+    x = torch.ones(37, dtype=dtype)
+    x[at] = bad
+    assert partool_kernels.finite_sum_squares(x, mode)[1] is False
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_extremes(mode: partool_kernels.reductions.Mode) -> None:
+    half = torch.tensor([6e-8, 65504.0, -6.1e-5], dtype=torch.float16)  # subnormal, largest, smallest normal
+    assert partool_kernels.finite_sum_squares(half, mode)[0] == pytest.approx(
+        float(half.double().square().sum()), rel=1e-14
+    )
+    single = torch.full((40,), torch.finfo(torch.float32).max)
+    assert partool_kernels.finite_sum_squares(single, mode) == (
+        pytest.approx(40 * float(single[0].double()) ** 2, rel=1e-14),
+        True,
+    )
+    # Finite values whose squares overflow: the sum is infinite, the verdict is not.
+    assert partool_kernels.finite_sum_squares(torch.full((3,), 1e200, dtype=torch.float64), mode) == (math.inf, True)
+
+
+def test_non_contiguous_and_integer_codes_fall_back() -> None:
+    x = torch.arange(24.0).reshape(4, 6).t()
+    assert partool_kernels.finite_sum_squares(x)[0] == pytest.approx(float(x.square().sum()), rel=1e-14)
+
+
+@pytest.mark.skipif(_native.library() is None, reason="no compiled library")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
+    lib = _native.library()
+    assert lib is not None
+    x = torch.randn(10007, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    seen = set()
+    names = {"avx512": ["baseline", "avx2", "avx512"], "avx2": ["baseline", "avx2"]}.get(
+        _native.isa() or "", ["baseline"]
+    )
+    for name in names:
+        function = getattr(lib, f"partool_finite_sum_squares_{name}")
+        total, finite = ctypes.c_double(), ctypes.c_int32()
+        pointer, count = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel())
+        assert function(pointer, count, CODES[dtype], ctypes.byref(total), ctypes.byref(finite)) == 0
+        seen.add(total.value)
+    assert len(seen) == 1
+
+
+def test_missing_library_is_an_error_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "library", lambda: None)
+    x = torch.ones(5)
+    assert partool_kernels.finite_sum_squares(x) == (pytest.approx(5.0, rel=1e-14), True)
+    with pytest.raises(partool_kernels.KernelUnavailable, match="compiler"):
+        partool_kernels.finite_sum_squares(x, "native")
