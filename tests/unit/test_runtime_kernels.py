@@ -1,4 +1,4 @@
-"""The native reduction against torch in float64, for every type, at odd sizes, on every instruction set of this machine."""
+"""The native reduction against exact sums, for every type, at odd sizes, on every instruction set of this machine."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def test_missing_library_is_an_error_only_when_asked_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(_native, "library", lambda: None)
     x = torch.ones(5)
     assert partool_kernels.finite_sum_squares(x) == (pytest.approx(5.0, rel=1e-14), True)
-    with pytest.raises(partool_kernels.KernelUnavailable, match="compiler"):
+    with pytest.raises(partool_kernels.KernelUnavailableError, match="compiler"):
         partool_kernels.finite_sum_squares(x, "native")
