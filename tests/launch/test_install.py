@@ -1,0 +1,76 @@
+"""A plain ``pip install .`` into an empty environment, outside the repository, must give a working planner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without this environment's Python settings and return its result."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))} | environment
+    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+
+
+def build_wheel(folder: Path, **environment: str) -> Path:
+    """Build the wheel with this environment's build tools and return its path."""
+    arguments = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT]
+    # A build folder of its own keeps the checkout, and a build that runs beside this one, untouched.
+    arguments += ["--config-settings", f"build-dir={folder / 'build'}"]
+    done = run(sys.executable, *PIP, *arguments, cwd=folder, **environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("partool-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the bin folder of a fresh environment that holds partool's core and nothing else."""
+    folder = tmp_path_factory.mktemp("install")
+    wheel = build_wheel(folder)
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    done = run(python, *PIP, "install", wheel, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return python.parent
+
+
+@pytest.mark.timeout(180)
+def test_core_install_plans_every_example_without_torch(installed: Path, tmp_path: Path) -> None:
+    absent = run(installed / "python", "-c", "import torch", cwd=tmp_path)
+    assert "No module named 'torch'" in absent.stderr
+    assert SPECS
+    for spec in SPECS:
+        done = run(installed / "partool", "plan", spec, "--output", "json", cwd=tmp_path)
+        assert done.returncode == 0, f"{spec.name}: {done.stderr}"
+        assert json.loads(done.stdout)["plan_version"] == 1
+    refused = run(installed / "partool", "launch", ROOT / "specs" / "quickstart.yaml", cwd=tmp_path)
+    assert refused.returncode == 3
+    assert "partool[train]" in refused.stderr
+    data = "import partool.templates, partool.specs, pathlib; print(*pathlib.Path(partool.specs.__path__[0]).iterdir())"
+    assert "quickstart.yaml" in run(installed / "python", "-c", data, cwd=tmp_path).stdout
+
+
+@pytest.mark.timeout(120)
+def test_installs_without_a_compiler(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CXX="/nonexistent/c++")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def test_importing_the_cli_stays_light() -> None:
+    done = run(sys.executable, "-X", "importtime", "-c", "import partool.cli, partool.cli.main", cwd=ROOT)
+    assert done.returncode == 0
+    loaded = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "partool" in loaded
+    assert not loaded & {"torch", "kubernetes", "jinja2", "numpy", "transformers"}
