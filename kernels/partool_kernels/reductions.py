@@ -28,7 +28,7 @@ def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float
     native = _dtype_code(tensor) if mode != "torch" and tensor.device.type == "cpu" and tensor.is_contiguous() else None
     lib = _native.library() if native is not None or mode == "native" else None
     if mode == "native" and lib is None:
-        raise KernelUnavailableError("the compiled CPU library is missing; install partool where there is a C++ compiler")
+        raise KernelUnavailableError("the compiled CPU library is missing; install where a C++ compiler is present")
     if lib is None or native is None:
         return _reference(tensor)
     total, finite = ctypes.c_double(), ctypes.c_int32()

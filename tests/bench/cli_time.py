@@ -1,6 +1,6 @@
 """Wall time of ``partool --help`` and ``partool plan specs/quickstart.yaml``, against a bare interpreter, interleaved.
 
-"Cold" means a fresh process; the operating system's file cache is warm. With root, the file cache is also dropped for one
+"Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped for one
 extra measurement of each command.
 """
 
