@@ -1,0 +1,122 @@
+"""A run on disk and as processes: names in its folder, its status, environment and command lines.
+
+Launcher and agent share this, so that what ``--dry-run`` prints is what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+from partool.plan.types import Plan, Record
+
+SPEC_FILE = "spec.yaml"
+PLAN_FILE = "plan.json"
+STATUS_FILE = "status.json"
+LOCK_FILE = "agent.lock"
+LOGS = "logs"
+ERRORS = "errors"
+
+State = Literal["starting", "running", "done", "preempted", "failed"]
+
+
+class RunStatus(Record):
+    """What ``status.json`` says; the launcher writes the first one, the agent all others."""
+
+    state: State
+    created: float
+    """Unix time at which the run's folder was made."""
+    attempt: int = 0
+    """Starts of the ranks so far, over restarts and resumes; the current one while they run."""
+    pid: int | None = None
+    """The agent (of the launcher while starting)."""
+    process_start: str = ""
+    """When that process began, as :func:`process_start` tells; a recycled pid is known by it."""
+    host: str = ""
+    started: float | None = None
+    """Unix time at which the latest agent began."""
+    ended: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+    """Why it ended, in one line."""
+
+    @property
+    def active(self) -> bool:
+        """True while a process is expected to work on the run."""
+        return self.state in ("starting", "running")
+
+
+def write_status(run_dir: Path, status: RunStatus) -> None:
+    """Replace the run's status; a reader sees the old one or the new one, never a part."""
+    temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
+    temporary.write_text(status.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / STATUS_FILE)
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Return the status as written; raises ``FileNotFoundError`` or ``pydantic.ValidationError``."""
+    return RunStatus.model_validate_json((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+
+
+def this_process() -> dict[str, int | str]:
+    """Return the fields of :class:`RunStatus` that identify the calling process."""
+    return {"pid": os.getpid(), "process_start": process_start(os.getpid()) or "", "host": socket.gethostname()}
+
+
+def process_start(pid: int) -> str | None:
+    """Return when a process of this host began, in the system's own notation; None if there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _process_start_from_ps(pid)
+    except ProcessLookupError:
+        return None
+    state, *rest = stat.rpartition(")")[2].split()  # the command's name may itself hold blanks and brackets
+    return None if state in "ZX" else rest[18]  # field 22 of proc(5): start time in clock ticks since boot
+
+
+def _process_start_from_ps(pid: int) -> str | None:
+    answer = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None
+
+
+def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "stderr"]) -> Path:
+    """Return the file that holds a stream of a rank's attempt; both count as in the status and from 0."""
+    return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
+
+
+def agent_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
+    """Return the command line of the agent."""
+    return _command(python, "partool_runtime.agent", plan_file, run_dir, resume)
+
+
+def rank_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool, module: str) -> list[str]:
+    """Return the command line of every rank."""
+    return _command(python, module, plan_file, run_dir, resume)
+
+
+def _command(python: str, module: str, plan_file: Path, run_dir: Path, resume: bool) -> list[str]:
+    return [python, "-m", module, str(plan_file), "--run-dir", str(run_dir)] + ["--resume"] * resume
+
+
+def rank_environment(plan: Plan) -> dict[str, str]:
+    """Return the variables that every rank gets on top of the agent's environment; the plan's own come last and win."""
+    environment = {"PYTHONUNBUFFERED": "1"}
+    if plan.devices.threads_per_rank:
+        environment["OMP_NUM_THREADS"] = str(plan.devices.threads_per_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // plan.devices.per_node))
+    if plan.devices.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # A host name that resolves to nowhere would otherwise stop gloo on machines without a network.
+        loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        environment.update({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
+    return environment | plan.launch.env
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,33 @@
+"""Processes that end with their parent, whatever ends it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
+    """Have this process get ``death_signal`` when its parent ends; at once, if it has ended already.
+
+    Linux does this by itself, with two catches (prctl(2)): the "parent" is the *thread* that started this process, which must
+    therefore live as long as its process; and a parent that died before the call is not noticed, hence the look at the parent's
+    id. Elsewhere a thread looks twice a second.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), death_signal)
+    threading.Thread(target=_watch, args=(parent_pid, death_signal), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent_pid: int, death_signal: signal.Signals) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), death_signal)

@@ -1,0 +1,59 @@
+"""Requests to stop, from signals, agreed on by all ranks at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
+"""SIGUSR2 because NCCL may use SIGUSR1 itself."""
+
+
+class StopRequest:
+    """A flag that signals raise and ranks agree on.
+
+    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave the others waiting in a
+    collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
+    """
+
+    def __init__(self) -> None:
+        self.agreed_step: int | None = None
+        """Steps done when the ranks agreed to stop."""
+        self._signal = 0
+        self._maximum_over_ranks: Callable[[int], int] = _same
+
+    @property
+    def requested(self) -> bool:
+        """True once this rank got a signal, or after :meth:`agree` said that any rank did."""
+        return self._signal != 0
+
+    @property
+    def reason(self) -> str:
+        """Name of the signal, such as ``SIGTERM``; empty as long as nothing was requested."""
+        return signal.Signals(self._signal).name if self._signal else ""
+
+    def install(self) -> None:
+        """Take over the stop signals. They may be blocked, as the agent leaves them; those that are waiting count."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
+
+    def use(self, maximum_over_ranks: Callable[[int], int]) -> None:
+        """Give the all-reduce that :meth:`agree` uses: a collective that returns the largest of every rank's integers."""
+        self._maximum_over_ranks = maximum_over_ranks
+
+    def agree(self, step: int) -> bool:
+        """Return True on every rank if any rank was asked to stop; a collective, to be called by all after ``step`` steps."""
+        agreed = self._maximum_over_ranks(self._signal)
+        self._signal = self._signal or agreed  # one that came in meanwhile is for the next step
+        if agreed and self.agreed_step is None:
+            self.agreed_step = step
+        return agreed != 0
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+
+def _same(value: int) -> int:
+    return value

@@ -1,0 +1,87 @@
+"""One rank: ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``, started by the agent.
+
+Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them it is a world of
+one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes, ``PARTOOL_AGENT_PID`` is the process to end with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from pydantic import ValidationError
+
+from partool.plan.types import Plan
+from partool_runtime._error_files import write_error
+from partool_runtime._lifeline import end_with_parent
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
+from partool_runtime.stop import StopRequest
+
+Job = Callable[[Plan, Path, bool, StopRequest], None]
+"""``(plan, run_dir, resume, stop)``; with ``resume`` it goes on from the last checkpoint, or begins where there is none."""
+
+JOBS = {"train": "partool_runtime.trainer:train"}
+"""Value of ``plan.job`` → ``module:function``, imported only when it is run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this rank's job and return its exit code; an error does not return but ends the process."""
+    parser = argparse.ArgumentParser(prog="python -m partool_runtime.worker", description="One rank of a run.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args(argv)
+    if agent := os.environ.get("PARTOOL_AGENT_PID"):
+        end_with_parent(int(agent), signal.SIGKILL)
+    faulthandler.enable()
+    stop = StopRequest()
+    stop.install()
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    try:
+        plan = load_plan(arguments.plan)
+        load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop)
+    except BaseException as error:  # torch's checkpoint errors are not Exceptions
+        _end(arguments.run_dir, error)
+    return EXIT_DONE
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan that is to run; raises ConfigurationError where it cannot be read or cannot run."""
+    try:
+        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise ConfigurationError("PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan --out") from None
+    if not plan.runnable:
+        codes = ", ".join(plan.not_runnable)
+        raise ConfigurationError("PT505", f"the runtime cannot run this plan ({codes})", f"see partool explain {codes}")
+    return plan
+
+
+def load_job(name: str) -> Job:
+    """Import a job of the table ``JOBS``."""
+    module, _, function = JOBS[name].partition(":")
+    return cast(Job, getattr(importlib.import_module(module), function))
+
+
+def _end(run_dir: Path, error: BaseException) -> None:
+    """Record why, then leave without clean-up: with peers gone, process groups may block in their destructors."""
+    code = exit_code(error)
+    if code != EXIT_PREEMPTED:
+        write_error(run_dir, int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1")), error)
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
