@@ -16,9 +16,9 @@ _POLL_S = 0.5
 def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
     """Have this process get ``death_signal`` when its parent ends; at once, if it has ended already.
 
-    Linux does this by itself, with two catches (prctl(2)): the "parent" is the *thread* that started this process, which must
-    therefore live as long as its process; and a parent that died before the call is not noticed, hence the look at the parent's
-    id. Elsewhere a thread looks twice a second.
+    Linux does this by itself, with two catches (prctl(2)): the "parent" is the *thread* that started this process,
+    which must therefore live as long as its process; and a parent that died before the call is not noticed, hence the
+    look at the parent's id. Elsewhere a thread looks twice a second.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)

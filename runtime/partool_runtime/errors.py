@@ -26,7 +26,7 @@ class ConfigurationError(Exception):
         return f"{self.code}: {self.message}" + (f"\n  help: {self.help}" if self.help else "")
 
 
-class Preempted(Exception):
+class Preempted(Exception):  # noqa: N818 - not an error
     """The run was asked to stop and has written its checkpoint."""
 
 

@@ -13,8 +13,8 @@ STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
 class StopRequest:
     """A flag that signals raise and ranks agree on.
 
-    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave the others waiting in a
-    collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
+    A signal may reach one rank only, or ranks at different steps. Acting on the flag alone would leave the others
+    waiting in a collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class StopRequest:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
 
     def use(self, maximum_over_ranks: Callable[[int], int]) -> None:
-        """Give the all-reduce that :meth:`agree` uses: a collective that returns the largest of every rank's integers."""
+        """Give :meth:`agree` its all-reduce: a collective that returns the largest of the ranks' integers."""
         self._maximum_over_ranks = maximum_over_ranks
 
     def agree(self, step: int) -> bool:
-        """Return True on every rank if any rank was asked to stop; a collective, to be called by all after ``step`` steps."""
+        """Return True on all ranks if any was asked to stop; a collective, called by all after ``step`` steps."""
         agreed = self._maximum_over_ranks(self._signal)
         self._signal = self._signal or agreed  # one that came in meanwhile is for the next step
         if agreed and self.agreed_step is None:

@@ -1,7 +1,8 @@
 """One rank: ``python -m partool_runtime.worker PLAN --run-dir DIR [--resume]``, started by the agent.
 
-Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them it is a world of
-one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes, ``PARTOOL_AGENT_PID`` is the process to end with.
+Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and the rendezvous variables as torch defines them; without them it is
+a world of one rank. ``PARTOOL_ATTEMPT`` counts starts over restarts and resumes, ``PARTOOL_AGENT_PID`` is the process
+to end with.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
 from partool_runtime.stop import StopRequest
 
 Job = Callable[[Plan, Path, bool, StopRequest], None]
-"""``(plan, run_dir, resume, stop)``; with ``resume`` it goes on from the last checkpoint, or begins where there is none."""
+"""``(plan, run_dir, resume, stop)``; ``resume`` goes on from the last checkpoint, or begins if there is none."""
 
 JOBS = {"train": "partool_runtime.trainer:train"}
 """Value of ``plan.job`` → ``module:function``, imported only when it is run."""
@@ -58,7 +59,9 @@ def load_plan(path: Path) -> Plan:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise ConfigurationError("PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan --out") from None
+        raise ConfigurationError(
+            "PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan --out"
+        ) from None
     if not plan.runnable:
         codes = ", ".join(plan.not_runnable)
         raise ConfigurationError("PT505", f"the runtime cannot run this plan ({codes})", f"see partool explain {codes}")

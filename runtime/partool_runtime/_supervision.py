@@ -1,0 +1,95 @@
+"""What the agent does about its ranks: a state machine without processes, clocks or signals of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
+
+FAILURE_GRACE_S = 3.0
+"""Time for the other ranks to say what they saw, after one failed."""
+
+
+class Action(Enum):
+    """What to do now."""
+
+    WAIT = auto()
+    STOP = auto()
+    """Ask the ranks that still run to checkpoint and stop."""
+    KILL = auto()
+    FINISH = auto()
+    """No rank runs any more."""
+
+
+@dataclass(slots=True)
+class Supervision:
+    """Watches one attempt after another; times are in seconds of any one clock."""
+
+    shutdown_timeout_s: float
+    signals: list[signal.Signals] = field(default_factory=list)
+    """Requests to stop, in the order they came; they hold for all attempts."""
+    killed: str = ""
+    """Why ranks of this attempt were killed, if they were."""
+    codes: dict[int, int | None] = field(default_factory=dict)
+    """Exit code by rank, negative for a signal, None while it runs."""
+    last_alive: dict[int, float] = field(default_factory=dict)
+    """When each rank was last seen running."""
+    _told: bool = False
+    _deadline: float | None = None
+    _why: str = ""
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+        self.killed = ""
+        self.codes = {}
+        self.last_alive = {}
+        self._told = False
+        self._deadline = None
+        self._why = ""
+
+    def observe(self, codes: Mapping[int, int | None], now: float) -> Action:
+        """Take note of the ranks' exit codes and say what to do."""
+        self.codes = dict(codes)
+        self.last_alive.update({rank: now for rank, code in codes.items() if code is None})
+        if None not in codes.values():
+            return Action.FINISH
+        if len(self.signals) > 1 and signal.SIGINT in self.signals:
+            return self._kill("interrupted a second time")
+        if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
+            self._allow(now, FAILURE_GRACE_S, "another rank had failed")
+        elif self.signals or EXIT_PREEMPTED in codes.values():
+            why = f"no checkpoint within {self.shutdown_timeout_s:g} s of the stop signal"
+            self._allow(now, self.shutdown_timeout_s, why)
+            if not self._told:
+                self._told = True
+                return Action.STOP
+        if self._deadline is not None and now >= self._deadline:
+            return self._kill(self._why)
+        return Action.WAIT
+
+    @property
+    def exit_code(self) -> int:
+        """The agent's exit code for a finished attempt."""
+        codes = set(self.codes.values())
+        if codes <= {EXIT_DONE}:
+            return EXIT_DONE
+        if codes <= {EXIT_DONE, EXIT_PREEMPTED}:
+            return EXIT_PREEMPTED
+        return EXIT_CONFIGURATION if EXIT_CONFIGURATION in codes else 1
+
+    @property
+    def may_restart(self) -> bool:
+        """True if the finished attempt failed in a way that another attempt may mend, and nobody asked to stop."""
+        return self.exit_code == 1 and not self.signals and EXIT_PREEMPTED not in self.codes.values()
+
+    def _allow(self, now: float, seconds: float, why: str) -> None:
+        if self._deadline is None or now + seconds < self._deadline:
+            self._deadline = now + seconds
+            self._why = why
+
+    def _kill(self, why: str) -> Action:
+        self.killed = self.killed or why
+        return Action.KILL

@@ -1,0 +1,84 @@
+"""A rank without a model: counts steps and does what ``script.json`` in its run folder tells it.
+
+The script maps ``"rank"`` or ``"rank@attempt"`` to one of: ``raise`` (a ValueError at step 3), ``configuration``,
+``kill`` (SIGKILL to itself at step 3), ``hang`` (never looks at the stop request again), ``follow`` (run until told
+to stop), ``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit). Without an entry a
+rank does five steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from partool.plan.types import Plan
+from partool_runtime import worker
+from partool_runtime.errors import ConfigurationError, Preempted
+from partool_runtime.stop import StopRequest
+
+STEP_S = 0.02
+
+
+def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
+    """The job."""
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["PARTOOL_ATTEMPT"])
+    script: dict[str, str] = json.loads((run_dir / "script.json").read_text())
+    order = script.get(f"{rank}@{attempt}", script.get(str(rank), ""))
+    (run_dir / f"start-{rank}-{attempt}.json").write_text(
+        json.dumps({"pid": os.getpid(), "resume": resume, "env": dict(os.environ)})
+    )
+    if "gloo" in script:
+        _all_reduce()
+    print(f"rank {rank} attempt {attempt} begins", flush=True)
+    steps = 10**6 if order in ("follow", "hang") or order.startswith("signal:") else 5
+    for step in range(1, steps + 1):
+        time.sleep(STEP_S)
+        if step == 3:
+            _misbehave(order, rank)
+        (run_dir / f"steps-{rank}").write_text(str(step))
+        if order != "hang" and _any_stopped(run_dir, stop):
+            (run_dir / f"checkpoint-{rank}").write_text(f"{step} {stop.reason}")
+            raise Preempted
+    print(f"rank {rank} attempt {attempt} done", flush=True)
+
+
+def _misbehave(order: str, rank: int) -> None:
+    if order == "raise":
+        raise ValueError(f"broken on purpose by rank {rank}")
+    if order == "configuration":
+        raise ConfigurationError("PT699", "the file is not there", "write it")
+    if order == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if order.startswith("exit:"):
+        sys.stderr.write("last words\n")
+        sys.stderr.flush()
+        os._exit(int(order[5:]))
+    if order.startswith("signal:"):
+        os.kill(os.getpid(), getattr(signal, order[7:]))
+
+
+def _any_stopped(run_dir: Path, stop: StopRequest) -> bool:
+    """Stand-in for the all-reduce of the flag."""
+    if stop.requested:
+        (run_dir / "stopping").touch()
+    return (run_dir / "stopping").exists()
+
+
+def _all_reduce() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    value: Any = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == dist.get_world_size()
+
+
+if __name__ == "__main__":
+    worker.JOBS["train"] = "dummy_job:run"
+    sys.exit(worker.main())
