@@ -99,7 +99,8 @@ def rank_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool, m
 
 
 def _command(python: str, module: str, plan_file: Path, run_dir: Path, resume: bool) -> list[str]:
-    return [python, "-m", module, str(plan_file), "--run-dir", str(run_dir)] + ["--resume"] * resume
+    # -P: a file in the current folder must not pass for a module of the same name
+    return [python, "-P", "-m", module, str(plan_file), "--run-dir", str(run_dir)] + ["--resume"] * resume
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:

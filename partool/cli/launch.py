@@ -1,0 +1,90 @@
+"""``partool launch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from partool.cli._load import load_plan_or_exit
+from partool.cli._runs import fail, find_run_or_exit
+from partool.launch.describe import display
+from partool.launch.local import LocalTarget
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError
+from partool.plan.types import Plan
+
+_EXIT_JOB_FAILED = 5
+_PASSED_THROUGH = (0, 75, 78)
+
+
+def command(
+    spec: Annotated[Path, typer.Argument(help="Spec (YAML), plan (JSON); with --resume also just a run.")],
+    run: Annotated[
+        str | None, typer.Argument(help="With --resume: which run. Default: the newest of that name.")
+    ] = None,
+    *,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from a run's last checkpoint, in its folder.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it runs; see status, logs and cancel.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+) -> None:
+    """Plan a spec and train it on this machine."""
+    if run is not None and not resume:
+        raise typer.BadParameter("a run is named only together with --resume")
+    previous = _previous_run(spec, run) if resume else None
+    plan, spec_text = _plan(spec, previous, overrides or [], strict)
+    if not plan.runnable:
+        codes = " ".join(plan.not_runnable)
+        fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+    if resume and previous is None:
+        previous = _newest(plan.name)
+    if previous is not None and previous.status().active:
+        fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
+    target = LocalTarget()
+    if dry_run:
+        typer.echo(target.describe(plan, previous, resume=resume))
+        return
+    current = previous or RunStore().create(plan.name)
+    current.write_plan(plan, spec_text)
+    typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+    try:
+        code = target.launch(current, plan, resume=resume, detach=detach)
+    except LaunchError as error:
+        current.give_up(error.message)
+        fail(error.code, error.message, error.help, error.exit_code)
+    if code == 75:
+        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
+    raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
+
+
+def _previous_run(spec: Path, query: str | None) -> Run | None:
+    """Return the run to resume where the command line names one: as second argument, or as the only one."""
+    if query is not None:
+        return find_run_or_exit(query)
+    return None if spec.is_file() else find_run_or_exit(str(spec))
+
+
+def _newest(name: str) -> Run:
+    runs = [run for run in RunStore().runs() if run.name == name]
+    if not runs:
+        fail("PT502", f"there is no run of {name!r} to resume", "launch it without --resume", 1)
+    return runs[0]
+
+
+def _plan(spec: Path, previous: Run | None, overrides: list[str], strict: bool) -> tuple[Plan, str | None]:
+    """Return the plan to run, with the spec's text where a spec was given."""
+    path = spec if spec.is_file() or previous is None else previous.plan_file
+    if path.suffix != ".json":
+        return load_plan_or_exit(path, overrides, "text", strict), path.read_text(encoding="utf-8")
+    if overrides:
+        raise typer.BadParameter("--set changes a spec; a plan is run as it is")
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8")), None
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        fail("PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan SPEC --out FILE", 1)

@@ -1,0 +1,22 @@
+"""``partool status``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+import typer
+
+from partool.cli._runs import find_run_or_exit
+from partool.launch.describe import as_json, as_text
+from partool.launch.local import LocalTarget
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Id, the beginning of one, a name, or last.")] = "last",
+    output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+) -> None:
+    """Show how a run is doing."""
+    found = find_run_or_exit(run)
+    status = LocalTarget().status(found)
+    typer.echo(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))

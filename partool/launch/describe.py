@@ -1,0 +1,93 @@
+"""Runs as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from partool.launch.store import Run
+from partool.plan.run import ERRORS, RunStatus
+from partool.plan.types import Plan
+
+_TAIL_BYTES = 1 << 16
+
+
+def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
+    """Return everything known about a run."""
+    return {
+        "id": run.id,
+        "name": run.name,
+        "path": str(run.path),
+        **status.model_dump(mode="json"),
+        "progress": last_step(run),
+    }
+
+
+def as_text(run: Run, status: RunStatus) -> str:
+    """Return a run's state in a few lines."""
+    lines = [f"{run.id}: {status.state}" + (f" ({status.reason})" if status.reason else "")]
+    if status.state == "running" and status.started is not None:
+        where = f"pid {status.pid} on {status.host}"
+        lines.append(f"  {where}, for {duration(time.time() - status.started)}, attempt {status.attempt}")
+    elif status.ended is not None and status.started is not None:
+        took = duration(status.ended - status.started)
+        lines.append(f"  exit code {status.exit_code} after {took}, {status.attempt} attempt(s)")
+    if step := last_step(run):
+        total = _steps(run)
+        lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {step['loss']:.4f}")
+    lines.append(f"  {display(run.path)}")
+    return "\n".join(lines)
+
+
+def last_step(run: Run) -> dict[str, Any] | None:
+    """Return the data of rank 0's latest ``step`` event; None if there is none yet."""
+    try:
+        with (run.path / "events" / "rank-0.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:  # the first one may be cut off, the last one half written
+            continue
+        if event.get("kind") == "step":
+            data: dict[str, Any] = event["data"]
+            return data
+    return None
+
+
+def errors_as_text(run: Run) -> str:
+    """Return the error records of all ranks, in the order in which they happened; empty if there are none."""
+    records = [json.loads(file.read_text("utf-8")) for file in (run.path / ERRORS).glob("rank-*.json")]
+    texts = []
+    for record in sorted(records, key=lambda record: record["time"]):
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
+        texts.append(f"rank {record['rank']}, attempt {record['attempt']}, {when}\n{record['traceback'].rstrip()}\n")
+    return "\n".join(texts)
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time in words: ``42 s``, ``3 min 5 s``, ``2 h 7 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def display(path: Path) -> str:
+    """Return a path as the user would write it: relative if it lies below the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _steps(run: Run) -> int | None:
+    try:
+        return Plan.from_json(run.plan_file.read_text("utf-8")).training.steps
+    except (OSError, ValueError):
+        return None

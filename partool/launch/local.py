@@ -1,0 +1,171 @@
+"""The machine partool runs on as a target: the agent is a child of the launcher, or on its own with ``detach``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from partool.launch.store import Run
+from partool.launch.target import LaunchError
+from partool.plan.run import (
+    LOGS,
+    PLAN_FILE,
+    SPEC_FILE,
+    RunStatus,
+    agent_command,
+    rank_command,
+    rank_environment,
+    rank_log,
+    read_status,
+    write_status,
+)
+from partool.plan.types import Plan
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+_START_TIMEOUT_S = 30.0
+
+
+class LocalTarget:
+    """Runs on this machine."""
+
+    def describe(self, plan: Plan, run: Run | None, *, resume: bool) -> str:
+        """Return files, environment and command lines, in the form of shell commands."""
+        run_dir = run.path if run else Path(f"<runs>/{plan.name}-<time>-<random>")
+        agent = agent_command(sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume)
+        rank = rank_command(
+            sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume, module="partool_runtime.worker"
+        )
+        variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(rank_environment(plan).items())]
+        last = plan.devices.per_node - 1
+        of_ranks = f"RANK=0..{last} LOCAL_RANK=0..{last} WORLD_SIZE={plan.devices.per_node} PARTOOL_ATTEMPT=1.."
+        return "\n".join(
+            [
+                "# files",
+                f"{run_dir}/{PLAN_FILE}  (hash {plan.hash[:12]})",
+                f"{run_dir}/{SPEC_FILE}",
+                f"# agent: up to {plan.launch.restarts} restarts, {plan.launch.shutdown_timeout_s} s to checkpoint",
+                _shell(agent),
+                f"# {plan.devices.per_node} ranks, started by the agent",
+                " ".join(["env", *variables, of_ranks, "MASTER_ADDR=127.0.0.1 MASTER_PORT=<free>", "\\"]),
+                "  " + _shell(rank),
+            ]
+        )
+
+    def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:
+        """Start the agent and, unless detached, wait for it; signals go on to the agent."""
+        if importlib.util.find_spec("torch") is None:
+            message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
+            raise LaunchError("PT501", message, fix, exit_code=3)
+        command = agent_command(sys.executable, run.plan_file, run.path, resume=resume)
+        if detach:
+            self._detach(run, command)
+            return None
+        environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
+        with _forwarding() as forward_to:
+            # In a process group of its own, so that a terminal's Ctrl-C reaches it once, from here.
+            agent = subprocess.Popen(command, env=environment, process_group=0)
+            forward_to(agent)
+            code = agent.wait()
+        _settle(run, code)
+        return code
+
+    def status(self, run: Run) -> RunStatus:
+        """Return the run's status, looked up in its folder and the process table."""
+        return run.status()
+
+    def cancel(self, run: Run, *, now: bool) -> bool:
+        """Send the agent SIGTERM, and SIGINT too for ``now``, which makes the request a demand."""
+        status = run.status()
+        if not status.active or status.pid is None:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(status.pid, signal.SIGTERM)
+            if now:
+                os.kill(status.pid, signal.SIGINT)
+            return True
+        return False
+
+    def logs(self, run: Run, attempt: int) -> dict[int, tuple[Path, Path]]:
+        """Return the log files of an attempt's ranks."""
+        ranks = set()
+        for file in rank_log(run.path, attempt, 0, "stdout").parent.glob("rank-*.*.log"):
+            if match := re.fullmatch(r"rank-(\d+)\.(stdout|stderr)\.log", file.name):
+                ranks.add(int(match[1]))
+        return {
+            rank: (rank_log(run.path, attempt, rank, "stdout"), rank_log(run.path, attempt, rank, "stderr"))
+            for rank in sorted(ranks)
+        }
+
+    def _detach(self, run: Run, command: list[str]) -> None:
+        """Start the agent in a session of its own and wait until it has taken the run over."""
+        log = run.path / LOGS / "agent.out"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as output:
+            agent = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        end = time.monotonic() + _START_TIMEOUT_S
+        while agent.poll() is None and read_status(run.path).pid != agent.pid:
+            if time.monotonic() > end:
+                agent.kill()
+                raise LaunchError("PT507", f"the agent did not start within {_START_TIMEOUT_S:g} s", f"see {log}")
+            time.sleep(0.05)
+        if agent.returncode:
+            _settle(run, agent.returncode)
+            raise LaunchError("PT507", f"the agent ended at once with exit code {agent.returncode}", f"see {log}")
+
+
+def _settle(run: Run, code: int) -> None:
+    """Close the status of a run whose agent could not do so itself."""
+    status = read_status(run.path)
+    if status.active:
+        reason = f"the agent was killed by {signal.Signals(-code).name}" if code < 0 else "the agent could not start"
+        ended = {"state": "failed", "exit_code": code, "ended": time.time(), "reason": reason}
+        write_status(run.path, status.model_copy(update=ended))
+
+
+class _Forwarder:
+    """Hands signals on to a process; those that come before there is one wait."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+
+@contextmanager
+def _forwarding() -> Iterator[_Forwarder]:
+    """Block the stop signals until a process is there to take them, then forward them.
+
+    The process inherits the block, so that none reaches it before it can handle them; the agent lifts it.
+    """
+    forwarder = _Forwarder()
+    before = {number: signal.signal(number, forwarder.handle) for number in _FORWARDED}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        yield forwarder
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _shell(command: list[str]) -> str:
+    return shlex.join(command)

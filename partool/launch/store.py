@@ -1,0 +1,151 @@
+"""The runs on this machine: one folder each, under ``PARTOOL_HOME`` or ``./.partool``."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from partool.plan.run import (
+    PLAN_FILE,
+    SPEC_FILE,
+    STATUS_FILE,
+    RunStatus,
+    process_start,
+    read_status,
+    this_process,
+    write_status,
+)
+from partool.plan.types import Plan
+
+_ID = re.compile(r"(?P<name>.+)-(?P<stamp>\d{8}-\d{6})-[0-9a-f]{4}")
+
+
+class RunNotFoundError(LookupError):
+    """No run, or more than one, goes by what the user wrote; the message says which there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """``<name>-YYYYmmdd-HHMMSS-xxxx``, in UTC."""
+        return self.path.name
+
+    @property
+    def name(self) -> str:
+        """The name of the spec it was launched from."""
+        match = _ID.fullmatch(self.id)
+        return match["name"] if match else self.id
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan it runs."""
+        return self.path / PLAN_FILE
+
+    def status(self) -> RunStatus:
+        """Return the status as it is: a run whose agent is gone has failed, whatever its file says.
+
+        Runs of other hosts are taken at their word. A folder without a readable status counts as failed.
+        """
+        try:
+            status = read_status(self.path)
+        except (FileNotFoundError, ValidationError):
+            return RunStatus(state="failed", created=0.0, reason="no readable status.json")
+        if not status.active or status.pid is None or status.host != socket.gethostname():
+            return status
+        if process_start(status.pid) == status.process_start:
+            return status
+        try:
+            status = read_status(self.path)  # the agent may have ended properly between the two looks
+        except (FileNotFoundError, ValidationError):
+            return status
+        return status.model_copy(update={"state": "failed", "reason": "agent gone"}) if status.active else status
+
+    def give_up(self, reason: str) -> None:
+        """Note that the run could not be started."""
+        ended = {"state": "failed", "ended": time.time(), "reason": reason}
+        write_status(self.path, read_status(self.path).model_copy(update=ended))
+
+    def write_plan(self, plan: Plan, spec_text: str | None) -> None:
+        """Write what is launched next; an earlier plan and spec stay beside it as ``plan-1.json``, ``spec-1.yaml``."""
+        _put(self.path / PLAN_FILE, plan.to_json())
+        if spec_text is not None:
+            _put(self.path / SPEC_FILE, spec_text)
+
+
+class RunStore:
+    """All runs under a root folder."""
+
+    def __init__(self, home: Path | None = None) -> None:
+        self.root = (home or Path(os.environ.get("PARTOOL_HOME", ".partool"))).absolute() / "runs"
+
+    def create(self, name: str) -> Run:
+        """Make the folder of a new run; two at the same moment get two folders."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        while True:
+            created = time.time()
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(created))
+            run = Run(self.root / f"{name}-{stamp}-{secrets.token_hex(2)}")
+            try:
+                run.path.mkdir()
+            except FileExistsError:
+                continue
+            write_status(run.path, RunStatus.model_validate({"state": "starting", "created": created} | this_process()))
+            return run
+
+    def runs(self) -> list[Run]:
+        """Return all runs, the newest first."""
+        if not self.root.is_dir():
+            return []
+        found = [Run(folder) for folder in self.root.iterdir() if folder.is_dir()]
+        return sorted(found, key=lambda run: (run.status().created, run.id), reverse=True)
+
+    def find(self, query: str) -> Run:
+        """Return a run by id, ``last``, name (its newest), the beginning of its id, or the path of its folder.
+
+        Raises RunNotFoundError.
+        """
+        runs = self.runs()
+        if query == "last" and runs:
+            return runs[0]
+        if named := [run for run in runs if run.id == query] or [run for run in runs if run.name == query]:
+            return named[0]
+        folder = Path(query)
+        if (folder / STATUS_FILE).is_file():
+            return Run(folder.absolute())
+        matches = [run for run in runs if run.id.startswith(query)]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise RunNotFoundError(f"{query!r} is the beginning of {len(matches)} runs: {_ids(matches)}")
+        raise RunNotFoundError(f"no run {query!r} in {self.root}" + (f"; there are {_ids(runs)}" if runs else ""))
+
+
+def _put(file: Path, text: str) -> None:
+    """Write a file, keeping what it held under the next free number; nothing happens if it holds just that."""
+    if file.exists():
+        if file.read_text(encoding="utf-8") == text:
+            return
+        number = 1
+        while (kept := file.with_name(f"{file.stem}-{number}{file.suffix}")).exists():
+            number += 1
+        file.rename(kept)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
+def _ids(runs: list[Run]) -> str:
+    shown = ", ".join(run.id for run in runs[:5])
+    return shown + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
