@@ -1,0 +1,23 @@
+"""``LocalTarget.launch`` with the agent of ``dummy_agent``: ``RUN_DIR [--detach]``."""
+
+import sys
+from pathlib import Path
+
+from partool.launch import local
+from partool.launch.store import Run
+from partool.plan.types import Plan
+
+
+def dummy_agent(python: str, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
+    """Stand in for ``agent_command``."""
+    return [python, str(Path(__file__).with_name("dummy_agent.py")), str(plan_file), str(run_dir)] + [
+        "--resume"
+    ] * resume
+
+
+if __name__ == "__main__":
+    local.agent_command = dummy_agent
+    run = Run(Path(sys.argv[1]))
+    plan = Plan.from_json(run.plan_file.read_text())
+    code = local.LocalTarget().launch(run, plan, resume=False, detach="--detach" in sys.argv)
+    sys.exit(code if code is None or code >= 0 else 100)

@@ -1,0 +1,86 @@
+"""How the agent ends: exit codes, restarts, messages, status and logs. The agents of a test run side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch_helpers import AgentRun, make_plan
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_done_and_failed(tmp_path: Path) -> None:
+    """Exit codes, messages and status of runs that end by themselves."""
+    done = AgentRun(tmp_path / "done", {}, make_plan(env={"OMP_NUM_THREADS": "3", "COLOUR": "green"})).start()
+    failed = AgentRun(tmp_path / "failed", {"0": "follow", "1": "raise"}).start()
+    silent = AgentRun(tmp_path / "silent", {"1": "exit:3"}).start()
+    refused = AgentRun(tmp_path / "refused", {}, make_plan().model_copy(update={"runnable": False})).start()
+
+    assert done.finish() == 0
+    assert (done.status.state, done.status.exit_code, done.status.attempt, done.status.reason) == ("done", 0, 1, "")
+    assert done.output == "rank 0 attempt 1 begins\nrank 0 attempt 1 done\n"
+    assert done.errors == ""
+    assert (done.run_dir / "logs/attempt-1/rank-1.stdout.log").read_text().endswith("rank 1 attempt 1 done\n")
+    environment = done.rank_start(1)["env"]
+    wanted = {"OMP_NUM_THREADS": "3", "COLOUR": "green", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert {name: environment[name] for name in wanted} == wanted
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert not done.rank_start(0)["resume"]
+
+    assert failed.finish() == 1
+    assert failed.status.reason == "rank 1: ValueError: broken on purpose by rank 1"
+    message = failed.errors.splitlines()
+    assert message[0] == "partool: rank 1 failed (attempt 1): ValueError: broken on purpose by rank 1"
+    assert message[1] == "  Traceback (most recent call last):"
+    assert message[-3].strip() == "ValueError: broken on purpose by rank 1"
+    assert message[-2:] == ["rank 0 ended after it", f"logs: {failed.run_dir}/logs/attempt-1"]
+    assert "torch" not in failed.errors
+
+    assert silent.finish() == 1
+    assert "rank 1 failed (attempt 1): ended with exit code 3 and no error record\n  last words\n" in silent.errors
+
+    assert refused.finish() == 78
+    assert "PT505" in refused.errors
+    assert (refused.status.state, refused.status.attempt) == ("failed", 0)
+    assert all(run.survivors() == [] for run in (done, failed, silent, refused))
+
+
+def test_restarts(tmp_path: Path) -> None:
+    """A failed rank is started again from the checkpoint, with peers that meet; not for ever, and not after a 78."""
+    mended = AgentRun(tmp_path / "mended", {"0@1": "kill", "gloo": ""}, make_plan(restarts=2)).start()
+    hopeless = AgentRun(tmp_path / "hopeless", {"1": "raise"}, make_plan(restarts=1)).start()
+    wrong = AgentRun(tmp_path / "wrong", {"1": "configuration"}, make_plan(restarts=2)).start()
+
+    assert wrong.finish() == 78
+    assert wrong.status.attempt == 1
+    assert "rank 1 failed (attempt 1): PT699: the file is not there\n  help: write it\n" in wrong.errors
+    assert "Traceback" not in wrong.errors
+
+    assert hopeless.finish() == 1
+    assert hopeless.status.attempt == 2
+    assert hopeless.errors.count("Traceback") == 1
+    assert "rank 1 failed (attempt 2): ValueError" in hopeless.errors
+
+    assert mended.finish() == 0, mended.errors
+    assert (mended.status.state, mended.status.attempt) == ("done", 2)
+    assert [mended.rank_start(rank, attempt)["resume"] for rank, attempt in ((1, 1), (0, 2), (1, 2))] == [
+        False,
+        True,
+        True,
+    ]
+    assert mended.output.endswith("rank 0 attempt 2 done\n")
+    assert (mended.run_dir / "logs/attempt-1/rank-0.stdout.log").exists()
+
+
+def test_folder_is_locked(tmp_path: Path) -> None:
+    """A second agent in the same folder is turned away and changes nothing."""
+    first = AgentRun(tmp_path, {"0": "follow", "1": "follow"}).start()
+    first.wait_for("steps-0", "steps-1")
+    second = AgentRun(tmp_path, first.script).start()
+    assert second.finish() == 78
+    assert "PT504" in second.errors
+    assert first.status.state == "running"
+    assert first.process is not None
+    first.process.terminate()
+    assert first.finish() == 75
