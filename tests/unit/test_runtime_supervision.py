@@ -1,0 +1,217 @@
+"""The agent's decisions, and the ranks' agreement, without processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from partool_runtime._error_files import ErrorRecord, read_errors, write_error
+from partool_runtime._report import _first_failure
+from partool_runtime._supervision import FAILURE_GRACE_S, Action, Supervision
+from partool_runtime.errors import ConfigurationError, Preempted, exit_code
+from partool_runtime.stop import STOP_SIGNALS, StopRequest
+
+
+@pytest.fixture
+def watch() -> Supervision:
+    return Supervision(shutdown_timeout_s=60)
+
+
+def test_a_stop_is_told_once_and_enforced_in_time(watch: Supervision) -> None:
+    assert watch.observe({0: None, 1: None}, 0) is Action.WAIT
+    watch.signals.append(signal.SIGTERM)
+    assert watch.observe({0: None, 1: None}, 10) is Action.STOP
+    assert watch.observe({0: None, 1: None}, 11) is Action.WAIT
+    watch.signals.append(signal.SIGTERM)  # Slurm repeats itself; that does not shorten the time
+    assert watch.observe({0: 75, 1: None}, 69.9) is Action.WAIT
+    assert watch.observe({0: 75, 1: None}, 70) is Action.KILL
+    assert "within 60 s" in watch.killed
+    assert watch.observe({0: 75, 1: -9}, 71) is Action.FINISH
+    assert watch.exit_code == 1
+    assert not watch.may_restart
+
+
+@pytest.mark.parametrize("order", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
+def test_a_second_interrupt_kills(watch: Supervision, order: tuple[signal.Signals, ...]) -> None:
+    watch.signals += order
+    assert watch.observe({0: None}, 0) is Action.KILL
+    assert watch.killed == "interrupted a second time"
+
+
+def test_a_preempted_rank_takes_the_others_along(watch: Supervision) -> None:
+    assert watch.observe({0: 75, 1: None}, 5) is Action.STOP
+    assert watch.observe({0: 75, 1: None}, 64.9) is Action.WAIT
+    assert watch.observe({0: 75, 1: 75}, 65) is Action.FINISH
+    assert watch.exit_code == 75
+    assert not watch.may_restart
+
+
+def test_a_failure_leaves_the_others_a_moment(watch: Supervision) -> None:
+    watch.signals.append(signal.SIGTERM)
+    watch.observe({0: None, 1: None}, 0)
+    assert watch.observe({0: 1, 1: None}, 20) is Action.WAIT
+    assert watch.observe({0: 1, 1: None}, 20 + FAILURE_GRACE_S) is Action.KILL
+
+
+def test_a_rank_that_is_done_does_not_hurry_the_others(watch: Supervision) -> None:
+    assert watch.observe({0: 0, 1: None}, 0) is Action.WAIT
+    assert watch.observe({0: 0, 1: None}, 1e6) is Action.WAIT
+
+
+@pytest.mark.parametrize(
+    ("codes", "wanted", "restart"),
+    [
+        ((0, 0), 0, False),
+        ((75, 75), 75, False),
+        ((0, 75), 75, False),
+        ((1, 75), 1, False),
+        ((1, -9), 1, True),
+        ((-11, 0), 1, True),
+        ((78, -9), 78, False),
+        ((1, 78), 78, False),
+        ((42, 1), 1, True),
+    ],
+)
+def test_exit_codes(watch: Supervision, codes: tuple[int, ...], wanted: int, restart: bool) -> None:
+    assert watch.observe(dict(enumerate(codes)), 0) is Action.FINISH
+    assert (watch.exit_code, watch.may_restart) == (wanted, restart)
+
+
+def test_a_new_attempt_forgets_ranks_but_not_requests(watch: Supervision) -> None:
+    watch.observe({0: 1, 1: None}, 0)
+    watch.observe({0: 1, 1: None}, FAILURE_GRACE_S)
+    watch.begin_attempt()
+    assert watch.killed == ""
+    assert watch.observe({0: None, 1: None}, 100) is Action.WAIT
+    watch.signals.append(signal.SIGUSR2)
+    watch.begin_attempt()
+    assert watch.observe({0: None, 1: None}, 101) is Action.STOP
+
+
+def test_the_first_failure_is_found(watch: Supervision) -> None:
+    def record(rank: int, time: float) -> ErrorRecord:
+        return ErrorRecord(rank, 1, time, "E", "m", "t", 1)
+
+    watch.observe({0: None, 1: None, 2: None}, 10.0)
+    watch.observe({0: 1, 1: -9, 2: 1}, 10.1)
+    assert _first_failure(watch, {0: record(0, 10.05), 2: record(2, 10.02)}) == 1  # the others lost their peer
+    assert _first_failure(watch, {0: record(0, 10.05), 2: record(2, 9.9)}) == 2
+    watch.killed = "another rank had failed"
+    assert _first_failure(watch, {0: record(0, 10.05)}) == 2  # rank 1 was killed by the agent, 2 ended by itself
+    watch.observe({0: 75, 1: -9}, 11)
+    assert _first_failure(watch, {}) is None
+
+
+def test_error_records(tmp_path: Path) -> None:
+    try:
+        raise ValueError("nope")
+    except ValueError as error:
+        write_error(tmp_path, 3, 1, error)
+    assert read_errors(tmp_path, 2) == {}
+    record = read_errors(tmp_path, 1)[3]
+    assert (record.type, record.message, record.exit_code) == ("ValueError", "nope", 1)
+    assert 'raise ValueError("nope")' in record.traceback
+    write_error(tmp_path, 3, 2, ConfigurationError("PT601", "bad", "better"))
+    record = read_errors(tmp_path, 2)[3]
+    assert (record.code, record.message, record.help, record.exit_code) == ("PT601", "bad", "better", 78)
+    assert read_errors(tmp_path, 1) == {}
+
+
+def test_exit_code_of_errors() -> None:
+    errors = [Preempted(), ConfigurationError("PT601", "x"), ValueError(), KeyboardInterrupt()]
+    assert [exit_code(error) for error in errors] == [75, 78, 1, 1]
+    assert str(ConfigurationError("PT601", "x", "y")) == "PT601: x\n  help: y"
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    request = StopRequest()
+    request.install()
+    yield request
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", sorted(STOP_SIGNALS))
+def test_signals_request_a_stop(stop: StopRequest, number: signal.Signals) -> None:
+    assert not stop.agree(1)
+    os.kill(os.getpid(), number)
+    assert stop.requested
+    assert stop.reason == number.name
+    assert stop.agree(2)
+    assert stop.agreed_step == 2
+
+
+def test_blocked_signals_are_not_lost() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        request = StopRequest()
+        request.install()
+        assert request.reason == "SIGUSR2"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_ranks_agree_and_none_forgets(stop: StopRequest) -> None:
+    """The answer is the all-reduce's, and a signal that comes during it counts at the next step."""
+
+    def reduce(value: int) -> int:
+        assert value == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    stop.use(reduce)
+    assert not stop.agree(1)
+    assert stop.requested
+    stop.use(lambda value: value)
+    assert stop.agree(2)
+    other = StopRequest()
+    other.use(lambda value: max(value, int(signal.SIGUSR2)))
+    assert other.agree(7)
+    assert (other.reason, other.agreed_step) == ("SIGUSR2", 7)
+
+
+_CHILD = """
+import signal, sys, threading, time
+sys.platform = sys.argv[2]
+if sys.platform == "linux":
+    threading.Thread.start = lambda thread: None  # the kernel alone
+from partool_runtime._lifeline import end_with_parent
+end_with_parent(int(sys.argv[1]), signal.SIGKILL)
+print("alive", flush=True)
+time.sleep(60)
+"""
+_PARENT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("platform", ["linux", "other"])
+def test_children_end_with_their_parent(platform: str) -> None:
+    """By the kernel on Linux, by looking at the parent's id elsewhere; the pipe closes when the child is gone."""
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, _CHILD, platform], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"alive\n"
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == b""
+    parent.stdout.close()
+
+
+def test_a_parent_that_is_gone_already() -> None:
+    child = subprocess.run([sys.executable, "-c", _CHILD, "1", "linux"], capture_output=True, timeout=20)
+    assert child.returncode == -signal.SIGKILL
+    assert child.stdout == b""
