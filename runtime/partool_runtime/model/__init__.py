@@ -1,0 +1,7 @@
+"""The decoder that every rank runs, one idea per file."""
+
+from partool_runtime.model.attention import AttentionLayout, attend
+from partool_runtime.model.decoder import Block, Decoder, Head
+from partool_runtime.model.loss import IGNORED, loss
+
+__all__ = ["IGNORED", "AttentionLayout", "Block", "Decoder", "Head", "attend", "loss"]

@@ -1,0 +1,128 @@
+"""The decoder: Llama, Mistral, Qwen and GPT families from the fields of one configuration."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool.spec.model import ModelConfig
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.attention import Context, SelfAttention, window_mask
+from partool_runtime.model.ffn import FeedForward
+from partool_runtime.model.loss import loss
+from partool_runtime.model.norm import make_norm
+from partool_runtime.model.rope import Tables, tables
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward network, each on a normalised copy of the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = SelfAttention(config, layer)
+        self.ffn_norm = make_norm(config)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
+        """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), context)
+        out: torch.Tensor = x_BSH + self.ffn(self.ffn_norm(x_BSH))
+        return out
+
+
+class Head(nn.Module):
+    """The output matrix. Its forward pass yields the loss, so that a wrapper sees when the weight is in use."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
+        nn.init.normal_(self.weight, std=config.init_std)
+
+    def forward(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of token losses, see :func:`partool_runtime.model.loss.loss`."""
+        return loss(hidden_BSH, self.weight, labels_BS)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
+
+    Raises ``ConfigurationError`` PT401 for mixtures of experts and latent attention.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.moe is not None or config.mla is not None:
+            what = "mixture-of-experts layers" if config.moe is not None else "multi-head latent attention"
+            raise ConfigurationError("PT401", f"the decoder has no {what}", "Plan it only, or use a dense model.")
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.final_norm = make_norm(config)
+        self.head = None if config.tied_embeddings else Head(config)
+        self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
+        self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def groups(self) -> list[list[nn.Module]]:
+        """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
+
+        The last group is what the root of a sharded model keeps: final norm and head, and with tied embeddings the
+        embedding too, whose weight the first and the last step of the forward pass both need.
+        """
+        inputs: list[nn.Module] = [self.embed] if self.position is None else [self.embed, self.position]
+        blocks: list[list[nn.Module]] = [[layer] for layer in self.layers]
+        if self.head is None:
+            return [*blocks, [*inputs, self.final_norm]]
+        return [inputs, *blocks, [self.final_norm, self.head]]
+
+    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
+        hidden_BSH = self.hidden(tokens_BS)
+        if self.head is None:
+            return loss(hidden_BSH, self.embed.weight, labels_BS)
+        total: torch.Tensor = self.head(hidden_BSH, labels_BS)
+        return total
+
+    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
+        length, device = tokens_BS.shape[1], tokens_BS.device
+        x_BSH: torch.Tensor = self.embed(tokens_BS)
+        if self.position is not None:
+            if length > self.config.max_position:
+                message = f"{length} tokens are more than the {self.config.max_position} learned positions"
+                help_text = "Raise model.max_position or shorten training.sequence_length."
+                raise ConfigurationError("PT401", message, help_text)
+            x_BSH = x_BSH + self.position(torch.arange(length, device=device))
+        context = Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
+        for layer in self.layers:
+            x_BSH = layer(x_BSH, context)
+        return cast(torch.Tensor, self.final_norm(x_BSH))
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return F.linear(self.hidden(tokens_BS), weight)
+
+    def _rope_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Tables | None:
+        if self.config.position != "rope":
+            return None
+        key = (length, dtype, device)
+        if key not in self._rope:
+            # Also used by later passes with gradients, for which inference tensors are of no use.
+            with torch.inference_mode(False):
+                self._rope[key] = tables(self.config, length, dtype, device)
+        return self._rope[key]
+
+    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        window = self.config.window
+        if window is None or length <= window or "sliding" not in self.config.layer_types:
+            return None
+        key = (length, device)
+        if key not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[key] = window_mask(length, window, device)
+        return self._masks[key]

@@ -1,0 +1,43 @@
+"""The feed-forward network, gated (Shazeer, arXiv 2002.05202) or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool.spec.model import Activation, ModelConfig
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+"""What each activation applies: the gated ones to the gate, the others to the up projection."""
+
+
+class FeedForward(nn.Module):
+    """``down(act(gate(x)) * up(x))`` with a gated activation, else ``down(act(up(x)))``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        if config.gated:
+            self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
+        self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
+        self.down = nn.Linear(config.ffn_hidden, config.hidden, bias=config.ffn_bias)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        if self.gated:
+            inner: torch.Tensor = self.activation(self.gate(x_BSH)) * self.up(x_BSH)
+        else:
+            inner = self.activation(self.up(x_BSH))
+        out: torch.Tensor = self.down(inner)
+        return out

@@ -1,0 +1,32 @@
+"""Normalisation of the hidden state; statistics in float32 or wider."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from partool.spec.model import ModelConfig
+from partool_runtime.model._wide import wide_dtype
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation without centring (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; the result has the type of ``x``."""
+        wide = x.to(wide_dtype(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """Return the configuration's norm over the hidden size."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden, config.norm_eps)
+    # Takes its statistics in float32 or wider by itself.
+    return nn.LayerNorm(config.hidden, eps=config.norm_eps)
