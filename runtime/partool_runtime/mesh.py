@@ -1,0 +1,85 @@
+"""The ranks: process group, device and device meshes, built from the plan and passed around explicitly."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from partool.plan.types import Plan
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.torch_internals import in_memory_store
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this rank stands among the others."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    state: DeviceMesh
+    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy."""
+    dp: DeviceMesh
+    """Axis ``dp``: all data-parallel ranks, in the same order."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the training state."""
+        return self.state.size(0)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        dist.barrier()
+
+
+def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
+    """Join the process group that the environment describes and lay the plan's mesh over it.
+
+    Without ``WORLD_SIZE`` in the environment this is a world of one rank. Raises :class:`ConfigurationError` (PT510)
+    if the plan is for another number of ranks.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    planned = plan.layout.mesh.world_size
+    if world_size != planned:
+        raise ConfigurationError("PT510", f"the plan is for {planned} ranks, but {world_size} were started")
+    device = _device(plan.devices.backend)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=in_memory_store(), rank=0, world_size=1, timeout=timeout)
+    return lay_mesh(plan, device)
+
+
+def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
+    """Lay the plan's data-parallel axes over the process group in use. ZeRO-0 keeps a whole copy on every rank."""
+    mesh = plan.layout.mesh
+    axes = (mesh.dp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        state=init_device_mesh(device.type, axes, mesh_dim_names=("dp_replicate", "dp_shard")),
+        dp=init_device_mesh(device.type, (mesh.dp,), mesh_dim_names=("dp",)),
+    )
+
+
+def close_ranks() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(backend: str) -> torch.device:
+    if backend == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

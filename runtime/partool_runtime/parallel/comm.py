@@ -1,0 +1,120 @@
+"""Our own collectives, and a counter of everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partool_runtime.torch_internals import group_size, named_group_size
+
+
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum a tensor over a group's ranks, in place, and return it; the same bits on every rank."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    return tensor
+
+
+def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the largest of the ranks' integers."""
+    if group.size() == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return int(tensor.item())
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What collectives of one kind moved."""
+
+    calls: int = 0
+    payload_bytes: int = 0
+    """Size of the whole tensor: what comes out of an all-gather, what goes into a reduce-scatter or all-reduce."""
+    sent_bytes: int = 0
+    """What one rank sends with ring algorithms."""
+
+
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+_SENT: dict[str, Callable[[int, int], int]] = {
+    "all_gather": lambda size, ranks: size * (ranks - 1) // ranks,
+    "reduce_scatter": lambda size, ranks: size * (ranks - 1) // ranks,
+    "all_reduce": lambda size, ranks: 2 * size * (ranks - 1) // ranks,
+    "broadcast": lambda size, ranks: size if ranks > 1 else 0,
+    "all_to_all": lambda size, ranks: size * (ranks - 1) // ranks,
+}
+
+
+class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts collectives and their bytes while it is entered, FSDP2's and DTensor's included.
+
+    It sees every operator, so it slows a step down: use it in tests and in sampled steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._traffic: dict[str, Traffic] = {}
+
+    def snapshot(self) -> dict[str, Traffic]:
+        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all."""
+        return {kind: Traffic(t.calls, t.payload_bytes, t.sent_bytes) for kind, t in self._traffic.items()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count the call if it is a collective, then make it."""
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        kind = _KINDS.get(func._schema.name.partition("::")[2])
+        if kind is None:
+            return
+        functional = func.namespace == "_c10d_functional"
+        ranks = _ranks(args, functional)
+        size = max(_bytes(argument) for argument in args)
+        if functional and kind == "all_gather":
+            size *= ranks  # only the input is an argument
+        traffic = self._traffic.setdefault(kind, Traffic())
+        traffic.calls += 1
+        traffic.payload_bytes += size
+        traffic.sent_bytes += _SENT[kind](size, ranks)
+
+
+def _ranks(args: tuple[Any, ...], functional: bool) -> int:
+    if functional:
+        return named_group_size(next(a for a in reversed(args) if isinstance(a, str)))
+    return group_size(next(a for a in args if isinstance(a, torch.ScriptObject | dist.ProcessGroup)))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.itemsize
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return 0

@@ -1,0 +1,51 @@
+"""Recomputation of activations in the backward pass (Chen et al., arXiv 1604.06174), per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from partool.spec.parallel import Recompute
+from partool_runtime.parallel.blocks import Shardable
+
+_aten = torch.ops.aten
+SAVED = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operators whose results ``selective`` keeps: matrix products and attention; all else is cheap to do again."""
+
+
+def recompute(model: Shardable, policies: Sequence[Recompute]) -> None:
+    """Give every block its policy: ``none`` keeps all, ``selective`` keeps :data:`SAVED`, ``full`` only the input."""
+    for block, policy in zip(model.layers, policies, strict=True):
+        if policy != "none":
+            setattr(block, "forward", _WRAPPERS[policy](block.forward))  # noqa: B010 - mypy forbids assigning a method
+
+
+def _full(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # No layer draws random numbers, so their state need not be kept.
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _selective(forward: Callable[..., Any]) -> Callable[..., Any]:
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_WRAPPERS = {"full": _full, "selective": _selective}

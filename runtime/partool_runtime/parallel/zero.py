@@ -1,0 +1,88 @@
+"""ZeRO (Rajbhandari et al., arXiv 1910.02054) and hybrid sharding on torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from partool.spec.parallel import ZeroStage
+from partool.spec.training import Precision
+from partool_runtime.mesh import Ranks
+from partool_runtime.parallel.blocks import Shardable
+from partool_runtime.parallel.grad_sync import GradSync
+
+MASTER_DTYPE: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+}
+"""Type of the parameters that the optimizer updates, by precision."""
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Type of parameters and activations in forward and backward, by precision."""
+
+
+def shard(model: Shardable, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> GradSync:
+    """Spread parameters over the shard axis, in place; the model may still be on the meta device.
+
+    Every stage keeps master weights and moments in shards. The stages differ in when parameters are gathered and
+    gradients are reduced, which :class:`GradSync` switches. ZeRO-0 is the case of one rank per shard axis: nothing is
+    gathered, and gradients are all-reduced over the replicas once a step. Gradients are summed, not averaged: the loss
+    is divided by the step's tokens over all ranks.
+    """
+    mesh = _mesh(ranks)
+    policy = _policy(precision)
+    for group in _own_groups(model.groups()):
+        fully_shard(group, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    # The root holds what runs last, which the backward pass needs at once.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        _sum_gradients(module)
+    return GradSync(modules, zero=zero, replicas=ranks.replicas)
+
+
+def _mesh(ranks: Ranks) -> DeviceMesh:
+    return ranks.state if ranks.replicas > 1 else ranks.state["dp_shard"]
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    if precision in ("fp32", "fp64"):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
+    """Return the groups to be gathered on their own; one that shares a parameter with the last stays in the root."""
+    with_root = {id(parameter) for module in groups[-1] for parameter in module.parameters()}
+    own = []
+    for group in groups[:-1]:
+        parameters = {id(parameter) for module in group for parameter in module.parameters()}
+        if parameters and not parameters & with_root:
+            own.append(list(group))
+    return own
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    module.set_gradient_divide_factor(1.0)
+    # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the sharded parameters that need gradients, by name. Call it before the first forward pass.
+
+    Afterwards a module may hold gathered parameters in their place.
+    """
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,0 +1,44 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2)."""
+
+from __future__ import annotations
+
+GROWTH = 2.0
+BACKOFF = 0.5
+GROWTH_INTERVAL = 2000
+FIRST_SCALE = 65536.0
+SMALLEST_SCALE = 1.0
+
+
+class LossScaler:
+    """The factor of the loss that keeps fp16 gradients from vanishing; powers of two, so it changes no mantissa.
+
+    Switched off, the factor is 1 and stays so.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self.scale = FIRST_SCALE if enabled else 1.0
+        self._good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Count a step: an overflow halves the scale, :data:`GROWTH_INTERVAL` good steps in a row double it."""
+        if not self._enabled:
+            return
+        if not finite:
+            self.scale = max(SMALLEST_SCALE, self.scale * BACKOFF)
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == GROWTH_INTERVAL:
+            self.scale *= GROWTH
+            self._good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint holds."""
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint; where precision has changed, its state says nothing and is left."""
+        if self._enabled and state["scale"] > 1.0:
+            self.scale = state["scale"]
+            self._good_steps = int(state["good_steps"])

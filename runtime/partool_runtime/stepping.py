@@ -1,0 +1,127 @@
+"""One optimizer step: forward and backward over all micro-batches, gradient check, clipping, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from partool.spec.training import OptimizerSpec, TrainingSpec
+from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
+from partool_runtime.mesh import Ranks
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.grad_norm import Mode, check_gradients, clip_factor
+from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.precision import LossScaler
+
+Timer = Callable[[str], AbstractContextManager[object]]
+"""Measures a term of :data:`partool.plan.terms.TIME_TERMS` while it is entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did; the same on all ranks."""
+
+    loss: float
+    """Mean over the step's tokens, in nats."""
+    grad_norm: float
+    """Before clipping; NaN if a gradient was not finite."""
+    lr: float
+    tokens: int
+    """Tokens with a label, over all ranks."""
+    skipped: bool
+    """True if the weights were left as they were because a gradient was not finite."""
+
+
+class Stepper:
+    """Runs optimizer steps. The loss is divided by the labels of the whole step, over all ranks and micro-batches.
+
+    ``model(tokens_BS, labels_BS)`` must return the sum of the token losses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: GradSync,
+        optimizer: AdamW,
+        scaler: LossScaler,
+        *,
+        ranks: Ranks,
+        training: TrainingSpec,
+        spec: OptimizerSpec,
+        kernels: Mode = "auto",
+    ) -> None:
+        self._model = model
+        self._sync = sync
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._ranks = ranks
+        self._training = training
+        self._spec = spec
+        self._kernels = kernels
+        self.nonfinite_in_row = 0
+        """Skipped steps since the last one that was not."""
+
+    def step(self, step: int, batch: Sequence[MicroBatch], timer: Timer) -> StepResult:
+        """Do step ``step``, counted from 0, with this rank's micro-batches.
+
+        Raises RuntimeError (PT630), on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a row.
+        """
+        group = self._ranks.dp.get_group()
+        tokens = sum_over(self._count(batch), group)
+        with timer("overhead"):
+            self._optimizer.clear_gradients()
+        loss_sum = self._accumulate(batch, self._scaler.scale / tokens.clamp(min=1), timer)
+        with timer("optimizer"):
+            check = check_gradients(self._optimizer.gradients(), loss_sum, self._ranks, self._kernels)
+            scale = self._scaler.scale
+            norm = check.norm / scale
+            lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
+            if check.finite:
+                self._optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
+            self._scaler.update(check.finite)
+        self._count_nonfinite(step, check.finite)
+        count = int(tokens)
+        return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Return the mean loss over held-out tokens of all ranks, and their number."""
+        device = self._ranks.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for micro in batches:
+            sums[0] += self._model(micro.tokens_BS.to(device), micro.labels_BS.to(device)).double()
+        sums[1] = self._count(batches)
+        self._sync.release()
+        loss, tokens = sum_over(sums, self._ranks.dp.get_group()).tolist()
+        return loss / max(tokens, 1), int(tokens)
+
+    def _accumulate(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        device = self._ranks.device
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        for index, micro in enumerate(batch):
+            self._sync.before_micro_batch(last=index == len(batch) - 1)
+            with timer("forward"):
+                tokens_BS = micro.tokens_BS.to(device, non_blocking=True)
+                loss = self._model(tokens_BS, micro.labels_BS.to(device, non_blocking=True))
+                loss_sum += loss.detach()
+            with timer("backward"):
+                (loss * weight.to(loss.dtype)).backward()
+        return loss_sum
+
+    def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
+        count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)
+        return torch.tensor(count, dtype=torch.float64, device=self._ranks.device)
+
+    def _count_nonfinite(self, step: int, finite: bool) -> None:
+        self.nonfinite_in_row = 0 if finite else self.nonfinite_in_row + 1
+        if self.nonfinite_in_row >= self._training.max_nonfinite_steps:
+            raise RuntimeError(
+                f"PT630: gradients were not finite in {self.nonfinite_in_row} steps in a row, the last is step {step}; "
+                "a lower learning rate, a longer warm-up or bf16 instead of fp16 may help"
+            )

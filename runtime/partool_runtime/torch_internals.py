@@ -1,0 +1,68 @@
+"""The one place that touches private names of torch, each with the reason and the public way that is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor without copying, and the tensor itself where it is not a DTensor.
+
+    ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def group_size(process_group: Any) -> int:
+    """Return the number of ranks of a process group as the dispatcher passes it: a boxed script object."""
+    if isinstance(process_group, torch.ScriptObject):
+        return torch.distributed.ProcessGroup.unbox(process_group).size()
+    return int(process_group.size())
+
+
+def named_group_size(name: str) -> int:
+    """Return the number of ranks of a process group known by name, as functional collectives pass it."""
+    return int(distributed_c10d._resolve_process_group(name).size())  # type: ignore[attr-defined,arg-type]
+
+
+def in_memory_store() -> Any:
+    """Return a rendezvous store for a world of one rank: no port, no file. It is exported, but not typed so."""
+    return torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+
+def fused_adamw(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    step: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Update parameters and moments in place, in one fused kernel per device and type.
+
+    ``torch.optim.AdamW`` keeps one step counter per parameter and looks up its state for each; here ``step`` is one
+    float32 scalar, the same for all, already counted up.
+    """
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(parameters),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,0 +1,276 @@
+"""Ranks of test_zero.py: trains a small model in every layout and writes what the test compares."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from partool.plan.types import Mesh
+from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
+from partool_runtime.precision import LossScaler
+from partool_runtime.stepping import Stepper
+
+VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 3
+STEPS, SEQUENCES, LENGTH = 10, 12, 6
+OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.q = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.up = nn.Linear(HIDDEN, WIDE)
+        self.down = nn.Linear(WIDE, HIDDEN)
+        self.row = nn.Parameter(torch.empty(1, HIDDEN))  # fewer rows than ranks
+        self.unused = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        y_BSH = self.norm(x_BSH)
+        q_BSH = self.q(y_BSH).unsqueeze(1)
+        y_BSH = y_BSH + F.scaled_dot_product_attention(q_BSH, q_BSH, q_BSH, is_causal=True).squeeze(1)
+        return x_BSH + self.down(F.gelu(self.up(y_BSH))) * self.row
+
+
+class Model(nn.Module):
+    """A causal model with odd sizes; no dimension divides by 2 and 3 at once, some by neither."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.final_norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def groups(self) -> list[list[nn.Module]]:
+        return [[self.embed], *([layer] for layer in self.layers), [self.final_norm, self.head]]
+
+    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.embed(tokens_BS)
+        for layer in self.layers:
+            x_BSH = layer(x_BSH)
+        logits = F.linear(self.final_norm(x_BSH), self.head.weight).flatten(0, 1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(logits, labels_BS.flatten(), reduction="sum")
+
+
+@dataclass(frozen=True)
+class Case:
+    zero: int
+    mesh: tuple[int, int]
+    """Replicas and shards."""
+    accumulation: int = 1
+    tied: bool = False
+    frozen: tuple[str, ...] = ()
+    recompute: str = "none"
+    compile: str = "none"
+    precision: str = "fp64"
+    poison_step: int = -1
+    """Step in which one rank's gradient is made infinite."""
+
+
+def initial_weights(tied: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    names = Model(tied=tied).state_dict()
+    return {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) * 0.4 for n, t in names.items()}
+
+
+def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a step over all ranks; ignored labels make the sequences' weights uneven."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(VOCAB, (SEQUENCES, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.9, SEQUENCES)[:, None]] = -100
+    return tokens[:, :-1], labels
+
+
+def micro_batches(step: int, case: Case, ranks: Ranks) -> list[MicroBatch]:
+    tokens, labels = samples(step)
+    mine = slice(ranks.rank * SEQUENCES // ranks.world_size, (ranks.rank + 1) * SEQUENCES // ranks.world_size)
+    return [
+        MicroBatch(t, label)
+        for t, label in zip(tokens[mine].chunk(case.accumulation), labels[mine].chunk(case.accumulation), strict=True)
+    ]
+
+
+def plan_of(case: Case) -> Any:
+    return SimpleNamespace(
+        layout=SimpleNamespace(
+            zero=case.zero,
+            mesh=Mesh(dp_replicate=case.mesh[0], dp_shard=case.mesh[1]),
+            recompute=(case.recompute,) * LAYERS,
+            compile=case.compile,
+        ),
+        training=SimpleNamespace(precision=case.precision),
+    )
+
+
+def build(case: Case, ranks: Ranks) -> tuple[Model, AdamW, Stepper]:
+    with torch.device("meta"):
+        model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
+    sync = parallelize(model, plan_of(case), ranks)
+    model.to_empty(device="cpu")
+    weights = initial_weights(case.tied)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = weights[name].to(parameter.dtype).chunk(ranks.state.size(1))
+            place = ranks.state.get_local_rank("dp_shard")
+            if place < len(rows):
+                parameter.to_local().copy_(rows[place])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in case.frozen)
+    optimizer = AdamW(trained_parameters(model), OPTIMIZER)
+    training = TrainingSpec(steps=STEPS, precision=case.precision, max_nonfinite_steps=2)
+    scaler = LossScaler(case.precision == "fp16")
+    return model, optimizer, Stepper(model, sync, optimizer, scaler, ranks=ranks, training=training, spec=OPTIMIZER)
+
+
+def no_timer(term: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Poison:
+    """Lets one rank's loss become infinite in one step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.active = False
+        model.register_forward_hook(lambda module, args, loss: loss * torch.inf if self.active else loss)
+
+
+def train(case: Case, ranks: Ranks) -> dict[str, Any]:
+    model, optimizer, stepper = build(case, ranks)
+    parameters = dict(model.named_parameters())
+    poison = Poison(model) if case.poison_step >= 0 else None
+    out: dict[str, Any] = {"losses": [], "norms": [], "skipped": []}
+    for step in range(STEPS):
+        if poison:
+            poison.active = step == case.poison_step and ranks.rank == ranks.world_size - 1
+        counter = CommCounter() if step == STEPS - 1 else contextlib.nullcontext()
+        with counter:
+            result = stepper.step(step, micro_batches(step, case, ranks), no_timer)
+        out["losses"].append(result.loss)
+        out["norms"].append(result.grad_norm)
+        out["skipped"].append(result.skipped)
+    assert isinstance(counter, CommCounter)
+    out["calls"] = {kind: t.calls for kind, t in counter.snapshot().items()}
+    out["payload_bytes"] = {kind: t.payload_bytes for kind, t in counter.snapshot().items()}
+    out["validation"] = stepper.validate(micro_batches(99, case, ranks))
+    out["weights"] = {name: whole(p) for name, p in parameters.items()}
+    out["exp_avg"] = {name: whole(t) for name, t in optimizer.state().items()}
+    return out
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def live_bytes(case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Bytes of gradients after each micro-batch but the last, and of gathered parameters between two micro-batches."""
+    model, optimizer, _ = build(case, ranks)
+    sync = parallelize_again(model, case, ranks)
+    shards = trained_parameters(model)
+    seen: dict[str, Any] = {"gradients": [], "gathered": [], "in_forward": 0}
+    batch = micro_batches(0, case, ranks)
+    for index, micro in enumerate(batch):
+        sync.before_micro_batch(last=index == len(batch) - 1)
+        loss = model(micro.tokens_BS, micro.labels_BS)
+        seen["in_forward"] = max(seen["in_forward"], gathered_bytes(model))
+        loss.backward()
+        del loss
+        gc.collect()
+        seen["gradients"].append(gradient_bytes(model, shards))
+        seen["gathered"].append(gathered_bytes(model))
+    optimizer.clear_gradients()
+    return seen
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return [p for state in states for group in state._fsdp_param_groups for p in group.fsdp_params]
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Storage that gathered parameters take now."""
+    outputs = [t for p in fsdp_parameters(model) for t in p.all_gather_outputs]
+    return sum(t.untyped_storage().size() for t in outputs)
+
+
+def gradient_bytes(model: nn.Module, shards: dict[str, nn.Parameter]) -> int:
+    """Bytes of all gradients this rank holds: shards, and whole ones that wait for their reduction."""
+    held = [p.grad.to_local() for p in shards.values() if p.grad is not None]
+    for p in fsdp_parameters(model):
+        whole_grads = (p.unsharded_accumulated_grad, getattr(p, "_unsharded_param", torch.empty(0)).grad)
+        held += [g for g in whole_grads if g is not None]
+    return sum(t.numel() * t.itemsize for t in held)
+
+
+def parallelize_again(model: nn.Module, case: Case, ranks: Ranks) -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    from partool_runtime.parallel.grad_sync import GradSync
+
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return GradSync(modules, zero=case.zero, replicas=ranks.replicas)
+
+
+def cases(world_size: int) -> dict[str, Case]:
+    if world_size == 4:
+        return {f"hybrid zero-{zero}": Case(zero, (2, 2), accumulation=3) for zero in (1, 2, 3)}
+    all_ranks = (1, world_size)
+    found = {f"zero-{z}": Case(z, all_ranks) for z in range(4)}
+    found |= {f"zero-{z} k=2": Case(z, all_ranks, accumulation=2) for z in range(4)}
+    if world_size == 3:
+        return found
+    found |= {f"zero-{z} k=3": Case(z, all_ranks, accumulation=3) for z in range(4)}
+    frozen = ("embed.weight", "layers.1.up.weight", "layers.2.norm.bias")
+    found |= {f"zero-{z} frozen": Case(z, all_ranks, accumulation=3, frozen=frozen) for z in range(4)}
+    found |= {f"zero-{z} tied": Case(z, all_ranks, accumulation=3, tied=True) for z in range(4)}
+    found |= {
+        f"zero-{z} {policy}": Case(z, all_ranks, accumulation=3, recompute=policy)
+        for z in (1, 3)
+        for policy in ("selective", "full")
+    }
+    found |= {f"zero-{z} poisoned": Case(z, all_ranks, poison_step=4) for z in (0, 2)}
+    found |= {f"zero-{z} {p}": Case(z, all_ranks, precision=p) for z in (0, 1, 3) for p in ("fp32", "bf16", "fp16")}
+    return found
+
+
+def main(out: str, only: str = "") -> None:
+    import os
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    chosen = {"compiled": Case(3, (1, 2), compile="block")} if only == "compiled" else cases(world_size)
+    for name, case in chosen.items():
+        ranks = lay_mesh(plan_of(case), torch.device("cpu"))
+        results[name] = train(case, ranks)
+        if name.endswith("k=3"):
+            results[name]["live"] = live_bytes(case, ranks)
+    if torch.distributed.get_rank() == 0:
+        torch.save(results, out)
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
