@@ -50,13 +50,16 @@ def command(
     if dry_run:
         typer.echo(target.describe(plan, previous, resume=resume))
         return
-    current = previous or RunStore().create(plan.name)
-    current.write_plan(plan, spec_text)
-    typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+    current = None
     try:
+        target.check()
+        current = previous or RunStore().create(plan.name)
+        current.write_plan(plan, spec_text)
+        typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
         code = target.launch(current, plan, resume=resume, detach=detach)
     except LaunchError as error:
-        current.give_up(error.message)
+        if current is not None:
+            current.give_up(error.message)
         fail(error.code, error.message, error.help, error.exit_code)
     if code == 75:
         typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
@@ -87,4 +90,5 @@ def _plan(spec: Path, previous: Run | None, overrides: list[str], strict: bool) 
     try:
         return Plan.from_json(path.read_text(encoding="utf-8")), None
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        fail("PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan SPEC --out FILE", 1)
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)

@@ -38,6 +38,12 @@ _START_TIMEOUT_S = 30.0
 class LocalTarget:
     """Runs on this machine."""
 
+    def check(self) -> None:
+        """Raise LaunchError if torch, which partool itself does without, is missing."""
+        if importlib.util.find_spec("torch") is None:
+            message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
+            raise LaunchError("PT501", message, fix, exit_code=3)
+
     def describe(self, plan: Plan, run: Run | None, *, resume: bool) -> str:
         """Return files, environment and command lines, in the form of shell commands."""
         run_dir = run.path if run else Path(f"<runs>/{plan.name}-<time>-<random>")
@@ -63,9 +69,6 @@ class LocalTarget:
 
     def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:
         """Start the agent and, unless detached, wait for it; signals go on to the agent."""
-        if importlib.util.find_spec("torch") is None:
-            message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
-            raise LaunchError("PT501", message, fix, exit_code=3)
         command = agent_command(sys.executable, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)

@@ -24,6 +24,10 @@ class LaunchError(Exception):
 class Target(Protocol):
     """A place where runs run."""
 
+    def check(self) -> None:
+        """Raise LaunchError if nothing can be launched there from here."""
+        ...
+
     def describe(self, plan: Plan, run: Run | None, *, resume: bool) -> str:
         """Return exactly what :meth:`launch` would run, as text; ``run`` is None where it would make one."""
         ...

@@ -118,6 +118,8 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         for process in processes.values():
             _kill_group(process.pid)  # what a rank left behind: data loaders, compiler workers
+        if running:
+            raise _AttemptEndedError
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed() and not self._supervision.may_restart:
             raise _AttemptEndedError

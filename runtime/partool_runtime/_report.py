@@ -36,7 +36,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision) -> Summary:
     errors = read_errors(run_dir, attempt)
     first = _first_failure(supervision, errors)
     if first is None:
-        ranks = _ranks(rank for rank, status in supervision.codes.items() if status == -signal.SIGKILL)
+        ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
         reason = f"{ranks} killed: {supervision.killed}"
         return Summary(reason, f"partool: {reason}\n{_logs(run_dir, attempt)}")
     return _failure(run_dir, attempt, supervision, first, errors)
@@ -50,7 +50,7 @@ def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> 
     """
 
     def own(rank: int, code: int | None) -> bool:
-        return code not in (EXIT_DONE, EXIT_PREEMPTED) and not (supervision.killed and code == -signal.SIGKILL)
+        return code not in (EXIT_DONE, EXIT_PREEMPTED) and not (supervision.killed and code in (-signal.SIGKILL, None))
 
     times = {
         rank: errors[rank].time if rank in errors else supervision.last_alive.get(rank, 0.0)
@@ -87,7 +87,9 @@ def _headline(error: ErrorRecord) -> str:
 
 
 def _end_without_record(code: int | None) -> str:
-    if code is None or code >= 0:
+    if code is None:
+        return "does not end, not even killed"
+    if code >= 0:
         return f"ended with exit code {code} and no error record"
     name = signal.Signals(-code).name
     return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

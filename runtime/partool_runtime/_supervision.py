@@ -12,6 +12,9 @@ from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 FAILURE_GRACE_S = 3.0
 """Time for the other ranks to say what they saw, after one failed."""
 
+_KILL_TIMEOUT_S = 30.0
+"""A process that waits in the kernel, for a device that hangs, outlives SIGKILL; the agent does not wait for it."""
+
 
 class Action(Enum):
     """What to do now."""
@@ -21,7 +24,7 @@ class Action(Enum):
     """Ask the ranks that still run to checkpoint and stop."""
     KILL = auto()
     FINISH = auto()
-    """No rank runs any more."""
+    """No rank runs any more, or those that do cannot even be killed."""
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class Supervision:
     _told: bool = False
     _deadline: float | None = None
     _why: str = ""
+    _killed_at: float | None = None
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
@@ -49,6 +53,7 @@ class Supervision:
         self._told = False
         self._deadline = None
         self._why = ""
+        self._killed_at = None
 
     def observe(self, codes: Mapping[int, int | None], now: float) -> Action:
         """Take note of the ranks' exit codes and say what to do."""
@@ -57,7 +62,7 @@ class Supervision:
         if None not in codes.values():
             return Action.FINISH
         if len(self.signals) > 1 and signal.SIGINT in self.signals:
-            return self._kill("interrupted a second time")
+            return self._kill(now, "interrupted a second time")
         if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
             self._allow(now, FAILURE_GRACE_S, "another rank had failed")
         elif self.signals or EXIT_PREEMPTED in codes.values():
@@ -67,7 +72,7 @@ class Supervision:
                 self._told = True
                 return Action.STOP
         if self._deadline is not None and now >= self._deadline:
-            return self._kill(self._why)
+            return self._kill(now, self._why)
         return Action.WAIT
 
     @property
@@ -83,13 +88,15 @@ class Supervision:
     @property
     def may_restart(self) -> bool:
         """True if the finished attempt failed in a way that another attempt may mend, and nobody asked to stop."""
-        return self.exit_code == 1 and not self.signals and EXIT_PREEMPTED not in self.codes.values()
+        ended_early = self.signals or EXIT_PREEMPTED in self.codes.values() or None in self.codes.values()
+        return self.exit_code == 1 and not ended_early
 
     def _allow(self, now: float, seconds: float, why: str) -> None:
         if self._deadline is None or now + seconds < self._deadline:
             self._deadline = now + seconds
             self._why = why
 
-    def _kill(self, why: str) -> Action:
+    def _kill(self, now: float, why: str) -> Action:
         self.killed = self.killed or why
-        return Action.KILL
+        self._killed_at = now if self._killed_at is None else self._killed_at
+        return Action.KILL if now < self._killed_at + _KILL_TIMEOUT_S else Action.FINISH

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = load_plan(arguments.plan)
         load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop)
     except BaseException as error:  # torch's checkpoint errors are not Exceptions
+        if error.__traceback__ is not None:
+            error.__traceback__ = error.__traceback__.tb_next  # this function is of no interest
         _end(arguments.run_dir, error)
     return EXIT_DONE
 
@@ -59,9 +61,9 @@ def load_plan(path: Path) -> Plan:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        raise ConfigurationError(
-            "PT503", f"{path} is no plan of this version: {error}", "make it again: partool plan --out"
-        ) from None
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        fix = "make it again: partool plan SPEC --out FILE"
+        raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None
     if not plan.runnable:
         codes = ", ".join(plan.not_runnable)
         raise ConfigurationError("PT505", f"the runtime cannot run this plan ({codes})", f"see partool explain {codes}")

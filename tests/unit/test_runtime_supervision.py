@@ -52,6 +52,14 @@ def test_a_preempted_rank_takes_the_others_along(watch: Supervision) -> None:
     assert not watch.may_restart
 
 
+def test_a_rank_that_cannot_be_killed_is_given_up(watch: Supervision) -> None:
+    watch.signals += [signal.SIGINT, signal.SIGINT]
+    assert watch.observe({0: None, 1: -9}, 0) is Action.KILL
+    assert watch.observe({0: None, 1: -9}, 29) is Action.KILL
+    assert watch.observe({0: None, 1: -9}, 31) is Action.FINISH
+    assert (watch.exit_code, watch.may_restart) == (1, False)
+
+
 def test_a_failure_leaves_the_others_a_moment(watch: Supervision) -> None:
     watch.signals.append(signal.SIGTERM)
     watch.observe({0: None, 1: None}, 0)

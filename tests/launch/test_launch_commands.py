@@ -1,0 +1,177 @@
+"""The commands about runs, without starting any."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from launch_helpers import make_plan
+from typer.testing import CliRunner, Result
+
+from partool.launch.store import Run, RunStore
+from partool.plan.run import RunStatus, rank_log, read_status, write_status
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARTOOL_HOME", "home")
+    return tmp_path
+
+
+@pytest.fixture
+def run() -> Run:
+    run = RunStore().create("dummy")
+    write_status(run.path, RunStatus(state="done", created=1.0, attempt=2, started=2.0, ended=65.0, exit_code=0))
+    run.write_plan(make_plan(), "spec: 1\n")
+    for attempt in (1, 2):
+        for stream in ("stdout", "stderr"):
+            file = rank_log(run.path, attempt, 1, stream)  # type: ignore[arg-type]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{stream} of attempt {attempt}\n")
+    (run.path / "events").mkdir()
+    event = {"v": 1, "kind": "step", "t": 1.0, "rank": 0, "data": {"step": 7, "loss": 2.5}}
+    (run.path / "events" / "rank-0.jsonl").write_text(json.dumps(event) + '\n{"v": 1, "kind": "st')
+    return run
+
+
+def invoke(name: str, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(importlib.import_module(f"partool.cli.{name}").command)
+    return CliRunner().invoke(app, arguments)
+
+
+def plan_file(**changes: Any) -> str:
+    file = Path("plan.json")
+    file.write_text(make_plan().model_copy(update=changes).to_json())
+    return str(file)
+
+
+def test_status(run: Run) -> None:
+    answer = invoke("status", "dummy")
+    assert answer.exit_code == 0
+    assert answer.stdout.splitlines() == [
+        f"{run.id}: done",
+        "  exit code 0 after 1 min 3 s, 2 attempt(s)",
+        "  step 7 of 1000, loss 2.5000",
+        f"  home/runs/{run.id}",
+    ]
+    data = json.loads(invoke("status", "--output", "json").stdout)
+    assert (data["id"], data["state"], data["progress"]["step"]) == (run.id, "done", 7)
+
+
+def test_list(run: Run) -> None:
+    RunStore().create("newer")
+    lines = invoke("list").stdout.splitlines()
+    assert [line.split()[1] for line in lines] == ["starting", "done"]
+    assert [entry["name"] for entry in json.loads(invoke("list", "--output", "json").stdout)] == ["newer", "dummy"]
+
+
+def test_logs(run: Run) -> None:
+    latest = invoke("logs", "last", "--rank", "1", "--follow")
+    assert (latest.stdout, latest.stderr) == ("stdout of attempt 2\n", "stderr of attempt 2\n")
+    assert invoke("logs", "--rank", "1", "--attempt", "1").stdout == "stdout of attempt 1\n"
+    missing = invoke("logs", "--rank", "0")
+    assert missing.exit_code == 1
+    assert "no logs of rank 0 in attempt 2" in missing.stderr
+    assert "no errors on record" in invoke("logs", "--errors").stdout
+
+
+def test_unknown_run() -> None:
+    for name in ("status", "logs", "cancel"):
+        answer = invoke(name, "nothing")
+        assert answer.exit_code == 1
+        assert "error[PT502]: no run 'nothing'" in answer.stderr
+
+
+def test_cancel_signals_the_agent_or_says_why_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "PT508" in invoke("cancel", "dummy").stderr
+    alive = RunStore().create("alive")  # by this very process
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("partool.launch.local.os.kill", lambda pid, number: sent.append((pid, number)))
+    assert invoke("cancel", "alive").exit_code == 0
+    assert invoke("cancel", alive.id, "--now").exit_code == 0
+    assert sent == [(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)]
+
+
+def test_dry_run_names_everything_and_does_nothing(run: Run) -> None:
+    before = sorted(Path().rglob("*"))
+    answer = invoke("launch", plan_file(launch=make_plan(env={"A": "b c"}).launch), "--dry-run")
+    assert answer.exit_code == 0
+    for part in ("-m partool_runtime.agent", "-m partool_runtime.worker", "OMP_NUM_THREADS=1", "A='b c'", "RANK=0..1"):
+        assert part in answer.stdout
+    again = invoke("launch", "plan.json", "--resume", "--dry-run").stdout
+    assert f"home/runs/{run.id}/plan.json --run-dir" in again.replace(f"{Path.cwd()}/", "")
+    assert again.count("--resume") == 2
+    assert sorted(Path().rglob("*")) == sorted([*before, Path("plan.json")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "text"),
+    [
+        (["plan.json", "--resume"], 1, "error[PT502]: there is no run of 'dummy'"),
+        (["unknown", "--resume"], 1, "error[PT502]: no run 'unknown'"),
+        (["plan.json", "last"], 2, "only together with --resume"),
+        (["plan.json", "--set", "a=b"], 2, "--set changes a spec"),
+        (["broken.json"], 1, "error[PT503]: broken.json is no plan of this version: Invalid JSON"),
+        (["refused.json"], 1, "error[PT505]: the runtime cannot run this plan yet (PT401)"),
+    ],
+)
+def test_refusals(arguments: list[str], exit_code: int, text: str) -> None:
+    refused = {"runnable": False, "not_runnable": ("PT401",)}
+    Path(plan_file(**refused)).rename("refused.json")
+    Path("broken.json").write_text("{")
+    plan_file()
+    answer = invoke("launch", *arguments)
+    assert answer.exit_code == exit_code
+    assert text in answer.stderr
+    assert not Path("home").exists()
+
+
+def test_a_running_run_is_not_resumed() -> None:
+    running = RunStore().create("dummy")
+    answer = invoke("launch", plan_file(), "--resume")
+    assert answer.exit_code == 4
+    assert f"error[PT504]: {running.id} is running" in answer.stderr
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partool.launch.local.importlib.util.find_spec", lambda name: None)
+    answer = invoke("launch", plan_file())
+    assert answer.exit_code == 3
+    assert "error[PT501]" in answer.stderr
+    assert "pip install 'partool[train]'" in answer.stderr
+    assert not Path("home").exists()
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(0, 0), (75, 75), (78, 78), (1, 5), (-9, 5), (None, 0)])
+def test_exit_codes_of_launch(monkeypatch: pytest.MonkeyPatch, code: int | None, wanted: int) -> None:
+    seen: list[Any] = []
+
+    def launch(self: object, run: Run, plan: object, *, resume: bool, detach: bool) -> int | None:
+        seen.append((run.id, resume, detach, read_status(run.path).state))
+        return code
+
+    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", launch)
+    assert invoke("launch", plan_file(), "--detach").exit_code == wanted
+    created = RunStore().find("dummy")
+    assert seen == [(created.id, False, True, "starting")]
+    assert created.plan_file.read_text() == Path("plan.json").read_text()
+
+
+def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **options: 0 if options["resume"] else 1)
+    more = make_plan().training.model_copy(update={"steps": 2000})
+    before = run.plan_file.read_text()
+    assert invoke("launch", plan_file(training=more), "--resume").exit_code == 0
+    assert len(RunStore().runs()) == 1
+    assert (run.path / "plan-1.json").read_text() == before
+    assert '"steps": 2000' in run.plan_file.read_text()
+    assert invoke("launch", run.id, "--resume").exit_code == 0  # with the plan it has
+    assert not (run.path / "plan-2.json").exists()
