@@ -37,7 +37,8 @@ def attend(
 ) -> torch.Tensor:
     """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``.
 
-    K key-value heads serve N query heads, N a multiple of K. ``mask_SS`` (boolean, True is seen) stands for the window of ``layout``; None means plain causal attention.
+    K key-value heads serve N query heads, N a multiple of K. ``mask_SS`` (boolean, True is seen) stands
+    for the window of ``layout``; None means plain causal attention.
     """
     del layout
     return F.scaled_dot_product_attention(

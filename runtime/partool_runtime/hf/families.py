@@ -1,0 +1,201 @@
+"""Which Hugging Face model type a configuration is, and what its parameters are called there: data tables.
+
+Rotary embeddings need no permutation: both sides rotate the two halves of a head against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from partool.spec.model import ModelConfig
+from partool_runtime.errors import ConfigurationError
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in a Hugging Face state dict; ``{i}`` stands for the layer."""
+
+    name: str
+    transposed: bool = False
+    """GPT-2's ``Conv1D`` stores ``[in, out]``."""
+    part: str = ""
+    """``q``, ``k`` or ``v`` where one tensor holds all three, in this order along the output dimension."""
+
+
+class Condition(NamedTuple):
+    """What a family demands of a configuration."""
+
+    holds: Callable[[ModelConfig], bool]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A Hugging Face model type."""
+
+    model_type: str
+    architecture: str
+    prefix: str
+    """Of all names but the head's; a folder saved from the bare model lacks it."""
+    places: dict[str, Place]
+    """By our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
+    conditions: tuple[Condition, ...]
+    ignored: tuple[str, ...] = ()
+    """Endings of tensors in folders that are no parameters."""
+
+
+_LLAMA_PLACES = {
+    "embed": Place("model.embed_tokens"),
+    "layers.{i}.attention_norm": Place("model.layers.{i}.input_layernorm"),
+    "layers.{i}.attention.q": Place("model.layers.{i}.self_attn.q_proj"),
+    "layers.{i}.attention.k": Place("model.layers.{i}.self_attn.k_proj"),
+    "layers.{i}.attention.v": Place("model.layers.{i}.self_attn.v_proj"),
+    "layers.{i}.attention.o": Place("model.layers.{i}.self_attn.o_proj"),
+    "layers.{i}.ffn_norm": Place("model.layers.{i}.post_attention_layernorm"),
+    "layers.{i}.ffn.gate": Place("model.layers.{i}.mlp.gate_proj"),
+    "layers.{i}.ffn.up": Place("model.layers.{i}.mlp.up_proj"),
+    "layers.{i}.ffn.down": Place("model.layers.{i}.mlp.down_proj"),
+    "final_norm": Place("model.norm"),
+    "head": Place("lm_head"),
+}
+_QK_NORM_PLACES = {
+    "layers.{i}.attention.q_norm": Place("model.layers.{i}.self_attn.q_norm"),
+    "layers.{i}.attention.k_norm": Place("model.layers.{i}.self_attn.k_norm"),
+}
+_GPT2_PLACES = {
+    "embed": Place("transformer.wte"),
+    "position": Place("transformer.wpe"),
+    "layers.{i}.attention_norm": Place("transformer.h.{i}.ln_1"),
+    "layers.{i}.attention.q": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="q"),
+    "layers.{i}.attention.k": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="k"),
+    "layers.{i}.attention.v": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="v"),
+    "layers.{i}.attention.o": Place("transformer.h.{i}.attn.c_proj", transposed=True),
+    "layers.{i}.ffn_norm": Place("transformer.h.{i}.ln_2"),
+    "layers.{i}.ffn.up": Place("transformer.h.{i}.mlp.c_fc", transposed=True),
+    "layers.{i}.ffn.down": Place("transformer.h.{i}.mlp.c_proj", transposed=True),
+    "final_norm": Place("transformer.ln_f"),
+    "head": Place("lm_head"),
+}
+
+_ROPE_RMSNORM_GATED = (
+    Condition(lambda c: c.norm == "rmsnorm", "norm is rmsnorm"),
+    Condition(lambda c: c.position == "rope", "position is rope"),
+    Condition(lambda c: c.gated, "activation is swiglu or geglu"),
+)
+_NO_QK_NORM = Condition(lambda c: not c.qk_norm, "qk_norm is false")
+_NO_WINDOW = Condition(lambda c: not _windowed(c), "no layer has a sliding window")
+_NO_FFN_BIAS = Condition(lambda c: not c.ffn_bias, "ffn_bias is false")
+_SAME_BIAS = Condition(lambda c: c.qkv_bias == c.out_bias, "qkv_bias equals out_bias")
+
+
+def _windowed(config: ModelConfig) -> bool:
+    return config.window is not None and "sliding" in config.layer_types
+
+
+def all_sliding(config: ModelConfig) -> bool:
+    """Return True if every layer has a sliding window."""
+    return config.window is not None and set(config.layer_types) == {"sliding"}
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "llama",
+            "LlamaForCausalLM",
+            "model.",
+            _LLAMA_PLACES,
+            (*_ROPE_RMSNORM_GATED, _NO_QK_NORM, _NO_WINDOW, _SAME_BIAS),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "mistral",
+            "MistralForCausalLM",
+            "model.",
+            _LLAMA_PLACES,
+            (
+                *_ROPE_RMSNORM_GATED,
+                _NO_QK_NORM,
+                _NO_FFN_BIAS,
+                Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false"),
+                Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention"),
+            ),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            "model.",
+            _LLAMA_PLACES,
+            (
+                *_ROPE_RMSNORM_GATED,
+                _NO_QK_NORM,
+                _NO_FFN_BIAS,
+                Condition(lambda c: c.qkv_bias and not c.out_bias, "qkv_bias is true and out_bias false"),
+            ),
+            ("rotary_emb.inv_freq",),
+        ),
+        Family(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            "model.",
+            _LLAMA_PLACES | _QK_NORM_PLACES,
+            (*_ROPE_RMSNORM_GATED, Condition(lambda c: c.qk_norm, "qk_norm is true"), _NO_FFN_BIAS, _SAME_BIAS),
+        ),
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            "transformer.",
+            _GPT2_PLACES,
+            (
+                Condition(lambda c: c.norm == "layernorm", "norm is layernorm"),
+                Condition(lambda c: c.position == "learned", "position is learned"),
+                Condition(lambda c: not c.gated, "activation is gelu, gelu_tanh or relu"),
+                Condition(
+                    lambda c: c.qkv_bias and c.out_bias and c.ffn_bias, "qkv_bias, out_bias and ffn_bias are true"
+                ),
+                Condition(lambda c: c.kv_heads == c.heads, "kv_heads equals heads"),
+                Condition(lambda c: c.head_dim * c.heads == c.hidden, "head_dim times heads is hidden"),
+                _NO_QK_NORM,
+                _NO_WINDOW,
+            ),
+            (".attn.bias", ".attn.masked_bias"),
+        ),
+    )
+}
+"""By ``model_type``, in the order in which :func:`family_of` tries them."""
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the first family that can express the configuration.
+
+    Raises ConfigurationError PT624 that names what each family would need instead.
+    """
+    unmet = {}
+    for family in FAMILIES.values():
+        unmet[family.model_type] = [condition.text for condition in family.conditions if not condition.holds(config)]
+        if not unmet[family.model_type]:
+            return family
+    nearest = min(unmet, key=lambda model_type: len(unmet[model_type]))
+    needs = "; ".join(f"{model_type}: {', '.join(texts)}" for model_type, texts in unmet.items())
+    raise ConfigurationError(
+        "PT624",
+        f"no Hugging Face model type can express this model; each would need: {needs}",
+        f"{nearest} comes closest.",
+    )
+
+
+def place_of(family: Family, name: str) -> Place | None:
+    """Return where a parameter (``layers.3.attention.q.weight``) lies, layer and ending filled in; None if nowhere."""
+    stem, _, ending = name.rpartition(".")
+    layer = ""
+    if stem.startswith("layers."):
+        _, layer, rest = stem.split(".", 2)
+        stem = "layers.{i}." + rest
+    place = family.places.get(stem)
+    if place is None:
+        return None
+    # Only matrices are transposed: biases and norms have one dimension, GPT-2's embeddings are not Conv1D.
+    transposed = place.transposed and ending == "weight"
+    return Place(f"{place.name.replace('{i}', layer)}.{ending}", transposed, place.part)

@@ -1,0 +1,165 @@
+"""Writing a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partool.spec.model import ModelConfig
+from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
+
+SHARD_BYTES = 5 * 10**9
+"""Largest file, unless one tensor alone is larger."""
+
+_PARTS = ("q", "k", "v")
+
+
+def write_folder(
+    state: Mapping[str, torch.Tensor], config: ModelConfig, path: Path, shard_bytes: int = SHARD_BYTES
+) -> Family:
+    """Write whole parameters (by our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
+
+    Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
+    """
+    family = family_of(config)
+    tensors = to_hf(state, family)
+    path.mkdir(parents=True, exist_ok=True)
+    _write_tensors(tensors, path, shard_bytes)
+    dtype = next(iter(tensors.values())).dtype
+    settings = hf_config(config, family) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (path / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return family
+
+
+def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
+    """Return the parameters under their Hugging Face names: transposed and joined where the family wants that."""
+    tensors: dict[str, torch.Tensor] = {}
+    fused: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in state.items():
+        place = place_of(family, name)
+        assert place is not None, f"{name} has no place in {family.model_type}"
+        stored = tensor.T if place.transposed else tensor
+        if place.part:
+            fused.setdefault(place.name, {})[place.part] = stored
+        else:
+            tensors[place.name] = stored.contiguous()
+    for name, parts in fused.items():
+        tensors[name] = torch.cat([parts[part] for part in _PARTS], dim=-1)
+    return tensors
+
+
+def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    used_bytes = 0
+    for name, tensor in tensors.items():
+        if used_bytes and used_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used_bytes = 0
+        shards[-1][name] = tensor
+        used_bytes += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], path / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the content of ``config.json``, in the fields that transformers 4 and 5 both read."""
+    common = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab,
+        "tie_word_embeddings": config.tied_embeddings,
+        "initializer_range": config.init_std,
+        # Without these, transformers assumes token numbers that a small vocabulary does not have.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return common | (_gpt2(config) if family.model_type == "gpt2" else _llama_like(config, family.model_type))
+
+
+def _gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_layer": config.layers,
+        "n_embd": config.hidden,
+        "n_inner": config.ffn_hidden,
+        "n_head": config.heads,
+        "n_positions": config.max_position,
+        "activation_function": {"gelu_tanh": "gelu_new"}.get(config.activation, config.activation),
+        "layer_norm_epsilon": config.norm_eps,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    }
+
+
+def _llama_like(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn_hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "hidden_act": {"swiglu": "silu", "geglu": "gelu"}[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "attention_dropout": 0.0,
+    }
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_position,
+        }
+    return fields | _MODEL_TYPE_FIELDS[model_type](config)
+
+
+def _llama_fields(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.ffn_bias}
+
+
+def _mistral_fields(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": config.window if all_sliding(config) else None}
+
+
+def _qwen_fields(config: ModelConfig) -> dict[str, Any]:
+    names = {"full": "full_attention", "sliding": "sliding_attention"}
+    kinds = [config.attention_kind(layer) for layer in range(config.layers)]
+    windowed = config.window is not None and "sliding" in kinds
+    # max_window_layers: layers before it are full. Older versions go by it, newer ones by layer_types.
+    first = kinds.index("sliding") if windowed else config.layers
+    return {
+        "use_sliding_window": windowed,
+        "sliding_window": config.window if windowed else None,
+        "max_window_layers": first,
+        "layer_types": [names[kind] if windowed else "full_attention" for kind in kinds],
+    }
+
+
+def _qwen3_fields(config: ModelConfig) -> dict[str, Any]:
+    return _qwen_fields(config) | {"attention_bias": config.qkv_bias}
+
+
+_MODEL_TYPE_FIELDS = {
+    "llama": _llama_fields,
+    "mistral": _mistral_fields,
+    "qwen2": _qwen_fields,
+    "qwen3": _qwen3_fields,
+}

@@ -1,0 +1,87 @@
+"""First weights that need no file: drawn from a seed, or constants.
+
+Every value depends on the seed, the parameter's name and shape, and nothing else: a rank that holds a few rows draws
+the blocks that contain them, and every layout starts from the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from partool.spec.model import ModelConfig
+
+Shape = tuple[int, ...]
+RowSource = Callable[[str, Shape, int, int], torch.Tensor]
+"""(parameter name, its whole shape, first row, one-past-last row) → those rows, on the CPU."""
+
+BLOCK_ELEMENTS = 2**16
+"""Elements drawn from one generator, rounded down to whole rows. Changing it changes all first weights."""
+
+
+def init_rows(config: ModelConfig, seed: int) -> RowSource:
+    """Return the source of fresh weights, in float32.
+
+    Matrices are normal with ``init_std``; those that write into the residual stream (``o``, ``down``) are narrower by
+    √(2·layers), the number of such additions (GPT-2, Radford et al. 2019, section 2.3). Norms are one, biases zero.
+    """
+    return partial(_rows, config=config, values=partial(_normal, seed=seed))
+
+
+def dummy_rows(config: ModelConfig) -> RowSource:
+    """Return a source of constants for dry runs: quick, the same for every seed; neighbouring rows and columns differ.
+
+    Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose deviation over a period of 13 is
+    the ``std`` of :func:`init_rows`; norms are one, biases zero.
+    """
+    return partial(_rows, config=config, values=_pattern)
+
+
+def block_rows(shape: Shape) -> int:
+    """Return the rows of one block of a parameter."""
+    return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+
+
+def _rows(
+    name: str,
+    shape: Shape,
+    start: int,
+    stop: int,
+    *,
+    config: ModelConfig,
+    values: Callable[[str, Shape, int, int], torch.Tensor],
+) -> torch.Tensor:
+    if len(shape) == 1:
+        return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0)
+    residual = name.endswith((".o.weight", ".down.weight"))
+    std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
+    return values(name, shape, start, stop) * std
+
+
+def _normal(name: str, shape: Shape, start: int, stop: int, *, seed: int) -> torch.Tensor:
+    """Draw standard normal rows, block by block."""
+    each = block_rows(shape)
+    drawn = []
+    for block in range(start // each, -(-stop // each)):
+        first = block * each
+        generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
+        whole = torch.randn((min(each, shape[0] - first), *shape[1:]), generator=generator, dtype=torch.float32)
+        drawn.append(whole[max(start - first, 0) : stop - first])
+    return torch.cat(drawn) if drawn else torch.empty((0, *shape[1:]))
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.sha256(f"{seed}\0{name}\0{block}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits without a sign
+
+
+def _pattern(name: str, shape: Shape, start: int, stop: int) -> torch.Tensor:
+    del name
+    row = torch.arange(start, stop)[:, None]
+    column = torch.arange(math.prod(shape[1:]))[None, :]
+    values = ((31 * row + 17 * column) % 13 - 6) / math.sqrt(14.0)
+    return values.reshape(-1, *shape[1:]).to(torch.float32)

@@ -1,0 +1,72 @@
+"""Weights from a partool checkpoint of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
+from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model import Decoder
+from partool_runtime.weights.rows import local_part
+
+_MODEL = "model."
+_TIMEOUT_S = 1800.0
+
+
+def load_model(model: Decoder, path: Path) -> None:
+    """Fill a plain or sharded model from the model part of a checkpoint; collective if there are several ranks.
+
+    ``path`` is a ``step-…`` folder, or a folder of them or of a run, whose newest is taken. Raises ConfigurationError
+    PT620 if there is none, PT621 where names or shapes differ, and the checkpoint's own codes where it is damaged.
+    """
+    folder = find_checkpoint(path)
+    parameters = dict(model.named_parameters())
+    saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
+    _check(folder, parameters, {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
+    targets = {
+        _MODEL + name: torch.empty_like(parameter, dtype=saved[_MODEL + name][1], requires_grad=False)
+        if saved[_MODEL + name][1] != parameter.dtype
+        else parameter.detach()
+        for name, parameter in parameters.items()
+    }
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
+    try:
+        load_folder(folder, targets, ranks)
+    finally:
+        if ranks is not None:
+            ranks.close()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if targets[_MODEL + name].dtype != parameter.dtype:
+                local_part(parameter).copy_(local_part(targets[_MODEL + name]))
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that a path means; raises ConfigurationError PT620."""
+    if not path.is_dir():
+        raise ConfigurationError("PT620", f"model.weights.path: no folder {path}")
+    if path.name.startswith("step-"):
+        return path
+    for folder in (path, path / "checkpoints"):
+        step = newest_step(folder)
+        if step is not None:
+            return step_folder(folder, step)
+    raise ConfigurationError("PT620", f"{path} holds no checkpoint", "Give a step-… folder, or the folder of a run.")
+
+
+def _check(folder: Path, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
+    problems = [f"missing {name}" for name in parameters if name not in saved]
+    problems += [f"unexpected {name}" for name in saved if name not in parameters]
+    problems += [
+        f"{name} has shape {list(parameter.shape)} in the model and {list(saved[name])} in the checkpoint"
+        for name, parameter in parameters.items()
+        if name in saved and tuple(parameter.shape) != tuple(saved[name])
+    ]
+    if problems:
+        shown = problems[:12] + ([f"… and {len(problems) - 12} more"] if len(problems) > 12 else [])
+        raise ConfigurationError("PT621", f"the weights in {folder} do not fit the model:\n  " + "\n  ".join(shown))
