@@ -88,8 +88,8 @@ class Case:
 
 def initial_weights(tied: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    names = Model(tied=tied).state_dict()
-    return {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) * 0.4 for n, t in names.items()}
+    named = Model(tied=tied).named_parameters()
+    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.4 for n, p in named}
 
 
 def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,9 +237,8 @@ def cases(world_size: int) -> dict[str, Case]:
         return {f"hybrid zero-{zero}": Case(zero, (2, 2), accumulation=3) for zero in (1, 2, 3)}
     all_ranks = (1, world_size)
     found = {f"zero-{z}": Case(z, all_ranks) for z in range(4)}
-    found |= {f"zero-{z} k=2": Case(z, all_ranks, accumulation=2) for z in range(4)}
     if world_size == 3:
-        return found
+        return found | {f"zero-{z} k=2": Case(z, all_ranks, accumulation=2) for z in range(4)}
     found |= {f"zero-{z} k=3": Case(z, all_ranks, accumulation=3) for z in range(4)}
     frozen = ("embed.weight", "layers.1.up.weight", "layers.2.norm.bias")
     found |= {f"zero-{z} frozen": Case(z, all_ranks, accumulation=3, frozen=frozen) for z in range(4)}
@@ -250,7 +249,7 @@ def cases(world_size: int) -> dict[str, Case]:
         for policy in ("selective", "full")
     }
     found |= {f"zero-{z} poisoned": Case(z, all_ranks, poison_step=4) for z in (0, 2)}
-    found |= {f"zero-{z} {p}": Case(z, all_ranks, precision=p) for z in (0, 1, 3) for p in ("fp32", "bf16", "fp16")}
+    found |= {f"zero-{z} {p}": Case(z, all_ranks, precision=p) for z in (0, 3) for p in ("fp32", "bf16", "fp16")}
     return found
 
 
