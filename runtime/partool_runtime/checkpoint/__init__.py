@@ -1,0 +1,23 @@
+"""Checkpoints: sharded, asynchronous, atomic, independent of the layout they were saved from.
+
+A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP) plus ``manifest.json``, which holds the
+step, the caller's JSON and the size and checksum of every file. The folder must lie on a file system that all ranks
+share.
+"""
+
+from partool_runtime.checkpoint._agreement import CheckpointError
+from partool_runtime.checkpoint._manifest import Manifest, newest_step, read_manifest, step_folder
+from partool_runtime.checkpoint._reading import load_folder, tensor_shapes
+from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
+
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Manifest",
+    "WriteStats",
+    "load_folder",
+    "newest_step",
+    "read_manifest",
+    "step_folder",
+    "tensor_shapes",
+]

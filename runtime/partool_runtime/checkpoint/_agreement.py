@@ -1,0 +1,94 @@
+"""Steps that succeed on all ranks or fail on all, with the error of the rank that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from partool_runtime.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read for a reason that may pass, such as a lost peer or an I/O error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error that travels between ranks."""
+
+    rank: int
+    code: str
+    message: str
+    help: str
+
+    @classmethod
+    def of(cls, error: Exception, rank: int) -> _Failure:
+        if isinstance(error, ConfigurationError):
+            return cls(rank, error.code, error.message, error.help)
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return cls(rank, "", text, "")
+
+    def to_error(self) -> Exception:
+        if self.code:
+            return ConfigurationError(self.code, self.message, self.help)
+        return CheckpointError(f"rank {self.rank}: {self.message}")
+
+
+class Ranks:
+    """The ranks that save and load together, with a gloo group of their own that a background thread may use.
+
+    Collectives of one group must be issued in the same order everywhere, so only one thread may use it at a time.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group: dist.ProcessGroup | None = None
+        if world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(f"lost another rank: {error}") from error
+        return cast("list[T]", values)
+
+    def agree(self, action: Callable[[], T]) -> list[T]:
+        """Run ``action`` on every rank and return all results; if it fails on any, raise that error on all."""
+        value: T | None = None
+        own: Exception | None = None
+        try:
+            value = action()
+        except Exception as error:  # handed to all ranks
+            own = error
+        outcomes = self.gather((value, None if own is None else _Failure.of(own, self.rank)))
+        failures = [failure for _, failure in outcomes if failure is not None]
+        if failures:
+            worst = next((failure for failure in failures if failure.code), failures[0])
+            raise worst.to_error() from own
+        return [cast(T, result) for result, _ in outcomes]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0 and return its result, or raise its error, on all ranks."""
+        return cast(T, self.agree(action if self.rank == 0 else _nothing)[0])
+
+    def close(self) -> None:
+        """Destroy the group."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def _nothing() -> Any:
+    return None

@@ -1,0 +1,189 @@
+"""What checkpoints do to the file system, in one place: durable, hashed, replaceable by tests that fail or "crash"."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+_BUFFER_BYTES = 1 << 20
+
+
+def new_hash() -> Any:
+    """Return the hash used for checksums."""
+    return hashlib.blake2b(digest_size=16)
+
+
+def file_digest(path: Path) -> str:
+    """Return the checksum of a file's content, read in pieces."""
+    digest = new_hash()
+    with path.open("rb", buffering=0) as stream:
+        while piece := stream.read(8 * _BUFFER_BYTES):
+            digest.update(piece)
+    return str(digest.hexdigest())
+
+
+class Files:
+    """The operations that change the file system."""
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents; it may exist."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename atomically; a file at ``target`` is replaced."""
+        source.rename(target)
+
+    def remove_file(self, path: Path) -> None:
+        """Delete a file; it may be gone already."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Delete a folder with its content; it may be gone already."""
+        if path.exists():
+            shutil.rmtree(path)
+
+    def open_new(self, path: Path) -> IO[bytes]:
+        """Open a file for writing, emptied."""
+        return path.open("wb", buffering=_BUFFER_BYTES)
+
+    def write(self, stream: IO[bytes], data: bytes | memoryview) -> None:
+        """Write all of ``data``."""
+        stream.write(data)
+
+    def finish(self, stream: IO[bytes]) -> None:
+        """Flush a file, wait until it is on the disk, and close it."""
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
+
+    def sync_folder(self, path: Path) -> None:
+        """Wait until the entries of a folder are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return the space left for this user, or None where the file system does not say."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+class HashedFile(io.RawIOBase):
+    """A file being written whose size and checksum are known at the end; remembers the error that ended it.
+
+    The serializer above turns an error of ``write`` into one of its own without the ``errno``, hence the memory.
+    """
+
+    def __init__(self, files: Files, path: Path) -> None:
+        super().__init__()
+        self._files = files
+        self._stream = files.open_new(path)
+        self._digest = new_hash()
+        self.size_bytes = 0
+        self.error: BaseException | None = None
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self.size_bytes
+
+    def write(self, data: Any, /) -> int:
+        """Write all of ``data`` and return its length in bytes."""
+        view = memoryview(data).cast("B")
+        try:
+            self._files.write(self._stream, view)
+        except BaseException as error:
+            self.error = error
+            raise
+        self._digest.update(view)
+        self.size_bytes += view.nbytes
+        return view.nbytes
+
+    def finish(self) -> tuple[int, str]:
+        """Bring the file to the disk and return its size in bytes and its checksum."""
+        self._files.finish(self._stream)
+        return self.size_bytes, str(self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Close the file after an error."""
+        try:
+            self._stream.close()
+        except OSError:
+            pass  # what could not be flushed is deleted with the file
+
+
+class HashedFileSystem(FileSystem):
+    """DCP's view of the file system: writes are hashed, reads are plain.
+
+    ``written`` maps file names to size and checksum.
+    """
+
+    def __init__(self, files: Files) -> None:
+        super().__init__()
+        self._files = files
+        self.written: dict[str, tuple[int, str]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file; a new one is on the disk when the block ends."""
+        if mode != "wb":
+            with Path(path).open(mode) as plain:
+                yield plain  # type: ignore[misc]
+            return
+        stream = HashedFile(self._files, Path(path))
+        try:
+            yield stream
+            self.written[Path(path).name] = stream.finish()
+        except BaseException as error:
+            stream.abandon()
+            if stream.error is not None and stream.error is not error:
+                raise stream.error from error
+            raise
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file and its entry in ``written``."""
+        self._files.rename(Path(path), Path(new_path))
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Create a folder."""
+        self._files.make_folder(Path(path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Delete a file."""
+        self._files.remove_file(Path(path))
+
+
+class FolderLock:
+    """Held by the one run that writes into a folder; the kernel releases it when the process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def acquire(self) -> bool:
+        """Return False if another process holds it. File systems without locks count as free."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def release(self) -> None:
+        """Give it up."""
+        os.close(self._descriptor)

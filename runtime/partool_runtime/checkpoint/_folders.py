@@ -1,0 +1,86 @@
+"""How folders appear, are replaced and disappear: a process killed at any point leaves only whole checkpoints behind.
+
+Names beside ``step-N``: ``.tmp`` is being written, ``.trash`` is being deleted, ``.old`` is being replaced by a new
+``step-N``, ``.aside`` belongs to a run that was later continued from an earlier step (kept until the user deletes it).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from partool_runtime.checkpoint._files import Files
+from partool_runtime.checkpoint._manifest import is_intact, step_folder, steps_in
+
+TEMPORARY = ".tmp"
+_TRASH = ".trash"
+_OLD = ".old"
+_ASIDE = ".aside"
+_LEFTOVER = re.compile(r"^(step-\d{8,})(\.tmp|\.trash|\.old)$")
+_log = logging.getLogger(__name__)
+
+
+def clean(folder: Path, files: Files) -> None:
+    """Remove what a dead run left half-written or half-deleted, and put back what it was about to replace."""
+    for entry in sorted(folder.iterdir()):
+        match = _LEFTOVER.match(entry.name)
+        if not match or not entry.is_dir():
+            continue
+        original = folder / match[1]
+        if match[2] == _OLD and not original.exists():
+            files.rename(entry, original)
+        else:
+            _delete(entry, files)
+
+
+def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
+    """Give a complete temporary folder its name; it replaces a checkpoint of the same step. Later steps are set aside.
+
+    Later steps exist only if this run went on from an earlier one: left in place, the next resume would pick them.
+    """
+    for later in steps_in(folder):
+        if later > step:
+            files.rename(step_folder(folder, later), _free_name(step_folder(folder, later), _ASIDE))
+    target = step_folder(folder, step)
+    old = target.with_name(target.name + _OLD)
+    if target.exists():
+        files.rename(target, old)
+    files.rename(temporary, target)
+    files.sync_folder(folder)
+
+
+def retain(folder: Path, keep: int, files: Files) -> None:
+    """Delete all but the ``keep`` newest complete checkpoints. What cannot be deleted is logged, never an error: nothing is lost."""
+    kept = 0
+    doomed = [
+        entry for entry in folder.iterdir() if entry.name.endswith((_OLD, _TRASH)) and _LEFTOVER.match(entry.name)
+    ]
+    for step in reversed(steps_in(folder)):
+        path = step_folder(folder, step)
+        if kept >= keep:
+            doomed.append(path)
+        elif is_intact(path, content=False):
+            kept += 1
+    for path in doomed:
+        try:
+            _delete(path, files)
+        except OSError as error:
+            _log.warning("cannot delete %s: %s", path, error)
+
+
+def _delete(path: Path, files: Files) -> None:
+    trash = path.with_name(path.name.split(".")[0] + _TRASH)
+    if path != trash:
+        files.remove_folder(trash)
+        files.rename(path, trash)
+    files.remove_folder(trash)
+
+
+def _free_name(path: Path, suffix: str) -> Path:
+    candidate = path.with_name(path.name + suffix)
+    number = 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}{suffix}{number}")
+    return candidate

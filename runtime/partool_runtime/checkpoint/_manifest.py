@@ -1,0 +1,137 @@
+"""``manifest.json``: what makes a folder a complete checkpoint; and the names of the folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from partool_runtime.checkpoint._files import Files, HashedFile, file_digest, new_hash
+from partool_runtime.errors import ConfigurationError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_STEP = re.compile(r"^step-(\d{8,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of a complete checkpoint."""
+
+    step: int
+    extra: dict[str, Any]
+    """The caller's JSON."""
+    files: dict[str, tuple[int, str]]
+    """Name → size in bytes and checksum, of every file but the manifest."""
+    torch_version: str = ""
+    world_size: int = 1
+    version: int = field(default=VERSION)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content: the manifest and its own checksum."""
+        body = asdict(self)
+        return json.dumps({"manifest": body, "checksum": _checksum(body)}, indent=1).encode()
+
+    @property
+    def size_bytes(self) -> int:
+        """Sum of the files' sizes."""
+        return sum(size for size, _ in self.files.values())
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    digest = new_hash()
+    digest.update(json.dumps(body, sort_keys=True).encode())
+    return str(digest.hexdigest())
+
+
+def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
+    """Write it, and bring it and the folder's entries to the disk."""
+    stream = HashedFile(files, folder / MANIFEST)
+    try:
+        stream.write(manifest.to_bytes())
+        stream.finish()
+    except OSError:
+        stream.abandon()
+        raise
+    files.sync_folder(folder)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies."""
+    return folder / f"step-{step:08d}"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, oldest first; folders being written or deleted have other names."""
+    if not folder.is_dir():
+        return []
+    matches = (_STEP.match(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint of a folder, None if there is none."""
+    return max(steps_in(folder), default=None)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint's folder; raises ConfigurationError PT610 (none there), PT611 (damaged)."""
+    if not path.is_dir():
+        raise ConfigurationError("PT610", f"there is no checkpoint at {path}", _siblings_help(path))
+    try:
+        document = json.loads((path / MANIFEST).read_bytes())
+        body = document["manifest"]
+        if document["checksum"] != _checksum(body):
+            raise ConfigurationError("PT611", f"{path / MANIFEST} is damaged: its checksum does not match")
+        if body["version"] != VERSION:
+            raise ConfigurationError(
+                "PT611", f"{path / MANIFEST} has version {body['version']}; this partool reads version {VERSION}"
+            )
+        body["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in body["files"].items()}
+        return Manifest(**body)
+    except FileNotFoundError:
+        raise ConfigurationError("PT611", f"{path / MANIFEST} is missing: the checkpoint is not complete") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError("PT611", f"{path / MANIFEST} cannot be read: {error}") from error
+
+
+def _siblings_help(path: Path) -> str:
+    steps = steps_in(path.parent)
+    return (
+        f"checkpoints in {path.parent}: steps {', '.join(map(str, steps))}"
+        if steps
+        else f"{path.parent} holds no checkpoints"
+    )
+
+
+def check_files(path: Path, manifest: Manifest, names: Sequence[str], *, content: bool) -> None:
+    """Compare files with the manifest: sizes, and with ``content`` checksums.
+
+    Raises ConfigurationError PT611 naming the file.
+    """
+    for name in names:
+        size_bytes, digest = manifest.files[name]
+        file = path / name
+        try:
+            found_bytes = file.stat().st_size
+            if found_bytes != size_bytes:
+                raise ConfigurationError("PT611", f"{file} is damaged: {found_bytes} bytes instead of {size_bytes}")
+            if content and file_digest(file) != digest:
+                raise ConfigurationError("PT611", f"{file} is damaged: its checksum does not match the manifest's")
+        except FileNotFoundError:
+            raise ConfigurationError("PT611", f"{file} is missing") from None
+        except OSError as error:
+            raise ConfigurationError("PT611", f"{file} cannot be read: {error.strerror}") from error
+
+
+def is_intact(path: Path, *, content: bool) -> bool:
+    """Return True if a folder is a complete checkpoint; with ``content`` every byte is checked."""
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, list(manifest.files), content=content)
+    except ConfigurationError:
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""Read a checkpoint into tensors of any layout, after every byte was checked."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
+from partool_runtime.checkpoint._plan import State
+from partool_runtime.errors import ConfigurationError
+
+_METADATA = ".metadata"
+_NAMES_SHOWN = 5
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and type of every tensor of a checkpoint's folder; raises ConfigurationError PT610, PT611."""
+    return _shapes(_checked_metadata(path, read_manifest(path)))
+
+
+def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
+    """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
+
+    ``state`` may leave out whole groups of names (a group is what stands before the first dot), but not parts of one.
+    Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
+    """
+    ranks = ranks or Ranks(0, 1, timeout_s=0)
+    manifest = ranks.on_first(lambda: read_manifest(path))
+    names = sorted(manifest.files)
+    try:  # every byte is read once before any is used; the ranks share the work
+        ranks.agree(lambda: check_files(path, manifest, names, content=False))
+        ranks.agree(lambda: check_files(path, manifest, names[ranks.rank :: ranks.world_size], content=True))
+    except ConfigurationError as error:
+        raise _with_older(path, manifest.step, error, ranks) from error
+    metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
+    ranks.agree(lambda: _check_same_model(path, _shapes(metadata), state))
+    ranks.agree(lambda: _read(path, metadata, state))
+    return manifest.extra
+
+
+def _checked_metadata(path: Path, manifest: Manifest) -> Metadata:
+    """Unpickle DCP's metadata, which must be what the manifest describes."""
+    check_files(path, manifest, [_METADATA], content=True)
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except (pickle.UnpicklingError, AttributeError, ImportError, EOFError) as error:
+        raise ConfigurationError(
+            "PT611", f"{path / _METADATA} cannot be read by torch {torch.__version__}: {error}"
+        ) from error
+    return metadata
+
+
+def _shapes(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _with_older(path: Path, step: int, error: ConfigurationError, ranks: Ranks) -> ConfigurationError:
+    """Add to the error how to go on from the newest checkpoint that is intact."""
+    folder = path.parent
+    if path != step_folder(folder, step):
+        return error
+    older = ranks.on_first(lambda: _newest_intact(folder, step))
+    if older is None:
+        return ConfigurationError(error.code, error.message, f"there is no older intact checkpoint in {folder}")
+    broken = [step_folder(folder, later) for later in steps_in(folder) if later > older]
+    moves = "; ".join(f"mv {path} {path}.aside" for path in broken)
+    help = f"step {older} is intact; to go on from it: {moves}; then --resume again"
+    return ConfigurationError(error.code, error.message, help)
+
+
+def _newest_intact(folder: Path, before: int) -> int | None:
+    older = (step for step in reversed(steps_in(folder)) if step < before)
+    return next((step for step in older if is_intact(step_folder(folder, step), content=True)), None)
+
+
+def _check_same_model(path: Path, saved: dict[str, tuple[tuple[int, ...], torch.dtype]], state: State) -> None:
+    groups = {name.partition(".")[0] for name in state}
+    saved = {name: entry for name, entry in saved.items() if name.partition(".")[0] in groups}
+    differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - state.keys())]
+    differences += [f"{name} is not in the checkpoint" for name in sorted(state.keys() - saved.keys())]
+    for name in sorted(saved.keys() & state.keys()):
+        own = tuple(state[name].shape), state[name].dtype
+        if saved[name] != own:
+            differences.append(f"{name} is {_brief(*saved[name])} in the checkpoint and {_brief(*own)} here")
+    if differences:
+        shown = "; ".join(differences[:_NAMES_SHOWN])
+        more = f"; and {len(differences) - _NAMES_SHOWN} more" if len(differences) > _NAMES_SHOWN else ""
+        raise ConfigurationError(
+            "PT612",
+            f"{path} is a checkpoint of another model: {shown}{more}",
+            "resume with the model the run was started with",
+        )
+
+
+def _brief(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _read(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> None:
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), metadata, is_coordinator=True)
+    with torch.no_grad():
+        reader.read_data(planner.create_local_plan(), planner).wait()

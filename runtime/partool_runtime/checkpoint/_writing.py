@@ -1,0 +1,143 @@
+"""Write one checkpoint: everything into ``step-N.tmp``, on the disk on all ranks, then one rename."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.storage import WriteResult
+
+from partool_runtime.checkpoint import _folders
+from partool_runtime.checkpoint._agreement import CheckpointError, Ranks
+from partool_runtime.checkpoint._files import Files, HashedFileSystem
+from partool_runtime.checkpoint._manifest import Manifest, check_files, step_folder, write_manifest
+from partool_runtime.checkpoint._plan import StagedPlanner, WritePlan
+from partool_runtime.errors import ConfigurationError
+
+_OVERHEAD_BYTES = 1 << 20
+"""Allowed for headers, metadata and manifest when looking for free space."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint to write."""
+
+    folder: Path
+    step: int
+    extra: dict[str, Any]
+    plan: WritePlan
+    staged: dict[str, Tensor]
+    """This rank's pieces, on the CPU."""
+    keep: int
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer onto a hashed file system."""
+
+    def __init__(self, path: Path, file_system: HashedFileSystem) -> None:
+        super().__init__(
+            path, sync_files=False, per_thread_copy_ahead=0
+        )  # the file system syncs; the data are on the CPU
+        self.fs = file_system
+        self.folder = path
+
+    def storage_meta(self) -> None:
+        """Leave out DCP's own description: it holds a path and a random id."""
+
+
+Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
+"""Where a rank wrote what, and its files' sizes and checksums."""
+
+
+def write(job: Job, ranks: Ranks, files: Files) -> int:
+    """Write a checkpoint and delete those that are no longer kept; a collective. Returns its size in bytes.
+
+    Fails on all ranks or on none. On failure older checkpoints are as they were and nothing half-written is left.
+    Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for anything else.
+    """
+    target = step_folder(job.folder, job.step)
+    temporary = target.with_name(target.name + _folders.TEMPORARY)
+    file_system = HashedFileSystem(files)
+    writer = _Writer(temporary, file_system)
+    explain = _Explain(job, files)
+    try:
+        ranks.on_first(lambda: explain(lambda: _prepare(job, temporary, files)))
+        parts = ranks.agree(lambda: explain(lambda: _write_own(job, temporary, writer, file_system)))
+        return ranks.on_first(lambda: explain(lambda: _publish(job, writer, file_system, parts, files)))
+    except Exception:
+        if ranks.rank == 0:
+            _discard(temporary, files)
+        raise
+
+
+def _prepare(job: Job, temporary: Path, files: Files) -> None:
+    free_bytes = files.free_bytes(job.folder)
+    if free_bytes is not None and free_bytes < job.plan.total_bytes + _OVERHEAD_BYTES:
+        raise OSError(errno.ENOSPC, "not enough free space")
+    files.remove_folder(temporary)
+    files.make_folder(temporary)
+
+
+def _write_own(job: Job, temporary: Path, writer: _Writer, file_system: HashedFileSystem) -> Part:
+    file_system.mkdir(temporary)
+    results = writer.write_data(job.plan.items, StagedPlanner(job.staged)).wait()
+    return results, file_system.written
+
+
+def _publish(job: Job, writer: _Writer, file_system: HashedFileSystem, parts: list[Part], files: Files) -> int:
+    temporary = writer.folder
+    writer.finish(job.plan.metadata, [results for results, _ in parts])
+    written = dict(file_system.written)
+    for _, part in parts:
+        written.update(part)
+    manifest = Manifest(job.step, job.extra, written, torch.__version__, len(parts))
+    try:
+        check_files(temporary, manifest, list(written), content=False)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{job.folder} must be on a file system that all ranks share: {error.message}") from error
+    write_manifest(files, temporary, manifest)
+    _folders.publish(job.folder, job.step, temporary, files)
+    _folders.retain(job.folder, job.keep, files)
+    return manifest.size_bytes
+
+
+def _discard(temporary: Path, files: Files) -> None:
+    try:
+        files.remove_folder(temporary)
+    except OSError:
+        pass  # the next start removes it; the error that led here matters more
+
+
+T = TypeVar("T")
+
+
+class _Explain:
+    """Turns errors of the file system into ours, with the numbers."""
+
+    def __init__(self, job: Job, files: Files) -> None:
+        self._job = job
+        self._files = files
+
+    def __call__(self, action: Callable[[], T]) -> T:
+        """Run ``action``; a full disk becomes ConfigurationError PT613, another OSError CheckpointError."""
+        try:
+            return action()
+        except OSError as error:
+            where = f"checkpoint of step {self._job.step} in {self._job.folder}"
+            if error.errno not in _FULL:
+                raise CheckpointError(f"{where} cannot be written: {error}") from error
+            free_bytes = self._files.free_bytes(self._job.folder)
+            free = "unknown bytes" if free_bytes is None else f"{free_bytes:,} bytes"
+            raise ConfigurationError(
+                "PT613",
+                f"{where} needs {self._job.plan.total_bytes:,} bytes and cannot be written: {error.strerror} ({free} free)",
+                "free some space or set checkpoint.dir to a larger disk, then go on with --resume; earlier checkpoints "
+                "are untouched",
+            ) from error

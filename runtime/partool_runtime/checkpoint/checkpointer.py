@@ -1,0 +1,162 @@
+"""The one object through which a run saves and resumes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from partool_runtime.checkpoint import _folders, _writing
+from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._files import Files, FolderLock
+from partool_runtime.checkpoint._manifest import newest_step, step_folder
+from partool_runtime.checkpoint._plan import WritePlan, make_plan, signature, stage
+from partool_runtime.checkpoint._reading import load_folder
+from partool_runtime.errors import ConfigurationError
+
+_LOCK_WAIT_S = 10.0
+"""A restarted run may meet its predecessor's rank 0 still dying."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStats:
+    """What one checkpoint cost."""
+
+    step: int
+    path: str
+    bytes: int
+    """Over all ranks."""
+    write_s: float
+    """From the copy being ready to the folder having its name."""
+    blocked_s: float
+    """Time that training stood still, waiting for an earlier write included."""
+
+
+class Checkpointer:
+    """Saves and loads the state of a run. Every method is a collective: all ranks call it, in the same order.
+
+    A save succeeds on all ranks or fails on all. In ``async`` mode it returns once the state is copied, and its failure
+    is raised by the next :meth:`save`, :meth:`wait`, :meth:`load` or :meth:`close`. At most one write is under way.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        mode: Literal["async", "sync"],
+        rank: int,
+        world_size: int,
+        timeout_s: float = 1800.0,
+        files: Files | None = None,
+    ) -> None:
+        """Open ``folder``, made if needed, and clear it of what a dead run left half-written.
+
+        ``keep`` counts the checkpoints kept; ``timeout_s`` bounds how long ranks wait for each other while writing;
+        ``files`` is for tests. Raises ConfigurationError PT614 if another live run writes into the folder, PT615 if it
+        cannot be written to.
+        """
+        self._folder = folder
+        self._keep = keep
+        self._mode = mode
+        self._files = files or Files()
+        self._ranks = Ranks(rank, world_size, timeout_s)
+        self._lock: FolderLock | None = None
+        self._plan: tuple[tuple[object, ...], WritePlan] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.last_write: WriteStats | None = None
+        """Of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
+        self._ranks.on_first(self._take_over)
+
+    def save(self, step: int, state: dict[str, Tensor], extra: dict[str, Any], *, wait: bool = False) -> None:
+        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete (or failed) on return.
+
+        ``state`` maps names to tensors or DTensors; ``extra`` is JSON, and rank 0's counts. Values held by several ranks
+        are saved once. Raises what :meth:`wait` raises.
+        """
+        started_s = time.perf_counter()
+        self.wait()
+        json.dumps(extra)
+        plan = self._planned(state)
+        sync = self._mode == "sync"
+        job = _writing.Job(self._folder, step, extra, plan, stage(state, plan, copy=not sync), self._keep)
+        if sync:
+            self._write(job, started_s, None)
+        else:
+            blocked_s = time.perf_counter() - started_s
+            self._thread = threading.Thread(target=self._write, args=(job, time.perf_counter(), blocked_s), daemon=True)
+            self._thread.name = f"checkpoint-{step}"
+            self._thread.start()
+        if sync or wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the write under way; raises ConfigurationError PT613 (disk full) or CheckpointError if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint, None if there is none."""
+        self.wait()
+        return self._ranks.on_first(lambda: newest_step(self._folder))
+
+    def load(self, step: int, state: dict[str, Tensor]) -> dict[str, Any]:
+        """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
+
+        Raises ConfigurationError PT610 (none there), PT611 (damaged) or PT612 (of another model); deletes nothing.
+        """
+        self.wait()
+        return load_folder(step_folder(self._folder, step), state, self._ranks)
+
+    def close(self) -> None:
+        """Wait for the write under way and release the folder; raises what :meth:`wait` raises."""
+        try:
+            self.wait()
+        finally:
+            self._ranks.close()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _planned(self, state: dict[str, Tensor]) -> WritePlan:
+        key = signature(state)
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, make_plan(state, self._ranks)
+        return self._plan[1]
+
+    def _write(self, job: _writing.Job, started_s: float, blocked_s: float | None) -> None:
+        try:
+            size_bytes = _writing.write(job, self._ranks, self._files)
+        except Exception as error:  # raised by wait(), on the training thread
+            self._error = error
+            return
+        write_s = time.perf_counter() - started_s
+        path = str(step_folder(self._folder, job.step))
+        self.last_write = WriteStats(job.step, path, size_bytes, write_s, write_s if blocked_s is None else blocked_s)
+
+    def _take_over(self) -> None:
+        try:
+            self._files.make_folder(self._folder)
+            self._lock = FolderLock(self._folder)
+            give_up_s = time.monotonic() + _LOCK_WAIT_S
+            while not self._lock.acquire():
+                if time.monotonic() > give_up_s:
+                    raise ConfigurationError(
+                        "PT614",
+                        f"another run is writing checkpoints into {self._folder}",
+                        "give this run its own checkpoint.dir",
+                    )
+                time.sleep(0.1)
+            _folders.clean(self._folder, self._files)
+        except OSError as error:
+            raise ConfigurationError("PT615", f"checkpoints cannot be written into {self._folder}: {error}") from error
