@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_helpers import HERE, AgentRun, make_plan, processes_of, ranks_environment, wait_until
+from launch_helpers import HERE, AgentRun, make_plan, ranks_environment, wait_until
 
 from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
@@ -56,18 +56,24 @@ def test_stop_signals(tmp_path: Path) -> None:
 
 
 def test_agent_killed(tmp_path: Path) -> None:
-    """SIGKILL to the agent takes the ranks along, one that hangs too, and the status says so."""
-    run = AgentRun(tmp_path, {"0": "follow", "1": "hang"}).start()
+    """SIGKILL to the agent takes the ranks along, at any age, one that hangs too, and the status says so."""
+    run = AgentRun(tmp_path / "run", {"0": "follow", "1": "hang"}).start()
+    young = AgentRun(tmp_path / "young", FOLLOW).start()
+    wait_until(lambda: len(young.survivors()) == 3, "the ranks' processes")
+    assert young.process is not None
+    young.process.kill()
+    wait_until(lambda: young.survivors() == [], "the young ranks' end")
+    young.finish()
     run.wait_for("steps-0", "steps-1")
-    assert len(processes_of(tmp_path)) == 3
-    assert Run(tmp_path).status().state == "running"
+    assert len(run.survivors()) == 3
+    assert Run(run.run_dir).status().state == "running"
     assert run.process is not None
     run.process.kill()
     run.process.wait()
-    wait_until(lambda: run.survivors() == [], "the ranks' end", timeout_s=3)
+    wait_until(lambda: run.survivors() == [], "the ranks' end")
     run.finish()
     assert run.status.state == "running"
-    assert (Run(tmp_path).status().state, Run(tmp_path).status().reason) == ("failed", "agent gone")
+    assert (Run(run.run_dir).status().state, Run(run.run_dir).status().reason) == ("failed", "agent gone")
 
 
 def test_shutdown_timeout(tmp_path: Path) -> None:
