@@ -1,0 +1,216 @@
+"""The token cache: text and JSONL, tokenised once into a folder that every later run maps into memory.
+
+The folder ``<key>`` is itself a ``tokens`` source: ``tokens.bin``, ``tokens.documents.bin`` and the sidecar
+``tokens.json`` with checksums. It is written under another name and renamed when complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from partool_runtime.data._documents import pieces
+from partool_runtime.data._files import SourceFile
+from partool_runtime.data._shards import Shard, checksum, open_tokens
+from partool_runtime.data._tokenizers import Tokenizer, Tokens
+from partool_runtime.errors import ConfigurationError
+
+_VERSION = 1
+_OFFSETS_HELD = 1 << 16
+_TALK_EVERY_S = 30.0
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def cache_folder(configured: str | None) -> Path:
+    """Return ``data.cache``, else ``$PARTOOL_CACHE``, else ``partool/tokens`` in the user's cache folder."""
+    if configured is not None:
+        return Path(configured)
+    if chosen := os.environ.get("PARTOOL_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base, "partool", "tokens")
+
+
+class TokenCache:
+    """The cached tokens of some files under one tokenizer; no two processes build the same at once."""
+
+    def __init__(self, root: Path, files: list[SourceFile], tokenizer: Tokenizer, text_field: str) -> None:
+        self._files = files
+        self._tokenizer = tokenizer
+        self._text_field = text_field
+        described = [[str(f.path), f.format, f.size_bytes, f.mtime_ns] for f in files]
+        content = json.dumps([_VERSION, described, tokenizer.identity, text_field])
+        self.folder = root / hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+    @contextlib.contextmanager
+    def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
+        """Hold the cache's lock file; yields False if another process has it and ``wait`` is False.
+
+        Where the file system knows no locks, yields True: the final rename still keeps builders apart.
+        """
+        path = self.folder.with_suffix(".lock")
+        with _cannot_write(self.folder.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("ab")
+        with file:
+            mode = (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, mode)
+            except BlockingIOError:
+                yield False
+                return
+            except OSError:
+                pass
+            yield True
+
+    def open(self) -> Shard:
+        """Open the cache; raises ConfigurationError PT602 where it is absent or its sizes are wrong."""
+        return open_tokens(self.folder / "tokens.bin")
+
+    def is_sound(self) -> bool:
+        """Return True if the cache is there, complete, and its checksums agree."""
+        try:
+            self.open()
+            sums = json.loads((self.folder / "tokens.json").read_text())["crc32"]
+            return all(checksum(self.folder / name) == value for name, value in sums.items())
+        except (ConfigurationError, OSError, ValueError, KeyError, AttributeError):
+            return False
+
+    def ensure(self) -> None:
+        """Build the cache unless a sound one is there; call with the lock held.
+
+        Raises ConfigurationError PT613 where it cannot be written; then nothing of it is left.
+        """
+        if self.is_sound():
+            return
+        with _cannot_write(self.folder.parent):
+            for stale in [self.folder, *self.folder.parent.glob(f"{self.folder.name}.tmp-*")]:
+                shutil.rmtree(stale, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
+            try:
+                self._build(temporary)
+                self._publish(temporary)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def _publish(self, temporary: Path) -> None:
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(self.folder)
+        except OSError:
+            if not self.is_sound():  # else another builder, unseen without locks, was first
+                raise
+        _sync_folder(self.folder.parent)
+
+    def _build(self, folder: Path) -> None:
+        talk = _Progress(self._files)
+        with (folder / "tokens.bin").open("wb") as tokens, (folder / "tokens.documents.bin").open("wb") as documents:
+            writer = _Writer(tokens, documents, self._tokenizer)
+            for part, ends_document in self._tokenizer.encode(pieces(self._files, self._text_field)):
+                writer.add(part, ends_document)
+                talk.at(writer.count)
+            writer.finish()
+        names = ("tokens.bin", "tokens.documents.bin")
+        sidecar = {
+            "dtype": writer.dtype.name,
+            "count": writer.count,
+            "vocab": self._tokenizer.vocab,
+            "documents": "tokens.documents.bin",
+            "crc32": {name: checksum(folder / name) for name in names},
+            "tokenizer": self._tokenizer.identity,
+        }
+        with (folder / "tokens.json").open("w") as file:
+            file.write(json.dumps(sidecar, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(folder)
+
+
+class _Writer:
+    """Appends tokens and document offsets to two files."""
+
+    def __init__(self, tokens: BinaryIO, documents: BinaryIO, tokenizer: Tokenizer) -> None:
+        self._tokens = tokens
+        self._documents = documents
+        self._offsets = [0]
+        self._separator = tokenizer.separator
+        self.dtype: np.dtype[Any] = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
+        self.count = 0
+        self._document_start = 0
+
+    def add(self, part: Tokens, ends_document: bool) -> None:
+        """Append part of a document; a document without tokens leaves no trace."""
+        self._append(part)
+        if not ends_document or self.count == self._document_start:
+            return
+        if self._separator is not None:
+            self._append(np.array([self._separator]))
+        self._document_start = self.count
+        self._offsets.append(self.count)
+        if len(self._offsets) >= _OFFSETS_HELD:
+            self._flush_offsets()
+
+    def finish(self) -> None:
+        """Make both files durable."""
+        self._flush_offsets()
+        for file in (self._tokens, self._documents):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _append(self, part: Tokens) -> None:
+        self._tokens.write(part.astype(self.dtype).data)
+        self.count += len(part)
+
+    def _flush_offsets(self) -> None:
+        self._documents.write(np.array(self._offsets, dtype="<i8").data)
+        self._offsets.clear()
+
+
+class _Progress:
+    """Says on stderr, every half minute, how far a long build is."""
+
+    def __init__(self, files: list[SourceFile]) -> None:
+        self._what = f"{len(files)} files, {sum(file.size_bytes for file in files) / 2**20:.0f} MiB"
+        self._next_s = time.monotonic() + _TALK_EVERY_S
+
+    def at(self, tokens: int) -> None:
+        """Report if it is time."""
+        if time.monotonic() >= self._next_s:
+            print(f"tokenising {self._what}: {tokens:,} tokens so far", file=sys.stderr, flush=True)
+            self._next_s = time.monotonic() + _TALK_EVERY_S
+
+
+@contextlib.contextmanager
+def _cannot_write(root: Path) -> Iterator[None]:
+    """Turn an OSError of writing the cache into ConfigurationError PT613."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            message = f"the disk is full: the token cache in {root} cannot be written"
+        else:
+            message = f"the token cache in {root} cannot be written: {error.strerror or error}"
+        raise ConfigurationError(
+            "PT613", message, "free some space, or set data.cache to a folder elsewhere"
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""From ``data.source`` to a list of files: names, globs, folders and the standard library, in a stable order."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from partool.spec.training import DataSpec
+from partool_runtime.errors import ConfigurationError
+
+PYTHON_STDLIB = "python-stdlib"
+Format = Literal["text", "jsonl", "tokens", "megatron"]
+
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_JSONL = {".jsonl", ".ndjson"}
+_PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow"}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of the source, with what tells whether it changed."""
+
+    path: Path
+    format: Format
+    size_bytes: int
+    mtime_ns: int
+
+
+def find_files(data: DataSpec) -> list[SourceFile]:
+    """Return the files of ``data.source``: sources in the order given, each one's files sorted by path, none twice.
+
+    Raises ConfigurationError PT601 if a source has no files or a file cannot be read, PT602 for a format that is not
+    supported.
+    """
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    paths: dict[Path, None] = {}
+    empty = []
+    for source in sources:
+        found = list(_expand(source))
+        if not found:
+            empty.append(source)
+        paths.update(dict.fromkeys(found))
+    if empty or not paths:
+        what = ", ".join(repr(source) for source in empty) or "an empty list"
+        raise ConfigurationError(
+            "PT601", f"data.source has no files: {what}", "name files, globs such as data/**/*.txt, or folders"
+        )
+    return [_describe(path, data.format) for path in paths if not _is_companion(path, data.format)]
+
+
+def _expand(source: str) -> Iterator[Path]:
+    if source == PYTHON_STDLIB:
+        yield from _stdlib()
+        return
+    path = Path(os.path.abspath(source))
+    if path.is_dir():
+        yield from _walk(path, left_out=set())
+    elif path.exists():
+        yield path
+    elif glob.has_magic(source):
+        matches = (Path(os.path.abspath(name)) for name in glob.glob(source, recursive=True))
+        yield from sorted(match for match in matches if match.is_file())
+
+
+def _stdlib() -> Iterator[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return (path for path in _walk(root, left_out=_STDLIB_LEFT_OUT) if path.suffix == ".py")
+
+
+def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
+    """Yield the files below a folder, sorted by path; hidden files and folders and linked folders are left out."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    yield from sorted(path for path in found if path.is_file())
+
+
+def _is_companion(path: Path, wanted: str) -> bool:
+    """Return True for the index or sidecar of a .bin file, which globs and folders bring along."""
+    if wanted in ("text", "jsonl"):
+        return False
+    if path.suffix in (".idx", ".json"):
+        return path.with_suffix(".bin").is_file()
+    return path.name.endswith(".documents.bin") and Path(str(path).removesuffix(".documents.bin") + ".json").is_file()
+
+
+def _describe(path: Path, wanted: str) -> SourceFile:
+    if not path.is_file():
+        raise ConfigurationError("PT601", f"{path} is not a regular file")
+    try:
+        status = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigurationError("PT601", f"{path} cannot be read: {error.strerror}") from error
+    return SourceFile(path, _format(path, wanted), status.st_size, status.st_mtime_ns)
+
+
+def _format(path: Path, wanted: str) -> Format:
+    if wanted == "text":
+        return "text"
+    if wanted == "jsonl":
+        return "jsonl"
+    if wanted == "tokens":
+        return "tokens"
+    if wanted == "megatron":
+        return "megatron"
+    return _format_by_ending(path)
+
+
+def _format_by_ending(path: Path) -> Format:
+    ending = path.suffix.lower()
+    if ending in _JSONL:
+        return "jsonl"
+    if ending == ".bin":
+        if path.with_suffix(".idx").is_file():
+            return "megatron"
+        if path.with_suffix(".json").is_file():
+            return "tokens"
+        raise ConfigurationError(
+            "PT602",
+            f"{path} has neither a sidecar {path.stem}.json nor a Megatron index {path.stem}.idx beside it",
+            'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}',
+        )
+    if ending in _PACKED_AWAY:
+        raise ConfigurationError(
+            "PT602",
+            f"{path}: {ending} files are not read",
+            "unpack it to text or JSONL, or set data.format: text to read its bytes as they are",
+        )
+    return "text"

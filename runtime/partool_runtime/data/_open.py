@@ -1,0 +1,138 @@
+"""From a plan to batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from partool.plan.types import Plan
+from partool.spec.training import DataSpec
+from partool_runtime.data._cache import TokenCache, cache_folder
+from partool_runtime.data._files import SourceFile, find_files
+from partool_runtime.data._megatron import open_megatron
+from partool_runtime.data._shards import Corpus, Shard, checksum, open_tokens
+from partool_runtime.data._split import split
+from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
+from partool_runtime.data.batches import Batches, Deal
+from partool_runtime.errors import ConfigurationError
+
+
+def open_data(
+    plan: Plan, *, dp_rank: int, dp_size: int, barrier: Callable[[], None], builder: bool | None = None
+) -> Batches:
+    """Return this rank's batches, after tokenising the text if no run did so before.
+
+    Every rank calls this, and ``barrier`` is entered once by each, whatever fails. One rank per node builds the token
+    cache (``builder``; default: the one with ``LOCAL_RANK`` 0, or without that variable ``dp_rank`` 0) while the others
+    wait for its file lock, not in a collective that may time out. If it fails, all of them raise.
+
+    Raises ConfigurationError: PT601 no files, PT602 malformed files, PT603 tokenizer, PT604 too little data, PT605 a
+    token outside the model's vocabulary, PT613 the cache cannot be written.
+    """
+    if builder is None:
+        builder = int(os.environ.get("LOCAL_RANK", dp_rank)) == 0
+    shards, vocab = _open_shards(plan, barrier, builder)
+    corpus = Corpus(shards, plan.model.vocab)
+    training, data = plan.training, plan.data
+    train, validation = split(corpus, training.sequence_length, data.validation, pack=data.pack)
+    deal = Deal(
+        global_batch=training.global_batch,
+        micro_batch=plan.layout.micro_batch,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+        steps=training.steps,
+        validation_samples=training.validation.samples,
+    )
+    return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards))
+
+
+def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tuple[list[Shard], int]:
+    """Return the shards and the number of tokens they may hold; enters the barrier exactly once."""
+    entered = False
+    try:
+        files = find_files(plan.data)
+        ready = [_open_ready(file, plan.model.vocab) for file in files if file.format in ("tokens", "megatron")]
+        raw = [file for file in files if file.format in ("text", "jsonl")]
+        vocabs = [shard.vocab or plan.model.vocab for shard in ready]
+        shards = ready
+        if raw:
+            tokenizer = _open_fitting_tokenizer(plan.data, plan.model.vocab)
+            vocabs.append(tokenizer.vocab)
+            cache = TokenCache(cache_folder(plan.data.cache), raw, tokenizer, plan.data.text_field)
+            entered = True
+            shards = [_tokenised(cache, barrier, builder), *ready]
+    finally:
+        if not entered:
+            barrier()
+    return shards, max(vocabs)
+
+
+def _tokenised(cache: TokenCache, barrier: Callable[[], None], builder: bool) -> Shard:
+    """Return the cache's shard, built if need be; the barrier is entered with the builders' attempt at the lock made.
+
+    A builder holds the lock while it enters the barrier, so a rank that only waits cannot be first. A builder that
+    did not get it (another job's, or another node's on a shared file system, did) waits like the rest, then looks.
+    """
+    if not builder:
+        barrier()
+        with cache.lock(wait=True, share=True):
+            return _open_built(cache)
+    entered = False
+    try:
+        with cache.lock(wait=False) as held:
+            entered = True
+            barrier()
+            if held:
+                cache.ensure()
+    finally:
+        if not entered:
+            barrier()
+    if not held:
+        with cache.lock(wait=True):
+            cache.ensure()
+    return _open_built(cache)
+
+
+def _open_built(cache: TokenCache) -> Shard:
+    if not (cache.folder / "tokens.json").is_file():
+        raise ConfigurationError(
+            "PT613",
+            f"this node's token cache {cache.folder} was not built",
+            "see the error of the node's rank 0; every rank must see the same files under data.source",
+        )
+    return cache.open()
+
+
+def _open_ready(file: SourceFile, vocab: int) -> Shard:
+    shard = open_megatron(file.path) if file.format == "megatron" else open_tokens(file.path)
+    if shard.vocab is not None and shard.vocab > vocab:
+        _refuse_vocab(f"{file.path} has tokens of a vocabulary of {shard.vocab}", vocab, shard.vocab)
+    return shard
+
+
+def _open_fitting_tokenizer(data: DataSpec, vocab: int) -> Tokenizer:
+    tokenizer = open_tokenizer(data.tokenizer)
+    if tokenizer.vocab > vocab:
+        _refuse_vocab(f"data.tokenizer: {data.tokenizer} has {tokenizer.vocab} tokens", vocab, tokenizer.vocab)
+    return tokenizer
+
+
+def _refuse_vocab(what: str, vocab: int, need: int) -> None:
+    raise ConfigurationError("PT605", f"{what}, the model's vocabulary is {vocab}", f"set model.vocab to {need}")
+
+
+def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
+    """Hash the tokens and all that orders them; not where they lie, so that a run may move to another machine."""
+    content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
+    training, data = plan.training, plan.data
+    order = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
+    return hashlib.sha256(json.dumps([content, order]).encode()).hexdigest()
+
+
+def _checksum(path: Path, count: int) -> int:
+    return checksum(path) if count else 0

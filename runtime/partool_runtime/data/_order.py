@@ -1,0 +1,64 @@
+"""The order of samples: a pseudo-random permutation of every epoch, computed where it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 8
+
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+def mix(x: U64) -> U64:
+    """Return well-mixed bits of each value: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(positions: I64, size: int, seed: int, epoch: int) -> I64:
+    """Return where the epoch's permutation of ``range(size)`` sends each position; needs no memory for the rest.
+
+    A keyed Feistel network permutes the next power of four; values outside the range are sent on until they fall
+    inside (cycle walking: Black and Rogaway, CT-RSA 2002), fewer than four times on average.
+    """
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    values = positions.astype(np.uint64)
+    outside = np.ones(values.shape, dtype=bool)
+    while outside.any():
+        values[outside] = _feistel(values[outside], keys, half_bits)
+        outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def samples_of(first: int, count: int, size: int, seed: int) -> I64:
+    """Return the sample ids at places ``first .. first + count`` of the endless order over ``size`` samples.
+
+    Each run of ``size`` places from a multiple of ``size`` is an epoch and holds every sample once.
+    """
+    parts = []
+    while count > 0:
+        epoch, position = divmod(first, size)
+        here = min(count, size - position)
+        parts.append(permute(np.arange(position, position + here, dtype=np.int64), size, seed, epoch))
+        first += here
+        count -= here
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> U64:
+    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(values: U64, keys: U64, half_bits: int) -> U64:
+    low = np.uint64((1 << half_bits) - 1)
+    left, right = values >> np.uint64(half_bits), values & low
+    for key in keys:
+        left, right = right, left ^ (mix(right + key) >> np.uint64(64 - half_bits))
+    return (left << np.uint64(half_bits)) | right

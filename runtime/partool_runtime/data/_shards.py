@@ -1,0 +1,149 @@
+"""Token files opened in place, and the corpus they make together."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from partool_runtime.errors import ConfigurationError
+
+I64 = npt.NDArray[np.int64]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_BLOCK_BYTES = 1 << 20
+_MAX_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Tokens of some documents, memory-mapped; document i is ``tokens[documents[i]:documents[i + 1]]``."""
+
+    tokens: npt.NDArray[Any]
+    documents: I64
+    path: Path
+    vocab: int | None = None
+    """Every token is below this, if the file says so."""
+
+
+class Corpus:
+    """Shards one after the other: tokens and documents are counted through."""
+
+    def __init__(self, shards: list[Shard], vocab: int) -> None:
+        self.shards = shards
+        self.vocab = vocab
+        self._token_ends = np.cumsum([len(shard.tokens) for shard in shards], dtype=np.int64)
+        self._document_ends = np.cumsum([len(shard.documents) - 1 for shard in shards], dtype=np.int64)
+        self.tokens = int(self._token_ends[-1])
+        self.documents = int(self._document_ends[-1])
+
+    def read(self, start: int, stop: int) -> I64:
+        """Return tokens ``start .. stop``; raises ConfigurationError PT605 for one that the model does not know."""
+        parts = []
+        first = int(np.searchsorted(self._token_ends, start, side="right"))
+        for index in range(first, len(self.shards)):
+            base = int(self._token_ends[index]) - len(self.shards[index].tokens)
+            if base >= stop:
+                break
+            part = self.shards[index].tokens[max(start - base, 0) : stop - base].astype(np.int64)
+            self._check(part, self.shards[index].path)
+            parts.append(part)
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def bounds(self, documents: I64) -> tuple[I64, I64]:
+        """Return the first and one-past-last token of each document."""
+        starts, stops = np.empty_like(documents), np.empty_like(documents)
+        owner = np.searchsorted(self._document_ends, documents, side="right")
+        for index in np.unique(owner):
+            shard, mine = self.shards[index], owner == index
+            local = documents[mine] - (self._document_ends[index] - (len(shard.documents) - 1))
+            base = self._token_ends[index] - len(shard.tokens)
+            starts[mine] = shard.documents[local] + base
+            stops[mine] = shard.documents[local + 1] + base
+        return starts, stops
+
+    def _check(self, part: I64, path: Path) -> None:
+        if part.size and (int(part.max()) >= self.vocab or int(part.min()) < 0):
+            bad = int(part.max()) if int(part.max()) >= self.vocab else int(part.min())
+            raise ConfigurationError(
+                "PT605", f"{path} holds token {bad}, the model's vocabulary is {self.vocab}", _vocab_help(bad)
+            )
+
+
+def _vocab_help(bad: int) -> str:
+    return f"set model.vocab to at least {bad + 1}" if bad >= 0 else "the file is not what its index says"
+
+
+def open_tokens(path: Path) -> Shard:
+    """Open a ``.bin`` of uint16 or uint32 (little-endian) by the ``.json`` sidecar of the same name.
+
+    The sidecar holds ``dtype``, ``count`` (tokens), ``vocab``, and may hold ``documents``: the name of a file of
+    little-endian int64 beside it, the first token of every document and at last ``count``. Without it the file is one
+    document. Raises ConfigurationError PT602 where sidecar and files do not agree.
+    """
+    sidecar = path.with_suffix(".json")
+    try:
+        meta = json.loads(sidecar.read_text(encoding="utf-8"))
+        dtype, count, vocab = _DTYPES[meta["dtype"]], int(meta["count"]), int(meta["vocab"])
+        name = meta.get("documents")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigurationError(
+            "PT602",
+            f"{sidecar} is not a sidecar of tokens: {type(error).__name__} {error}",
+            'it holds "dtype" (uint16 or uint32), "count" and "vocab"',
+        ) from error
+    tokens = map_array(path, dtype, 0, count, exact=True)
+    documents = np.array([0, count] if count else [0], dtype=np.int64)
+    if name is not None:
+        documents = _open_documents(sidecar.with_name(str(name)), count)
+    return Shard(tokens, documents, path, vocab)
+
+
+def _open_documents(path: Path, count: int) -> I64:
+    size = path.stat().st_size if path.is_file() else 0
+    documents = map_array(path, np.dtype("<i8"), 0, size // 8, exact=True)
+    check_offsets(documents, count, path)
+    return documents
+
+
+def check_offsets(documents: I64, count: int, path: Path) -> None:
+    """Raise ConfigurationError PT602 unless the offsets rise from 0 to ``count``."""
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != count:
+        raise ConfigurationError("PT602", f"{path}: document offsets must go from 0 to the number of tokens, {count}")
+    for start in range(0, len(documents) - 1, 1 << 20):
+        if (np.diff(documents[start : start + (1 << 20) + 1]) < 0).any():
+            raise ConfigurationError("PT602", f"{path}: document offsets fall")
+
+
+def map_array(path: Path, dtype: np.dtype[Any], offset: int, count: int, *, exact: bool = False) -> npt.NDArray[Any]:
+    """Memory-map ``count`` values from byte ``offset``; PT602 if the file is shorter, or ``exact`` and longer."""
+    need = offset + count * dtype.itemsize
+    size = path.stat().st_size if path.is_file() else 0
+    if count < 0 or size < need or (exact and size != need):
+        raise ConfigurationError(
+            "PT602", f"{path} has {size} bytes where {need} are expected ({count} values of {dtype.name})"
+        )
+    if count == 0:
+        return np.empty(0, dtype=dtype)
+    try:
+        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    except OSError as error:
+        raise ConfigurationError("PT601", f"{path} cannot be read: {error.strerror}") from error
+
+
+def checksum(path: Path) -> int:
+    """Return a CRC-32 over a file's size and content; of files above 256 MiB, over 256 evenly spaced MiB of it."""
+    size = path.stat().st_size
+    blocks = -(-size // _BLOCK_BYTES)
+    taken = min(blocks, _MAX_BLOCKS)
+    crc = zlib.crc32(str(size).encode())
+    with path.open("rb") as file:
+        for block in range(taken):
+            file.seek(block * (blocks - 1) // max(taken - 1, 1) * _BLOCK_BYTES)
+            crc = zlib.crc32(file.read(_BLOCK_BYTES), crc)
+    return crc

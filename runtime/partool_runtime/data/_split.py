@@ -1,0 +1,149 @@
+"""Training and validation: which tokens belong to which, and how each is cut into samples.
+
+A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING` where there are no more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from partool_runtime.data._order import mix
+from partool_runtime.data._shards import Corpus
+from partool_runtime.errors import ConfigurationError
+
+I64 = npt.NDArray[np.int64]
+PADDING = -1
+
+
+class Samples(Protocol):
+    """Rows of tokens by number."""
+
+    count: int
+    tokens: int
+
+    def row(self, index: int) -> I64:
+        """Return sample ``index`` as ``sequence_length + 1`` tokens, padded at the end."""
+
+
+class Packed:
+    """Stretches of the corpus joined without gaps; sample i holds tokens ``[i S, i S + S + 1)``.
+
+    ``pad_last`` keeps the tokens after the last whole sample as a padded one.
+    """
+
+    def __init__(self, corpus: Corpus, starts: I64, stops: I64, sequence_length: int, *, pad_last: bool) -> None:
+        self._corpus = corpus
+        self._starts = starts
+        self._ends = np.cumsum(stops - starts)
+        self._length = sequence_length
+        self.tokens = int(self._ends[-1]) if len(starts) else 0
+        whole, left = divmod(max(self.tokens - 1, 0), sequence_length)
+        self.count = whole + (1 if pad_last and left else 0)
+
+    def row(self, index: int) -> I64:
+        """Return sample ``index``."""
+        first = index * self._length
+        last = min(first + self._length + 1, self.tokens)
+        row = np.full(self._length + 1, PADDING, dtype=np.int64)
+        at = first
+        for part in range(int(np.searchsorted(self._ends, first, side="right")), len(self._ends)):
+            if at >= last:
+                break
+            stop = min(int(self._ends[part]), last)
+            # Place `at` of the joined stretches lies `shift` further on in the corpus.
+            shift = int(self._starts[part]) - (int(self._ends[part - 1]) if part else 0)
+            row[at - first : stop - first] = self._corpus.read(at + shift, stop + shift)
+            at = stop
+        return row
+
+
+class Documents:
+    """One document per sample, cut at the end or padded."""
+
+    def __init__(self, corpus: Corpus, documents: I64, sequence_length: int) -> None:
+        self._corpus = corpus
+        self._documents = documents
+        self._length = sequence_length
+        self.count = len(documents)
+        starts, stops = corpus.bounds(documents)
+        self.tokens = int((stops - starts).sum())
+
+    def row(self, index: int) -> I64:
+        """Return sample ``index``."""
+        starts, stops = self._corpus.bounds(self._documents[index : index + 1])
+        start, stop = int(starts[0]), min(int(stops[0]), int(starts[0]) + self._length + 1)
+        row = np.full(self._length + 1, PADDING, dtype=np.int64)
+        row[: stop - start] = self._corpus.read(start, stop)
+        return row
+
+
+def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:
+    """Return training and validation samples, which share no token.
+
+    Validation documents are spread evenly over the corpus, one from each of as many equal stretches, chosen by a hash:
+    no seed plays a part. Packed data with fewer documents than that needs, or with a chosen one so long that
+    validation would be more than twice its share, gives up the end of the last document instead.
+    Raises ConfigurationError PT604 where either part would have no sample.
+    """
+    divide = _split_packed if pack else _split_documents
+    train, validation = divide(corpus, sequence_length, share)
+    if train.count == 0:
+        need = f"{sequence_length + 1} tokens" if pack else "a document of at least 2 tokens"
+        raise ConfigurationError(
+            "PT604",
+            f"too little data: {train.tokens} tokens for training, a sequence needs {need}",
+            _fewer_tokens_help(train.tokens, pack),
+        )
+    if share and validation.count == 0:
+        raise ConfigurationError(
+            "PT604",
+            f"too little data: {share:g} of {corpus.documents} documents ({corpus.tokens} tokens) leaves none to validate",
+            "raise data.validation, or set it to 0",
+        )
+    return train, validation
+
+
+def _fewer_tokens_help(tokens: int, pack: bool) -> str:
+    if pack and tokens >= 2:
+        return f"set training.sequence_length to at most {tokens - 1}, or add data"
+    return "add data"
+
+
+def choose(count: int, share: float) -> I64:
+    """Return the sorted numbers of the validation items among ``count``: ``floor(count · share)`` of them."""
+    strata = math.floor(count * share)
+    numbers = np.arange(strata, dtype=np.int64)
+    first = numbers * count // max(strata, 1)
+    width = (numbers + 1) * count // max(strata, 1) - first
+    return first + (mix(numbers.astype(np.uint64)) % width.astype(np.uint64)).astype(np.int64)
+
+
+def _split_packed(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
+    starts, stops = corpus.bounds(choose(corpus.documents, share))
+    held_out = int((stops - starts).sum())
+    if share and not 2 <= held_out <= 2 * share * corpus.tokens:
+        starts = np.array([corpus.tokens - math.ceil(corpus.tokens * share)], dtype=np.int64)
+        stops = np.array([corpus.tokens], dtype=np.int64)
+    edge = np.array([0], dtype=np.int64)
+    train_starts, train_stops = np.concatenate([edge, stops]), np.concatenate([starts, edge + corpus.tokens])
+    kept = train_stops > train_starts
+    train = Packed(corpus, train_starts[kept], train_stops[kept], length, pad_last=False)
+    return train, Packed(corpus, starts, stops, length, pad_last=True)
+
+
+def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
+    usable = np.concatenate([_usable(corpus, first) for first in range(0, max(corpus.documents, 1), 1 << 20)])
+    chosen = choose(len(usable), max(share, 1 / len(usable)) if share and len(usable) > 1 else 0.0)
+    train = Documents(corpus, np.delete(usable, chosen), length)
+    return train, Documents(corpus, usable[chosen], length)
+
+
+def _usable(corpus: Corpus, first: int) -> I64:
+    """Return those of a million documents that have a token and one to predict."""
+    documents = np.arange(first, min(first + (1 << 20), corpus.documents), dtype=np.int64)
+    starts, stops = corpus.bounds(documents)
+    return documents[stops - starts >= 2]

@@ -1,0 +1,145 @@
+"""Tokenizers: raw bytes, or a Hugging Face ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from partool_runtime.data._documents import Piece
+from partool_runtime.errors import ConfigurationError
+
+Tokens = npt.NDArray[Any]
+
+_BATCH_BYTES = 1 << 20
+_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+class Tokenizer(Protocol):
+    """Turns pieces of documents into token ids."""
+
+    identity: str
+    """Equal for tokenizers that give the same tokens; part of the cache's key."""
+    vocab: int
+    """Every token is below this."""
+    separator: int | None
+    """Token that ends every document."""
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Yield the tokens of each piece in order, and whether it ends its document."""
+
+
+class BytesTokenizer:
+    """Each byte is a token; byte 0, which text does not contain, ends a document, so 256 tokens suffice."""
+
+    identity = "bytes-0"
+    vocab = 256
+    separator: int | None = 0
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Yield every piece's bytes."""
+        for piece in pieces:
+            yield np.frombuffer(piece.data, dtype=np.uint8), piece.ends_document
+
+
+class FolderTokenizer:
+    """A Hugging Face tokenizer folder, read with the ``tokenizers`` library.
+
+    No special tokens are added but the end-of-sequence token after each document, where the folder names one.
+    Raises ConfigurationError PT603 if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ImportError as error:
+            message = f"data.tokenizer: {folder} needs the package tokenizers, which is not installed"
+            raise ConfigurationError("PT603", message, 'pip install "partool[hf]"') from error
+        content = _read_tokenizer_json(folder)
+        try:
+            self._fast = Fast.from_str(content)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigurationError("PT603", f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        ids = self._fast.get_vocab(with_added_tokens=True).values()
+        self.vocab = max(ids, default=0) + 1
+        self.separator: int | None = self._eos(folder)
+        self.identity = hashlib.sha256(f"{self.separator}\n{content}".encode()).hexdigest()
+
+    def _eos(self, folder: Path) -> int | None:
+        for name in _EOS_FILES:
+            token = _read_json(folder / name).get("eos_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                found = self._fast.token_to_id(text)
+                if found is None:
+                    raise ConfigurationError(
+                        "PT603", f"{folder / name} names eos_token {text!r}, which tokenizer.json does not know"
+                    )
+                return int(found)
+        return None
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        """Yield every piece's tokens; pieces are encoded many at a time, which the library spreads over threads."""
+        batch: list[Piece] = []
+        size = 0
+        for piece in pieces:
+            batch.append(piece)
+            size += len(piece.data)
+            if size >= _BATCH_BYTES:
+                yield from self._encode_batch(batch)
+                batch, size = [], 0
+        yield from self._encode_batch(batch)
+
+    def _encode_batch(self, batch: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
+        texts = [_decode(piece) for piece in batch]
+        encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield np.asarray(encoding.ids, dtype=np.uint32), piece.ends_document
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer that ``data.tokenizer`` names; raises ConfigurationError PT603."""
+    return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
+
+
+def _decode(piece: Piece) -> str:
+    try:
+        return piece.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            "PT602",
+            f"{piece.origin} is not UTF-8: {error.reason} (byte {error.object[error.start]:#04x})",
+            "convert it to UTF-8, or use data.tokenizer: bytes",
+        ) from error
+
+
+def _read_tokenizer_json(folder: Path) -> str:
+    if not folder.is_dir():
+        help = "data.tokenizer is `bytes` or the path of a folder with a tokenizer.json"
+        raise ConfigurationError("PT603", f"data.tokenizer: there is no folder {folder}", help)
+    path = folder / "tokenizer.json"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        help = "save the tokenizer with transformers' save_pretrained, which writes tokenizer.json"
+        raise ConfigurationError("PT603", f"{folder} has no tokenizer.json", help) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError("PT603", f"{path} cannot be read: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or an empty one where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigurationError("PT603", f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}

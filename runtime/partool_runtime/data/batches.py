@@ -1,0 +1,135 @@
+"""Batches: the samples of every step, cut into micro-batches and dealt to the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from partool_runtime.data._order import samples_of
+from partool_runtime.data._split import PADDING, Samples
+
+IGNORED_LABEL = -100
+
+I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences of one forward pass; ``labels_BS[b, s]`` is the token after ``tokens_BS[b, s]``, or −100: ignored."""
+
+    tokens_BS: torch.Tensor  # noqa: N815
+    labels_BS: torch.Tensor  # noqa: N815
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How a step's samples are dealt to ranks."""
+
+    global_batch: int
+    micro_batch: int
+    dp_rank: int
+    dp_size: int
+    sequence_length: int
+    seed: int
+    steps: int
+    """Length of the run: nothing is read ahead beyond it."""
+    validation_samples: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dp_rank < self.dp_size:
+            raise ValueError(f"dp_rank {self.dp_rank} is not below dp_size {self.dp_size}")
+        if self.global_batch % (self.dp_size * self.micro_batch):
+            raise ValueError(
+                f"global_batch {self.global_batch} is no multiple of {self.dp_size} ranks x {self.micro_batch} sequences"
+            )
+
+
+class Batches:
+    """Batches of one rank.
+
+    Step s (from 0) trains on places ``s·global_batch … (s+1)·global_batch`` of an endless order in which every epoch
+    is a permutation of the samples by (seed, epoch). Rank r takes the r-th of ``dp_size`` equal stretches of these
+    places, so the ranks' union is the same for any number of them. The next step is read in the background.
+    """
+
+    def __init__(self, train: Samples, validation: Samples, deal: Deal, *, vocab: int, fingerprint: str) -> None:
+        self._train = train
+        self._validation = validation
+        self._deal = deal
+        self.vocab = vocab
+        """Number of tokens the data's tokenizer knows."""
+        self.fingerprint = fingerprint
+        """SHA-256 of all that decides which samples a step holds; equal on every rank and for any number of them."""
+        self.train_tokens = train.tokens
+        self.validation_tokens = validation.tokens
+        self.samples_per_epoch = train.count
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="partool-data")
+        self._ahead: tuple[int, Future[list[MicroBatch]]] | None = None
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a step, counted from 0; an error of reading ahead is raised here."""
+        ahead, self._ahead = self._ahead, None
+        batch = ahead[1].result() if ahead is not None and ahead[0] == step else self._assemble(step)
+        if step + 1 < self._deal.steps:
+            self._ahead = (step + 1, self._reader.submit(self._assemble, step + 1))
+        return batch
+
+    def sample_ids(self, step: int) -> I64:
+        """Return the numbers of the samples that this rank trains on in a step, in order."""
+        deal = self._deal
+        mine = deal.global_batch // deal.dp_size
+        first = step * deal.global_batch + deal.dp_rank * mine
+        return samples_of(first, mine, self._train.count, deal.seed)
+
+    def validation(self) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of held-out data: the same samples each time, the same number on each rank.
+
+        ``validation_samples`` evenly spaced samples, or all if there are fewer, over all ranks; what is missing to
+        whole micro-batches is ignored labels, so a micro-batch may have no label at all.
+        """
+        deal, available = self._deal, self._validation.count
+        wanted = min(deal.validation_samples, available)
+        per_round = deal.micro_batch * deal.dp_size
+        for first in range(deal.dp_rank * deal.micro_batch, _round_up(wanted, per_round), per_round):
+            places = range(first, first + deal.micro_batch)
+            ids = [place * available // wanted if place < wanted else None for place in places]
+            yield self._micro_batch(self._validation, ids)
+
+    def close(self) -> None:
+        """Stop reading ahead; further calls do nothing."""
+        self._ahead = None
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _assemble(self, step: int) -> list[MicroBatch]:
+        ids = [int(number) for number in self.sample_ids(step)]
+        size = self._deal.micro_batch
+        return [self._micro_batch(self._train, ids[first : first + size]) for first in range(0, len(ids), size)]
+
+    def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
+        rows = np.full((len(ids), self._deal.sequence_length + 1), PADDING, dtype=np.int64)
+        for row, number in zip(rows, ids, strict=True):
+            if number is not None:
+                row[:] = samples.row(number)
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        return MicroBatch(
+            torch.from_numpy(np.where(tokens == PADDING, 0, tokens)),
+            torch.from_numpy(np.where(labels == PADDING, IGNORED_LABEL, labels)),
+        )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
