@@ -1,0 +1,67 @@
+"""Reading a rank's event log (``events/rank-N.jsonl``), also while it is written or after its writer was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from partool.plan.events import EVENT_VERSION, Event
+
+EVENTS = "events"
+"""Folder of the event logs inside a run's folder."""
+_KEYS = {"v", "kind", "t", "rank", "data"}
+
+
+def event_log(run_dir: Path, rank: int) -> Path:
+    """Return the path of a rank's log."""
+    return run_dir / EVENTS / f"rank-{rank}.jsonl"
+
+
+def parse_event(line: bytes | str) -> Event | None:
+    """Return the event in a line; None where the line is torn, not an event, or of another version."""
+    try:
+        value: Any = json.loads(line)
+    except ValueError:  # malformed JSON or UTF-8
+        return None
+    if not isinstance(value, dict) or value.keys() < _KEYS or value["v"] != EVENT_VERSION:
+        return None
+    return cast(Event, value)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield a log's events in order; torn lines are passed over, a missing file holds none."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if (event := parse_event(line)) is not None:
+                    yield event
+    except FileNotFoundError:
+        return
+
+
+def read_new_events(path: Path, offset: int) -> tuple[list[Event], int]:
+    """Return the events after a byte offset and the offset to go on from; a line still being written is left for later.
+
+    A file that has become shorter than ``offset`` is read from its start.
+    """
+    try:
+        with path.open("rb") as file:
+            start = offset if offset <= file.seek(0, 2) else 0
+            file.seek(start)
+            data = file.read()
+    except FileNotFoundError:
+        return [], 0
+    whole = data.rfind(b"\n") + 1
+    events = [event for line in data[:whole].splitlines() if (event := parse_event(line)) is not None]
+    return events, start + whole
+
+
+def last_events(path: Path, max_bytes: int = 1 << 18) -> list[Event]:
+    """Return the events in the last ``max_bytes`` of a log; none if the file is missing."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return []
+    return read_new_events(path, max(0, size - max_bytes))[0]

@@ -1,0 +1,79 @@
+"""The end of a run: the ranks' measures combined, ``summary.json``, and the closing table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from partool.plan.event_log import event_log, last_events
+from partool.plan.types import Plan
+from partool_runtime.telemetry._table import closing_table
+from partool_runtime.telemetry.summary import TOTAL, Measures, combine, mfu, row_json, rows
+
+SUMMARY_FILE = "summary.json"
+_PATIENCE_S = 5.0
+
+
+def close_run(
+    plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool
+) -> tuple[Table, dict[str, Any]]:
+    """Combine this rank's measures with those in the other ranks' logs and write ``summary.json``.
+
+    Ranks whose log lies on another machine or that ended early are missing from the result, which says how many it
+    holds. ``since`` is the Unix time after which a log's summary belongs to this attempt; with ``wait`` it is waited
+    for, a few seconds at most.
+    """
+    ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
+    combined = combine(ranks)
+    table = rows(plan.prediction, combined)
+    step_time = combined.time.get(TOTAL)
+    data: dict[str, Any] = {
+        "world_size": world_size,
+        "ranks": len(ranks),
+        "terms": [row_json(row) for row in table],
+        "mfu": None
+        if step_time is None
+        else mfu(plan.prediction.time.model_flops, step_time.value, plan.devices.peak_flops, world_size),
+        "predicted_mfu": plan.prediction.time.mfu,
+    }
+    _write(run_dir / SUMMARY_FILE, data)
+    return closing_table(table, ranks=len(ranks), world_size=world_size), data
+
+
+def _others(run_dir: Path, world_size: int, since: float, patience_s: float) -> list[Measures]:
+    deadline = time.monotonic() + patience_s
+    missing = [rank for rank in range(1, world_size) if event_log(run_dir, rank).exists()]
+    found: list[Measures] = []
+    while missing:
+        for rank in list(missing):
+            if (measures := _last_measures(event_log(run_dir, rank), since)) is not None:
+                found.append(measures)
+                missing.remove(rank)
+        if not missing or time.monotonic() >= deadline:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _last_measures(log: Path, since: float) -> Measures | None:
+    for event in reversed(last_events(log)):
+        if event["t"] < since:
+            return None
+        if event["kind"] == "summary":
+            return Measures.from_json(event["data"]["measures"])
+    return None
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:  # a full disk: the run is over and its weights are safe
+        print(f"partool: cannot write {path}: {error}", file=sys.stderr)

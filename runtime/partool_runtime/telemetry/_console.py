@@ -1,0 +1,183 @@
+"""Rank 0's console: one line per log step, or a live panel on a terminal."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from partool_runtime.telemetry._figures import Figures, duration, line, pairs
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-=+*#@"
+_MIN_REFRESH_S = 0.25
+_FILE_WIDTH = 100
+
+
+class Display(Protocol):
+    """What the recorder tells the console."""
+
+    def log(self, figures: Figures) -> None:
+        """Show a log step."""
+
+    def tick(self, figures: Figures) -> None:
+        """Show progress between log steps."""
+
+    def validation(self, step: int, loss: float) -> None:
+        """Show a validation's loss."""
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+
+    def close(self, tail: Sequence[RenderableType]) -> None:
+        """Leave the terminal as it was found and print what comes last."""
+
+
+def open_display(name: str, total_steps: int, console: Console | None = None) -> Display:
+    """Return the panel if standard output is a terminal that can draw, else lines."""
+    console = console or Console()
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LivePanel(name, total_steps, console)
+    return Lines(total_steps, console)
+
+
+class Lines:
+    """One line per log step and validation, whole lines only, without colour."""
+
+    def __init__(self, total_steps: int, console: Console) -> None:
+        self._total_steps = total_steps
+        self._console = console
+
+    def log(self, figures: Figures) -> None:
+        """Print the figures."""
+        self.message(line(figures))
+
+    def tick(self, figures: Figures) -> None:
+        """Print nothing."""
+
+    def validation(self, step: int, loss: float) -> None:
+        """Print the loss."""
+        width = len(str(self._total_steps))
+        self.message(f"step {step:>{width}}/{self._total_steps}  validation loss {loss:.4f}")
+
+    def message(self, text: str) -> None:
+        """Print a line, however long."""
+        self._console.file.write(text + "\n")
+        self._console.file.flush()
+
+    def close(self, tail: Sequence[RenderableType]) -> None:
+        """Print what comes last."""
+        for part in tail:
+            self._console.print(part, width=_FILE_WIDTH)
+
+
+class LivePanel:
+    """A panel that is redrawn in place: progress, time left, latest figures, validation loss, the loss as a curve."""
+
+    def __init__(
+        self, name: str, total_steps: int, console: Console, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._total_steps = total_steps
+        self._now = now
+        self._begin = now()
+        self._refreshed = -1.0
+        self._figures = Figures(0, total_steps)
+        self._losses: deque[float] = deque(maxlen=512)
+        self._validation: tuple[int, float] | None = None
+        self._console = console
+        self._live = Live(self, console=console, auto_refresh=False, redirect_stderr=False)
+        self._live.start(refresh=True)
+
+    def log(self, figures: Figures) -> None:
+        """Take over the figures and redraw."""
+        self._figures = figures
+        if figures.loss is not None:
+            self._losses.append(figures.loss)
+        self._refresh()
+
+    def tick(self, figures: Figures) -> None:
+        """Redraw if the last time is long enough ago; figures other than the progress wait for the next log step."""
+        self._figures = replace(self._figures, step=figures.step, eta_s=figures.eta_s)
+        if self._now() - self._refreshed >= _MIN_REFRESH_S:
+            self._refresh()
+
+    def validation(self, step: int, loss: float) -> None:
+        """Take over the loss and redraw."""
+        self._validation = step, loss
+        self._refresh()
+
+    def message(self, text: str) -> None:
+        """Print a line above the panel."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self, tail: Sequence[RenderableType]) -> None:
+        """Leave the last state of the panel, show the cursor again, and print what comes last below."""
+        self._live.update(self, refresh=True)
+        self._live.stop()
+        for part in tail:
+            self._console.print(part)
+
+    def __rich__(self) -> RenderableType:
+        figures = self._figures
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        elapsed = duration(self._now() - self._begin)
+        left = "" if figures.eta_s is None else f", {duration(figures.eta_s)} left"
+        head.add_row(
+            f"step {figures.step}/{self._total_steps}",
+            ProgressBar(total=max(1, self._total_steps), completed=figures.step),
+            elapsed + left,
+        )
+        body: list[RenderableType] = [head, self._facts()]
+        if len(self._losses) > 1:
+            body.append(Text.assemble(("loss ", "dim"), self._curve()))
+        if figures.skipped:
+            body.append(Text("step skipped: gradient not finite", style="yellow"))
+        return Panel(Group(*body), title=Text(self._name), border_style="dim")
+
+    def _facts(self) -> Text:
+        facts = [pair for pair in pairs(self._figures) if pair[0] != "ETA"]
+        if self._validation is not None:
+            step, loss = self._validation
+            facts.append(("validation loss", f"{loss:.4f} (step {step})"))
+        text = Text()
+        for name, value in facts:  # hard spaces: a wrap comes between facts only
+            text.append(f"{name}\N{NO-BREAK SPACE}".replace(" ", "\N{NO-BREAK SPACE}"), style="dim")
+            text.append(value.replace(" ", "\N{NO-BREAK SPACE}"), style="bold")
+            text.append("  ")
+        return text
+
+    def _curve(self) -> str:
+        encoding = (self._console.encoding or "").lower()
+        bars = _BARS if encoding.startswith("utf") else _ASCII_BARS
+        return sparkline(list(self._losses), max(8, min(self._console.width - 12, 72)), bars)
+
+    def _refresh(self) -> None:
+        self._refreshed = self._now()
+        self._live.refresh()
+
+
+def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:
+    """Return the values as a row of at most ``width`` bars; neighbours are averaged, non-finite values left out."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    columns = min(width, len(finite))
+    edges = [index * len(finite) // columns for index in range(columns + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((mean - low) * scale)] for mean in means)

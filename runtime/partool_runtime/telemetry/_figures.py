@@ -1,0 +1,76 @@
+"""What the console shows, and how numbers are written there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The latest state of the training, over all ranks unless said."""
+
+    step: int
+    total_steps: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    lr: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    memory_bytes: int | None = None
+    """Peak of this rank."""
+    mfu: float | None = None
+    eta_s: float | None = None
+    skipped: bool = False
+
+
+def line(figures: Figures) -> str:
+    """Return the figures in one line; those that are not known are left out."""
+    width = len(str(figures.total_steps))
+    parts = [f"step {figures.step:>{width}}/{figures.total_steps}", *(f"{k} {v}" for k, v in pairs(figures))]
+    return "  ".join(parts) + ("  skipped: gradient not finite" if figures.skipped else "")
+
+
+def pairs(figures: Figures) -> list[tuple[str, str]]:
+    """Return the figures that are known, as (name, text)."""
+    f = figures
+    known = [
+        ("loss", None if f.loss is None else f"{f.loss:.4f}"),
+        ("grad norm", None if f.grad_norm is None else f"{f.grad_norm:.3f}"),
+        ("lr", None if f.lr is None else f"{f.lr:.2e}"),
+        ("tokens/s", None if f.tokens_per_s is None else f"{f.tokens_per_s:,.0f}"),
+        ("step time", None if f.step_time_s is None else seconds(f.step_time_s)),
+        ("memory", None if f.memory_bytes is None else f"{f.memory_bytes / 2**30:.2f} GiB"),
+        ("MFU", None if f.mfu is None else f"{f.mfu:.1%}"),
+        ("ETA", None if f.eta_s is None else duration(f.eta_s)),
+    ]
+    return [(name, text) for name, text in known if text is not None]
+
+
+def seconds(value: float) -> str:
+    """Return a time of at least three digits: ``1.50 s``, ``24.3 ms``, ``180 µs``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        scaled = value * factor
+        if scaled >= 1 or unit == "µs":
+            return f"{scaled:.{max(0, 2 - int(math.log10(max(scaled, 1))))}f} {unit}"
+    raise AssertionError
+
+
+def size(value: float) -> str:
+    """Return a number of bytes: ``812 B``, ``1.50 MiB``."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return f"{value / factor:.2f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration(value: float) -> str:
+    """Return a length of time: ``42s``, ``3m05s``, ``2h07m``, ``5d03h``."""
+    whole = max(0, round(value))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"

@@ -1,0 +1,74 @@
+"""Memory of this process and its device, and what autograd keeps for the backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int | None:
+    """Return the resident memory of this process; None where the system does not tell."""
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Return the peak memory: the CUDA allocator's on a GPU, else the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        text = _STATUS.read_text("ascii")
+    except (OSError, UnicodeDecodeError):
+        return None
+    for line in text.splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class SavedTensors:
+    """Counts what autograd saves between :meth:`start` and :meth:`stop`, each storage once.
+
+    The hooks pass every tensor through unchanged. Parameters and views of them are not counted; neither are logits,
+    which belong to the term ``loss``: they are known by their shape (``logits_numel`` elements, last dimension
+    ``vocab``). Recomputation's own savings during backward are not seen, as in the prediction's term.
+    """
+
+    def __init__(self, vocab: int, logits_numel: int) -> None:
+        self._vocab = vocab
+        self._logits_numel = logits_numel
+        self._storages: dict[tuple[int, int], int] = {}
+        self._hooks = saved_tensors_hooks(self._pack, _same)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the storages that were saved."""
+        return sum(self._storages.values())
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._hooks.__enter__()
+
+    def stop(self) -> None:
+        """End counting; tensors that were saved stay valid."""
+        self._hooks.__exit__(None, None, None)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = tensor if tensor._base is None else tensor._base
+        is_parameter = isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+        is_logits = tensor.numel() == self._logits_numel and tensor.shape[-1] == self._vocab
+        if not is_parameter and not is_logits:
+            storage = tensor.untyped_storage()
+            self._storages[(storage.data_ptr(), storage.nbytes())] = storage.nbytes()
+        return tensor
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

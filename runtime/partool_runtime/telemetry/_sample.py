@@ -1,0 +1,71 @@
+"""Measures that cost time, taken once early in a run: saved activations and the bytes on the wire."""
+
+from __future__ import annotations
+
+from partool.plan.types import Plan
+from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.telemetry._memory import SavedTensors
+from partool_runtime.telemetry._timers import Spans
+from partool_runtime.telemetry.summary import Measurement, Measures
+
+SAMPLED_STEP = 2
+"""Which step of an attempt is sampled: the first one allocates, and both are left out of the medians."""
+
+
+class StepSampler:
+    """Watches one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
+
+    Values are not changed. A compiled model is not sampled: its graphs would be compiled again for the hooks.
+    """
+
+    def __init__(self, plan: Plan, spans: Spans) -> None:
+        self._spans = spans
+        self._possible = plan.layout.compile == "none"
+        tokens = plan.layout.micro_batch * plan.training.sequence_length
+        self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab)
+        self._counter: CommCounter | None = None
+        self._counting = False
+        self._seen_forward = False
+
+    def arm(self) -> None:
+        """Sample the step that begins now."""
+        if self._possible:
+            self._spans.on_enter, self._spans.on_exit = self._enter, self._exit
+
+    def disarm(self) -> None:
+        """End sampling, also in the middle of a step; calling again does nothing."""
+        self._spans.on_enter = self._spans.on_exit = None
+        self._stop_counting()
+
+    def measures(self) -> Measures:
+        """Return what was measured; empty before the sampled step has been done."""
+        if self._counter is None or self._counting:
+            return Measures()
+        traffic = self._counter.snapshot()
+        sent = {kind: entry.sent_bytes for kind, entry in traffic.items()}
+        how = f"collective counter, step {SAMPLED_STEP}"
+        return Measures(
+            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook, one forward pass")},
+            traffic={
+                "gradient_sync": Measurement(sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), how),
+                "parameter_gather": Measurement(sent.get("all_gather", 0), how),
+            },
+        )
+
+    def _enter(self, term: str) -> None:
+        if term == "forward" and not self._seen_forward:
+            self._counter, self._counting = CommCounter(), True
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._saved.start()
+
+    def _exit(self, term: str) -> None:
+        if term == "forward" and not self._seen_forward:
+            self._saved.stop()
+            self._seen_forward = True
+        elif term == "optimizer":
+            self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        if self._counting and self._counter is not None:
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._counting = False

@@ -1,0 +1,40 @@
+"""The closing table: predicted against measured for every term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from partool_runtime.telemetry._figures import seconds, size
+from partool_runtime.telemetry.summary import TOTAL, UNITS, Row
+
+_HEADINGS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per rank and step"}
+
+
+def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:
+    """Return the table of all terms."""
+    whose = "all ranks" if ranks == world_size else f"{ranks} of {world_size} ranks"
+    table = Table(title=f"predicted and measured ({whose})", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("term", no_wrap=True)
+    for heading in ("predicted", "measured", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("measure", no_wrap=True)
+    section = ""
+    for row in rows:
+        if row.section != section:
+            if section:
+                table.add_section()
+            section = row.section
+            table.add_row(f"[bold]{_HEADINGS[section]}[/bold]")
+        name = "[bold]total[/bold]" if row.term == TOTAL else row.term
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(f"  {name}", _value(row, row.predicted), _value(row, row.measured), ratio, row.measure)
+    return table
+
+
+def _value(row: Row, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return seconds(value) if UNITS[row.section] == "s" else size(value)

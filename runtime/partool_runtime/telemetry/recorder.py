@@ -1,0 +1,311 @@
+"""The recorder: everything a rank tells about its training."""
+
+from __future__ import annotations
+
+import atexit
+import statistics
+import time
+import traceback as tracebacks
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from partool.plan.events import EventKind
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import Plan
+from partool_runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from partool_runtime.telemetry._closing import close_run
+from partool_runtime.telemetry._collectives import BlockingCollectives
+from partool_runtime.telemetry._console import Display, open_display
+from partool_runtime.telemetry._events import EventWriter
+from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
+from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
+from partool_runtime.telemetry._tensorboard import TensorBoard
+from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
+from partool_runtime.telemetry.summary import TOTAL, Measurement, Measures, median_terms, mfu
+
+Number = float | torch.Tensor | Callable[[], float] | None
+"""A figure of a step. Tensors are read and functions are called on log steps only, on every rank."""
+
+WARMUP_STEPS = 2
+"""Steps at the start of an attempt that no median counts; the sampled step is among them."""
+_HISTORY = 4096
+_RECENT = 50
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step whose marks may not have been read yet."""
+
+    step: int
+    start: Any
+    end: Any
+    spans: list[tuple[str, Clock, Any, Any]]
+    tokens: int
+    steady: bool
+    values: dict[str, Number]
+    skipped: bool
+
+
+class Recorder:
+    """Times the terms of every step and writes event log, console, TensorBoard and the closing summary.
+
+    ``step`` is called once per optimizer step, after it, on every rank. Between log steps nothing waits for the
+    device. Leaving it as a context manager closes it with the exit code of the error, if any.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        now: Callable[[], float] = time.perf_counter,
+        display: Display | None = None,
+    ) -> None:
+        self._plan, self._run_dir, self._rank, self._world_size = plan, run_dir, rank, world_size
+        self._device = device
+        self._total_steps = plan.training.steps
+        host = HostClock(now)
+        self._host = host
+        self._clock: Clock = CudaClock() if device.type == "cuda" else host
+        self._spans = Spans(self._clock, host)
+        self._opened_at = time.time()
+        self._memory = self._first_memory()
+        self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
+        self._events = EventWriter(run_dir, rank)
+        self._sampler = StepSampler(plan, self._spans)
+        self._collectives = BlockingCollectives(self._spans, host) if device.type == "cpu" else None
+        self._pending: list[_Step] = []
+        self._history: deque[dict[str, float]] = deque(maxlen=_HISTORY)
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._interval: tuple[int, float] = (0, 0.0)
+        self._figures = Figures(0, self._total_steps)
+        self._attempt_steps = 0
+        self._steady = True
+        self._closed = False
+        self._display: Display | None = display
+        if rank == 0 and display is None:
+            self._display = open_display(plan.name, self._total_steps)
+        if self._collectives is not None:
+            self._collectives.install()
+        atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
+        self._start = self._clock.mark()
+
+    def timer(self, term: str) -> AbstractContextManager[None]:
+        """Return a context manager that adds its time to a term of ``TIME_TERMS``.
+
+        Raises ValueError for an unknown term and, when entered, RuntimeError inside another timer.
+        """
+        return self._spans.timer(term)
+
+    def is_log_step(self, step: int) -> bool:
+        """Return whether this step's figures are shown: the first, every ``log_every``-th, and the last."""
+        return step == 1 or step % self._plan.training.log_every == 0 or step == self._total_steps
+
+    def step(  # noqa: PLR0917 - the order of the event's fields
+        self,
+        step: int,
+        loss: Number = None,
+        grad_norm: Number = None,
+        lr: Number = None,
+        tokens: int | None = None,
+        skipped: bool = False,
+    ) -> None:
+        """End a step. ``step`` counts the steps done, from 1; ``tokens`` are over all ranks, by default the plan's."""
+        if self._spans.open is not None:
+            raise RuntimeError(f"the step ended inside timer {self._spans.open!r}")
+        end, host_start = self._clock.mark(), self._host.mark()
+        self._sampler.disarm()
+        self._attempt_steps += 1
+        if tokens is None:
+            tokens = self._plan.training.global_batch * self._plan.training.sequence_length
+        steady = self._steady and self._attempt_steps > WARMUP_STEPS
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        self._pending.append(_Step(step, self._start, end, self._spans.take(), tokens, steady, values, skipped))
+        self._start, self._steady = end, True
+        if self.is_log_step(step):
+            self._flush(log=True)
+        elif self._device.type != "cuda":
+            self._flush(log=False)
+        if self._attempt_steps == SAMPLED_STEP - 1:
+            self._sampler.arm()
+        self._spans.add("overhead", self._host, host_start, self._host.mark())
+
+    def event(self, kind: EventKind, **data: Any) -> None:
+        """Append an event. A checkpoint keeps the step it falls into out of the medians."""
+        self._events.write(kind, data)
+        if kind == "checkpoint":
+            self._steady = False
+        if self._display is not None and kind == "checkpoint" and "step" in data:
+            self._display.message(f"checkpoint at step {data['step']}")
+
+    def validation(self, step: int, loss: float, tokens: int) -> None:
+        """Record a validation; the step it falls into stays out of the medians."""
+        self._steady = False
+        self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens})
+        if self._tensorboard is not None:
+            self._tensorboard.validation(step, loss)
+        if self._display is not None:
+            self._display.validation(step, loss)
+
+    def note_memory(self, term: str, size_bytes: int, measure: str = "counted tensors") -> None:
+        """Take over bytes of a memory term that the caller has counted; the largest value of a run stays.
+
+        Raises ValueError for a term that is not in ``MEMORY_TERMS``.
+        """
+        if term not in MEMORY_TERMS:
+            raise ValueError(f"unknown memory term {term!r}; known: {', '.join(MEMORY_TERMS)}")
+        old = self._memory.get(term)
+        if old is None or size_bytes > old.value:
+            self._memory[term] = Measurement(float(size_bytes), measure)
+
+    def measures(self) -> Measures:
+        """Return what this rank has measured so far: medians over steady steps, peaks, counters."""
+        memory, times = dict(self._memory), {}
+        if (peak := peak_bytes(self._device)) is not None:
+            how = "CUDA allocator, peak" if self._device.type == "cuda" else "resident memory, peak"
+            memory[TOTAL] = Measurement(float(peak), how)
+        for term, value in median_terms(self._history).items():
+            times[term] = Measurement(value, self._time_measure(term))
+        if self._collectives is not None:
+            times = {term: m for term, m in times.items() if term not in self._collectives.asynchronous}
+        return Measures(memory, times, {}).merged(self._sampler.measures())
+
+    def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
+        """Write summary and last event, restore the terminal, print the closing table; calling again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._sampler.disarm()
+        if self._collectives is not None:
+            self._collectives.remove()
+        if exit_code in (EXIT_DONE, EXIT_PREEMPTED):
+            self._flush(log=False)
+        mine = self.measures()
+        self._events.write("summary", {"scope": "rank", "measures": mine.to_json()})
+        tail: list[Any] = []
+        if self._rank == 0:
+            clean = exit_code in (EXIT_DONE, EXIT_PREEMPTED)
+            table, data = close_run(self._plan, self._run_dir, self._world_size, mine, self._opened_at, wait=clean)
+            self._events.write("summary", {"scope": "run", **data})
+            tail = [table] if clean and self._history else []
+        self._events.write("end", {"step": self._figures.step, "exit_code": exit_code, "reason": reason})
+        self._events.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._display is not None:
+            self._display.close(tail)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        code = exit_code(error)
+        if code != EXIT_PREEMPTED and not self._closed:
+            text = "".join(tracebacks.format_exception(error))
+            self.event("error", type=type(error).__name__, message=str(error), traceback=text)
+        self.close(code, "preempted" if code == EXIT_PREEMPTED else f"{type(error).__name__}: {error}")
+
+    def _first_memory(self) -> dict[str, Measurement]:
+        if self._device.type != "cpu" or (resident := resident_bytes()) is None:
+            return {}
+        return {"framework": Measurement(float(resident), "resident memory before training")}
+
+    def _time_measure(self, term: str) -> str:
+        if term == TOTAL:
+            return "timer, median step"
+        if self._collectives is None or self._world_size == 1:
+            return "timer"
+        if term in ("gradient_sync", "parameter_gather"):
+            return "timer around collectives"
+        return "timer, collectives apart" if term in ("forward", "backward") else "timer"
+
+    def _flush(self, *, log: bool) -> None:
+        """Read the marks of the steps since the last time; on a log step the newest one's values as well."""
+        steps, self._pending = self._pending, []
+        for index, item in enumerate(steps):
+            newest = index == len(steps) - 1
+            values = {name: _read(value, force=log and newest) for name, value in item.values.items()}
+            self._record(item, values, log=log and newest)
+
+    def _record(self, item: _Step, values: dict[str, float | None], *, log: bool) -> None:
+        step_time_s = self._clock.elapsed_s(item.start, item.end)
+        terms_s = seconds_per_term(item.spans)
+        if item.steady:
+            self._history.append({**terms_s, TOTAL: step_time_s})
+            self._recent.append(step_time_s)
+        self._interval = self._interval[0] + item.tokens, self._interval[1] + step_time_s
+        self._figures = self._latest(item, values)
+        if log:
+            self._figures = replace(self._figures, memory_bytes=peak_bytes(self._device))
+            self._interval = (0, 0.0)
+        if log or (self._rank == 0 and values["loss"] is not None):
+            self._write_step(item, values, step_time_s, terms_s, log=log)
+        self._show(log=log)
+
+    def _latest(self, item: _Step, values: dict[str, float | None]) -> Figures:
+        tokens, seconds = self._interval
+        typical = statistics.median(self._recent) if self._recent else None
+        flops, peak = self._plan.prediction.time.model_flops, self._plan.devices.peak_flops
+        return replace(
+            self._figures,
+            step=item.step,
+            loss=values["loss"],
+            grad_norm=values["grad_norm"],
+            lr=values["lr"],
+            tokens_per_s=tokens / seconds if seconds > 0 else None,
+            step_time_s=typical,
+            mfu=None if typical is None else mfu(flops, typical, peak, self._world_size),
+            eta_s=None if typical is None else typical * (self._total_steps - item.step),
+            skipped=item.skipped,
+        )
+
+    def _write_step(
+        self, item: _Step, values: dict[str, float | None], step_time_s: float, terms_s: dict[str, float], *, log: bool
+    ) -> None:
+        figures = self._figures
+        data: dict[str, Any] = {
+            "step": item.step,
+            **values,
+            "tokens": item.tokens,
+            "step_time_s": round(step_time_s, 7),
+            "terms_s": {term: round(value, 7) for term, value in terms_s.items()},
+            "skipped": item.skipped,
+        }
+        if log:
+            data |= {"tokens_per_s": figures.tokens_per_s, "mfu": figures.mfu, "memory_bytes": figures.memory_bytes}
+        self._events.write("step", data)
+
+    def _show(self, *, log: bool) -> None:
+        if self._display is None:
+            return
+        if not log:
+            self._display.tick(self._figures)
+            return
+        self._display.log(self._figures)
+        if self._tensorboard is not None:
+            self._tensorboard.log(self._figures)
+
+
+def _read(value: Number, *, force: bool) -> float | None:
+    if isinstance(value, int | float):
+        return float(value)
+    if value is None or not force:
+        return None
+    return float(value()) if callable(value) else float(value.item())

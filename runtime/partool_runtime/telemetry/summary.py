@@ -1,0 +1,130 @@
+"""Predicted against measured, per term: pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
+from partool.plan.types import Prediction
+
+Section = Literal["memory", "time", "traffic"]
+NOT_MEASURED = "not measured"
+TOTAL = "total"
+SECTIONS: dict[Section, dict[str, str]] = {"memory": MEMORY_TERMS, "time": TIME_TERMS, "traffic": TRAFFIC_TERMS}
+UNITS: dict[Section, str] = {"memory": "bytes", "time": "s", "traffic": "bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A measured value, in bytes or seconds, and what measured it."""
+
+    value: float
+    measure: str
+    """Timer, counter, hook, resident memory: never a difference of other terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Everything measured on one rank, or combined over ranks; terms without a measure are absent."""
+
+    memory: dict[str, Measurement] = field(default_factory=dict)
+    time: dict[str, Measurement] = field(default_factory=dict)
+    traffic: dict[str, Measurement] = field(default_factory=dict)
+
+    def section(self, name: Section) -> dict[str, Measurement]:
+        """Return the terms of a section; ``total`` is among them where it has a measure of its own."""
+        return {"memory": self.memory, "time": self.time, "traffic": self.traffic}[name]
+
+    def merged(self, other: Measures) -> Measures:
+        """Return both; where both have a term, the other's counts."""
+        return Measures({**self.memory, **other.memory}, {**self.time, **other.time}, {**self.traffic, **other.traffic})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return nested dicts."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Measures:
+        """Read what :meth:`to_json` gave."""
+        sections = {
+            name: {term: Measurement(float(m["value"]), str(m["measure"])) for term, m in value[name].items()}
+            for name in SECTIONS
+        }
+        return cls(**sections)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    section: Section
+    term: str
+    predicted: float | None
+    measured: float | None
+    measure: str
+    """``not measured`` exactly where ``measured`` is None."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where either is missing or nothing was predicted."""
+        if self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted
+
+
+def combine(ranks: Sequence[Measures]) -> Measures:
+    """Combine over ranks: the largest memory and traffic, the median time."""
+    rules: dict[Section, Callable[[list[float]], float]] = {"memory": max, "time": statistics.median, "traffic": max}
+    combined: dict[str, dict[str, Measurement]] = {}
+    for name in SECTIONS:
+        terms = sorted({term for rank in ranks for term in rank.section(name)})
+        found = {term: [r.section(name)[term] for r in ranks if term in r.section(name)] for term in terms}
+        combined[name] = {
+            term: Measurement(float(rules[name]([m.value for m in each])), each[0].measure)
+            for term, each in found.items()
+        }
+    return Measures(**combined)
+
+
+def rows(prediction: Prediction, measures: Measures) -> list[Row]:
+    """Return a row for every term of the vocabulary and for the totals, measured or not."""
+    predicted: dict[Section, dict[str, float]] = {
+        "memory": {**prediction.memory.terms_bytes, TOTAL: prediction.memory.total_bytes},
+        "time": {**prediction.time.terms_s, TOTAL: prediction.time.step_time_s},
+        "traffic": {key: float(value) for key, value in prediction.time.traffic_bytes.items()},
+    }
+    table = []
+    for name, terms in SECTIONS.items():
+        names = [*terms] if name == "traffic" else [*terms, TOTAL]
+        for term in names:
+            found = measures.section(name).get(term)
+            value, how = (None, NOT_MEASURED) if found is None else (found.value, found.measure)
+            table.append(Row(name, term, predicted[name].get(term), value, how))
+    return table
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """Return a row as it stands in ``summary.json``."""
+    return {**asdict(row), "unit": UNITS[row.section], "ratio": row.ratio}
+
+
+def median_terms(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each term over the steps that have it."""
+    values: dict[str, list[float]] = {}
+    for step in steps:
+        for term, seconds in step.items():
+            values.setdefault(term, []).append(seconds)
+    return {term: statistics.median(each) for term, each in values.items()}
+
+
+def mfu(model_flops: float, step_time_s: float, peak_flops: float | None, world_size: int) -> float | None:
+    """Return model FLOPs utilisation (Chowdhery et al., arXiv 2204.02311, appendix B); None without a known peak.
+
+    ``model_flops`` are those of one step over all ranks, without recomputation; ``peak_flops`` is one rank's.
+    """
+    if peak_flops is None or step_time_s <= 0:
+        return None
+    return model_flops / (step_time_s * peak_flops * world_size)
