@@ -21,7 +21,7 @@ _PARTS = ("q", "k", "v")
 def write_folder(
     state: Mapping[str, torch.Tensor], config: ModelConfig, path: Path, shard_bytes: int = SHARD_BYTES
 ) -> Family:
-    """Write whole parameters (by our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
+    """Write whole parameters (our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
 
     Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """

@@ -1,0 +1,55 @@
+"""``partool export``."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from partool.cli._runs import fail, find_run_or_exit
+
+_CONFIGURATION = 78
+_ENVIRONMENT = 3
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Id, the beginning of one, a name, or last.")] = "last",
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must be empty or not exist.")],
+    format: Annotated[Literal["hf"], typer.Option("--format", help="hf: safetensors and config.json.")] = "hf",
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Checkpoint; default the newest.")] = None,
+    dtype: Annotated[
+        Literal["fp64", "fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="Type of the weights; default the run's precision."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+) -> None:
+    """Write the weights of a run as a folder that other tools load."""
+    found = find_run_or_exit(run)
+    for module in ("torch", "safetensors"):
+        if importlib.util.find_spec(module) is None:
+            fail(
+                "PT501", f"export needs {module}, which is not installed", "pip install 'partool[train]'", _ENVIRONMENT
+            )
+    # -P: a file in the current folder must not pass for a module of the same name
+    line = [
+        sys.executable,
+        "-P",
+        "-m",
+        "partool_runtime.export",
+        str(found.path),
+        "--format",
+        format,
+        "--out",
+        str(out),
+    ]
+    line += ["--step", str(step)] * (step is not None)
+    line += ["--dtype", str(dtype)] * (dtype is not None)
+    line += ["--force"] * force
+    code = subprocess.run(line, check=False).returncode
+    if code:
+        raise typer.Exit(1 if code in (1, _CONFIGURATION) else _ENVIRONMENT)

@@ -1,0 +1,163 @@
+"""``python -m partool_runtime.export``: a run's checkpoint as a Hugging Face folder, in one process without ranks."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from partool.plan.run import PLAN_FILE
+from partool.plan.types import Plan
+from partool.spec.model import ModelConfig
+from partool.spec.training import Precision
+from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
+from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
+from partool_runtime.hf import family_of, write_folder
+from partool_runtime.weights import build, materialise, post_load
+from partool_runtime.weights.from_checkpoint import load_model
+
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""What belongs to a tokenizer in a Hugging Face folder."""
+
+
+def export(
+    run_dir: Path, out: Path, *, step: int | None = None, dtype: Precision | None = None, force: bool = False
+) -> str:
+    """Write the model of a run's checkpoint into ``out`` and return a sentence or two about it.
+
+    ``step`` None takes the newest checkpoint, ``dtype`` None the run's precision. ``out`` appears whole or not at all.
+    Raises ConfigurationError PT620, PT621 (nothing usable there), PT624 (no Hugging Face model type fits), PT625
+    (``out`` is in use).
+    """
+    plan = _read_plan(run_dir)
+    checkpoint = _checkpoint(Path(plan.checkpoint.dir) if plan.checkpoint.dir else run_dir / "checkpoints", step)
+    family = family_of(plan.model)
+    _check_out(out, force)
+    precision = dtype or plan.training.precision
+    state = _state(plan.model, checkpoint, DTYPES[precision])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        write_folder(state, plan.model, temporary)
+        tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
+        temporary.chmod(0o755)  # mkdtemp's folders are private
+        _move(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    elements = sum(tensor.numel() for tensor in state.values())
+    return f"wrote {checkpoint.name} to {out}: {family.model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
+
+
+def _read_plan(run_dir: Path) -> Plan:
+    file = run_dir / PLAN_FILE
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError("PT620", f"{run_dir} is no run: {error}") from error
+    except ValidationError as error:
+        raise ConfigurationError("PT620", f"{file} is no plan of this version: {error}") from error
+
+
+def _checkpoint(folder: Path, step: int | None) -> Path:
+    newest = newest_step(folder)
+    if newest is None:
+        raise ConfigurationError("PT620", f"there is no checkpoint in {folder}", "The run has not saved one yet.")
+    return step_folder(folder, newest if step is None else step)
+
+
+def _check_out(out: Path, force: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ConfigurationError("PT625", f"{out} is a file", "Choose another --out.")
+    if not any(out.iterdir()):
+        return
+    if not force:
+        raise ConfigurationError("PT625", f"{out} is not empty", "Choose another --out, or replace it with --force.")
+    if not (out / "config.json").exists():
+        message = f"{out} holds something other than an exported model, and is not replaced"
+        raise ConfigurationError("PT625", message, "Choose another --out.")
+
+
+def _state(config: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    model = build(config)
+    materialise(model, "cpu", dtype)
+    load_model(model, checkpoint)
+    post_load(model)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _copy_tokenizer(tokenizer: str, target: Path) -> str:
+    if tokenizer == "bytes":
+        return "the run reads bytes: token numbers are byte values, there are no tokenizer files"
+    source = Path(tokenizer)
+    files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    for file in files:
+        shutil.copyfile(file, target / file.name)
+    if not files:
+        return f"no tokenizer files found in {source}: add them yourself"
+    return f"tokenizer files copied from {source}: {', '.join(file.name for file in files)}"
+
+
+def _move(temporary: Path, out: Path) -> None:
+    """Put a finished folder in its place; what is there stays until then."""
+    if not out.exists():
+        temporary.rename(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+    out.rename(old)  # onto an empty folder, which a rename replaces
+    try:
+        temporary.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0, 78 for what no retry mends, 1 otherwise)."""
+    parser = argparse.ArgumentParser(prog="python -m partool_runtime.export", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--format", choices=["hf"], default="hf")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dtype", choices=list(DTYPES))
+    parser.add_argument("--force", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        report = export(
+            options.run_dir, options.out.absolute(), step=options.step, dtype=options.dtype, force=options.force
+        )
+    except ConfigurationError as error:
+        print(f"error[{error.code}]: {error.message}" + f"\n  help: {error.help}" * bool(error.help), file=sys.stderr)
+        return exit_code(error)
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+    print(report)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
