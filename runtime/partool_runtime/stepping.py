@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -73,8 +73,8 @@ class Stepper:
         Raises RuntimeError (PT630), on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a row.
         """
         group = self._ranks.dp.get_group()
-        tokens = sum_over(self._count(batch), group)
         with timer("overhead"):
+            tokens = sum_over(self._count(batch), group)
             self._optimizer.clear_gradients()
         loss_sum = self._accumulate(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
@@ -90,13 +90,13 @@ class Stepper:
         return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)
 
     @torch.no_grad()
-    def validate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def validate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Return the mean loss over held-out tokens of all ranks, and their number."""
         device = self._ranks.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for micro in batches:
             sums[0] += self._model(micro.tokens_BS.to(device), micro.labels_BS.to(device)).double()
-        sums[1] = self._count(batches)
+            sums[1] += self._count([micro])
         self._sync.release()
         loss, tokens = sum_over(sums, self._ranks.dp.get_group()).tolist()
         return loss / max(tokens, 1), int(tokens)

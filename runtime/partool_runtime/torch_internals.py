@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of this rank's parts of tensors."""
+    return sum(part.numel() * part.itemsize for part in map(local, tensors))
 
 
 def group_size(process_group: Any) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from partool_runtime.parallel.blocks import Shardable
+from partool_runtime.model import Decoder
 
 
-def compile_blocks(model: Shardable) -> None:
+def compile_blocks(model: Decoder) -> None:
     """Compile the forward pass of every block; equal blocks share one compilation.
 
     Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph.

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
-from partool_runtime.parallel.blocks import Shardable
+from partool_runtime.model import Decoder
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -27,7 +27,7 @@ SAVED = frozenset(
 """Operators whose results ``selective`` keeps: matrix products and attention; all else is cheap to do again."""
 
 
-def recompute(model: Shardable, policies: Sequence[Recompute]) -> None:
+def recompute(model: Decoder, policies: Sequence[Recompute]) -> None:
     """Give every block its policy: ``none`` keeps all, ``selective`` keeps :data:`SAVED`, ``full`` only the input."""
     for block, policy in zip(model.layers, policies, strict=True):
         if policy != "none":

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from partool.spec.parallel import ZeroStage
 from partool.spec.training import Precision
 from partool_runtime.mesh import Ranks
-from partool_runtime.parallel.blocks import Shardable
+from partool_runtime.model import Decoder
 from partool_runtime.parallel.grad_sync import GradSync
 
 MASTER_DTYPE: dict[Precision, torch.dtype] = {
@@ -31,7 +31,7 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
 """Type of parameters and activations in forward and backward, by precision."""
 
 
-def shard(model: Shardable, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> GradSync:
+def shard(model: Decoder, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> GradSync:
     """Spread parameters over the shard axis, in place; the model may still be on the meta device.
 
     Every stage keeps master weights and moments in shards. The stages differ in when parameters are gathered and

@@ -1,0 +1,126 @@
+"""When a run saves, what it saves, and how it goes on from there."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from partool.plan.types import Plan
+from partool_runtime.checkpoint import Checkpointer, WriteStats
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.mesh import Ranks
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.precision import LossScaler
+
+_UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+class Saver:
+    """Owns the run's checkpoints: weights and moments under their names, and the few numbers beside them.
+
+    The order of samples and the learning rate are functions of the step, so they need no state.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run_dir: Path,
+        ranks: Ranks,
+        *,
+        model: nn.Module,
+        optimizer: AdamW,
+        scaler: LossScaler,
+        fingerprint: str,
+    ) -> None:
+        # Taken before the first forward pass, after which modules may hold gathered parameters.
+        self._state = {f"model.{n}": p.detach() for n, p in model.named_parameters()} | optimizer.state()
+        self._plan = plan
+        self._ranks = ranks
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._fingerprint = fingerprint
+        spec = plan.checkpoint
+        self._every_steps = spec.every if isinstance(spec.every, int) else 0
+        self._every_s = duration_s(spec.every) if isinstance(spec.every, str) else 0.0
+        self._saved_at_s = time.monotonic()
+        self._saved_step = -1
+        self._reported_step = -1
+        folder = Path(spec.dir) / run_dir.name if spec.dir else run_dir / "checkpoints"
+        self._checkpointer = Checkpointer(
+            folder, keep=spec.keep, mode=spec.mode, rank=ranks.rank, world_size=ranks.world_size
+        )
+
+    def resume(self) -> int:
+        """Load the newest checkpoint and return the number of steps it holds; 0 if there is none.
+
+        Raises ConfigurationError PT612 if it is of another model, PT616 if it was trained on other data.
+        """
+        step = self._checkpointer.latest()
+        if step is None:
+            return 0
+        extra = self._checkpointer.load(step, self._state)
+        if extra["model"] != self._plan.model.model_dump(mode="json"):
+            raise ConfigurationError("PT612", f"the checkpoint of step {step} is of another model", _same_help("model"))
+        if extra["data"] != self._fingerprint:
+            message = f"the checkpoint of step {step} was trained on other data, or on the same in another order"
+            raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
+        self._optimizer.updates = extra["updates"]
+        self._scaler.load(extra["scaler"])
+        self._saved_step = step
+        return step
+
+    def due(self, step: int) -> bool:
+        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved."""
+        if self._every_steps:
+            return step % self._every_steps == 0
+        if not self._every_s:
+            return False
+        passed = self._ranks.rank == 0 and time.monotonic() - self._saved_at_s >= self._every_s
+        return maximum_over(int(passed), self._ranks.dp.get_group(), self._ranks.device) == 1
+
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Save the state after ``step`` steps, unless that was done; with ``wait`` it is complete on return."""
+        if step == self._saved_step:
+            return self._checkpointer.wait() if wait else None
+        extra: dict[str, Any] = {
+            "step": step,
+            "model": self._plan.model.model_dump(mode="json"),
+            "data": self._fingerprint,
+            "updates": self._optimizer.updates,
+            "scaler": self._scaler.state(),
+        }
+        with torch.no_grad():
+            self._checkpointer.save(step, self._state, extra, wait=wait)
+        self._saved_step = step
+        self._saved_at_s = time.monotonic()
+        return None
+
+    def finished_write(self) -> WriteStats | None:
+        """Return what the latest complete write cost, once."""
+        stats = self._checkpointer.last_write
+        if stats is None or stats.step == self._reported_step:
+            return None
+        self._reported_step = stats.step
+        return stats
+
+    def close(self) -> None:
+        """Wait for the write under way."""
+        self._checkpointer.close()
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds of a duration such as ``90s``, ``30min`` or ``1.5h``; raises ConfigurationError PT617."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+    if match is None or match[2] not in _UNITS_S:
+        raise ConfigurationError("PT617", f"checkpoint.every: {text!r} is no duration", "write it like 30min or 2h")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def _same_help(what: str) -> str:
+    return f"start a new run, or resume with the same {what}"

@@ -1,0 +1,135 @@
+"""The training job: what one rank does from the plan to the last checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from partool.plan.types import Plan
+from partool_runtime.data import Batches, open_data
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
+from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
+from partool_runtime.precision import LossScaler
+from partool_runtime.saving import Saver
+from partool_runtime.stepping import Stepper, StepResult
+from partool_runtime.stop import StopRequest
+from partool_runtime.telemetry import Recorder
+from partool_runtime.torch_internals import local_bytes
+from partool_runtime.weights import build, fill, freeze, materialise, post_load
+
+
+def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
+    """Run the plan on this rank; with ``resume``, from the newest checkpoint in ``run_dir``.
+
+    Raises Preempted after a stop request, with the checkpoint written, and ConfigurationError for what no retry mends.
+    After an error the process group is left as it is: other ranks may be gone, and leaving would wait for them.
+    """
+    configure_process(plan)
+    ranks = open_ranks(plan)
+    stop.use(lambda value: maximum_over(value, ranks.dp.get_group(), ranks.device))
+    with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
+        data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
+        stepper, saver = _prepare(plan, run_dir, ranks, recorder, data.fingerprint)
+        first = saver.resume() if resume else 0
+        attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
+        recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
+        done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
+        data.close()
+        saver.close()
+        _report_write(saver, recorder)
+        stopped = done < plan.training.steps
+        recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
+    close_ranks()
+    if stopped:
+        raise Preempted(f"stopped by {stop.reason} after step {done}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    plan: Plan
+    stepper: Stepper
+    data: Batches
+    saver: Saver
+    recorder: Recorder
+    stop: StopRequest
+
+    def steps(self, first: int) -> int:
+        """Train from step ``first`` on; return how many steps are done at the end, all of them saved."""
+        steps, recorder = self.plan.training.steps, self.recorder
+        for step in range(first, steps):
+            with recorder.timer("data"):
+                batch = self.data.step(step)
+            result = self.stepper.step(step, batch, recorder.timer)
+            done = step + 1
+            with recorder.timer("overhead"):
+                stopping = self.stop.agree(done)
+                if stopping or done == steps or self.saver.due(done):
+                    self.saver.save(done, wait=stopping)
+            self._record(done, result)
+            if stopping and done < steps:
+                recorder.event("signal", name=self.stop.reason)
+                return done
+            if self._validates(done):
+                recorder.validation(done, *self.stepper.validate(self.data.validation()))
+        return steps
+
+    def _record(self, done: int, result: StepResult) -> None:
+        recorder = self.recorder
+        recorder.step(done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
+        if result.skipped:
+            recorder.event("nonfinite", step=done, consecutive=self.stepper.nonfinite_in_row)
+        _report_write(self.saver, recorder)
+
+    def _validates(self, done: int) -> bool:
+        if self.plan.data.validation == 0:
+            return False
+        every = self.plan.training.validation.every
+        return done == self.plan.training.steps or (every > 0 and done % every == 0)
+
+
+def configure_process(plan: Plan) -> None:
+    """Set threads, seed and determinism as the plan says."""
+    if plan.devices.threads_per_rank:
+        torch.set_num_threads(plan.devices.threads_per_rank)
+    torch.manual_seed(plan.training.seed)
+    if plan.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _prepare(plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, fingerprint: str) -> tuple[Stepper, Saver]:
+    model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
+    sync = parallelize(model, plan, ranks)
+    materialise(model, ranks.device)
+    fill(model, plan.weights, seed=plan.training.seed)
+    post_load(model)
+    freeze(model, plan.frozen)
+    optimizer = AdamW(trained_parameters(model), plan.optimizer)
+    recorder.note_memory("parameters", local_bytes(model.parameters()))
+    recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
+    scaler = LossScaler(plan.training.precision == "fp16")
+    stepper = Stepper(
+        model,
+        sync,
+        optimizer,
+        scaler,
+        ranks=ranks,
+        training=plan.training,
+        spec=plan.optimizer,
+        kernels=plan.kernels.mode,
+    )
+    saver = Saver(plan, run_dir, ranks, model=model, optimizer=optimizer, scaler=scaler, fingerprint=fingerprint)
+    return stepper, saver
+
+
+def _report_write(saver: Saver, recorder: Recorder) -> None:
+    if stats := saver.finished_write():
+        recorder.event("checkpoint", step=stats.step, path=stats.path, write_s=stats.write_s, blocked_s=stats.blocked_s)
