@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from partool.spec._base import Auto, Section
+from partool.spec._base import Section
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
