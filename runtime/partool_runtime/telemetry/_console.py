@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -148,17 +149,13 @@ class LivePanel:
             body.append(Text("step skipped: gradient not finite", style="yellow"))
         return Panel(Group(*body), title=Text(self._name), border_style="dim")
 
-    def _facts(self) -> Text:
+    def _facts(self) -> Columns:
         facts = [pair for pair in pairs(self._figures) if pair[0] != "ETA"]
         if self._validation is not None:
             step, loss = self._validation
             facts.append(("validation loss", f"{loss:.4f} (step {step})"))
-        text = Text()
-        for name, value in facts:  # hard spaces: a wrap comes between facts only
-            text.append(f"{name}\N{NO-BREAK SPACE}".replace(" ", "\N{NO-BREAK SPACE}"), style="dim")
-            text.append(value.replace(" ", "\N{NO-BREAK SPACE}"), style="bold")
-            text.append("  ")
-        return text
+        texts = [Text.assemble((name + " ", "dim"), (value, "bold"), no_wrap=True) for name, value in facts]
+        return Columns(texts, padding=(0, 2))
 
     def _curve(self) -> str:
         encoding = (self._console.encoding or "").lower()

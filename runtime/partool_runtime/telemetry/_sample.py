@@ -43,9 +43,9 @@ class StepSampler:
             return Measures()
         traffic = self._counter.snapshot()
         sent = {kind: entry.sent_bytes for kind, entry in traffic.items()}
-        how = f"collective counter, step {SAMPLED_STEP}"
+        how = "collective counter"
         return Measures(
-            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook, one forward pass")},
+            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook")},
             traffic={
                 "gradient_sync": Measurement(sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), how),
                 "parameter_gather": Measurement(sent.get("all_gather", 0), how),

@@ -8,29 +8,28 @@ from rich import box
 from rich.table import Table
 
 from partool_runtime.telemetry._figures import seconds, size
-from partool_runtime.telemetry.summary import TOTAL, UNITS, Row
+from partool_runtime.telemetry.summary import UNITS, Row
 
-_HEADINGS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per rank and step"}
+_HEADINGS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per step"}
 
 
 def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:
     """Return the table of all terms."""
     whose = "all ranks" if ranks == world_size else f"{ranks} of {world_size} ranks"
     table = Table(title=f"predicted and measured ({whose})", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("term", no_wrap=True)
-    for heading in ("predicted", "measured", "ratio"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("measure", no_wrap=True)
+    table.add_column("term", no_wrap=True, min_width=18)
+    for heading, width in (("predicted", 10), ("measured", 10), ("ratio", 6)):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    table.add_column("measure")
     section = ""
     for row in rows:
         if row.section != section:
             if section:
                 table.add_section()
             section = row.section
-            table.add_row(f"[bold]{_HEADINGS[section]}[/bold]")
-        name = "[bold]total[/bold]" if row.term == TOTAL else row.term
+            table.add_row(_HEADINGS[section], style="bold")
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(f"  {name}", _value(row, row.predicted), _value(row, row.measured), ratio, row.measure)
+        table.add_row(f"  {row.term}", _value(row, row.predicted), _value(row, row.measured), ratio, row.measure)
     return table
 
 

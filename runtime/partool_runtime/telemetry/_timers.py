@@ -59,6 +59,8 @@ class Spans:
 
     def __init__(self, device: Clock, host: Clock) -> None:
         self.open: str | None = None
+        self.begun = False
+        """Whether a timer has been used since the last :meth:`take`."""
         self.on_enter: Callable[[str], None] | None = None
         self.on_exit: Callable[[str], None] | None = None
         self._spans: list[tuple[str, Clock, Any, Any]] = []
@@ -78,6 +80,7 @@ class Spans:
     def take(self) -> list[tuple[str, Clock, Any, Any]]:
         """Return the spans since the last call."""
         spans, self._spans = self._spans, []
+        self.begun = False
         return spans
 
 
@@ -97,6 +100,7 @@ class _Timer:
         if spans.open is not None:
             raise RuntimeError(f"timer {self._term!r} inside timer {spans.open!r}: terms do not nest")
         spans.open = self._term
+        spans.begun = True
         if spans.on_enter is not None:
             spans.on_enter(self._term)
         self._start = self._clock.mark()

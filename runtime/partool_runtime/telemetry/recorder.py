@@ -86,7 +86,8 @@ class Recorder:
         self._sampler = StepSampler(plan, self._spans)
         self._collectives = BlockingCollectives(self._spans, host) if device.type == "cpu" else None
         self._pending: list[_Step] = []
-        self._history: deque[dict[str, float]] = deque(maxlen=_HISTORY)
+        self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY)
+        self._unsteady: set[int] = set()
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._interval: tuple[int, float] = (0, 0.0)
         self._figures = Figures(0, self._total_steps)
@@ -142,16 +143,22 @@ class Recorder:
         self._spans.add("overhead", self._host, host_start, self._host.mark())
 
     def event(self, kind: EventKind, **data: Any) -> None:
-        """Append an event. A checkpoint keeps the step it falls into out of the medians."""
+        """Append an event. A checkpoint's ``step`` and the step in which it is reported stay out of the medians."""
         self._events.write(kind, data)
         if kind == "checkpoint":
             self._steady = False
+            self._unsteady.add(data.get("step", 0))
         if self._display is not None and kind == "checkpoint" and "step" in data:
             self._display.message(f"checkpoint at step {data['step']}")
 
     def validation(self, step: int, loss: float, tokens: int) -> None:
-        """Record a validation; the step it falls into stays out of the medians."""
+        """Record a validation that has just been done; the step after it stays out of the medians.
+
+        Between two steps its time belongs to neither; inside a step it counts as the step's.
+        """
         self._steady = False
+        if not self._spans.begun:
+            self._start = self._clock.mark()
         self._events.write("validation", {"step": step, "loss": loss, "tokens": tokens})
         if self._tensorboard is not None:
             self._tensorboard.validation(step, loss)
@@ -173,9 +180,9 @@ class Recorder:
         """Return what this rank has measured so far: medians over steady steps, peaks, counters."""
         memory, times = dict(self._memory), {}
         if (peak := peak_bytes(self._device)) is not None:
-            how = "CUDA allocator, peak" if self._device.type == "cuda" else "resident memory, peak"
+            how = "CUDA allocator's peak" if self._device.type == "cuda" else "peak resident memory"
             memory[TOTAL] = Measurement(float(peak), how)
-        for term, value in median_terms(self._history).items():
+        for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
             times[term] = Measurement(value, self._time_measure(term))
         if self._collectives is not None:
             times = {term: m for term, m in times.items() if term not in self._collectives.asynchronous}
@@ -225,7 +232,7 @@ class Recorder:
     def _first_memory(self) -> dict[str, Measurement]:
         if self._device.type != "cpu" or (resident := resident_bytes()) is None:
             return {}
-        return {"framework": Measurement(float(resident), "resident memory before training")}
+        return {"framework": Measurement(float(resident), "resident memory at start")}
 
     def _time_measure(self, term: str) -> str:
         if term == TOTAL:
@@ -248,7 +255,7 @@ class Recorder:
         step_time_s = self._clock.elapsed_s(item.start, item.end)
         terms_s = seconds_per_term(item.spans)
         if item.steady:
-            self._history.append({**terms_s, TOTAL: step_time_s})
+            self._history.append((item.step, {**terms_s, TOTAL: step_time_s}))
             self._recent.append(step_time_s)
         self._interval = self._interval[0] + item.tokens, self._interval[1] + step_time_s
         self._figures = self._latest(item, values)
