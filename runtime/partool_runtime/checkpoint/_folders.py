@@ -51,11 +51,9 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
 
 
 def retain(folder: Path, keep: int, files: Files) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints. What cannot be deleted is logged, never an error: nothing is lost."""
+    """Delete all but the ``keep`` newest complete checkpoints; what cannot be deleted is logged: nothing is lost."""
     kept = 0
-    doomed = [
-        entry for entry in folder.iterdir() if entry.name.endswith((_OLD, _TRASH)) and _LEFTOVER.match(entry.name)
-    ]
+    doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]
     for step in reversed(steps_in(folder)):
         path = step_folder(folder, step)
         if kept >= keep:

@@ -53,7 +53,7 @@ def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
     try:
         stream.write(manifest.to_bytes())
         stream.finish()
-    except OSError:
+    except BaseException:
         stream.abandon()
         raise
     files.sync_folder(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,23 @@ def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None
     Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
     """
     ranks = ranks or Ranks(0, 1, timeout_s=0)
-    manifest = ranks.on_first(lambda: read_manifest(path))
-    names = sorted(manifest.files)
-    try:  # every byte is read once before any is used; the ranks share the work
-        ranks.agree(lambda: check_files(path, manifest, names, content=False))
-        ranks.agree(lambda: check_files(path, manifest, names[ranks.rank :: ranks.world_size], content=True))
+    try:
+        manifest = _checked_manifest(path, ranks)
     except ConfigurationError as error:
-        raise _with_older(path, manifest.step, error, ranks) from error
+        raise _with_older(path, error, ranks) from error
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     ranks.agree(lambda: _check_same_model(path, _shapes(metadata), state))
     ranks.agree(lambda: _read(path, metadata, state))
     return manifest.extra
+
+
+def _checked_manifest(path: Path, ranks: Ranks) -> Manifest:
+    """Read every byte once before any is used; the ranks share the work."""
+    manifest = ranks.on_first(lambda: read_manifest(path))
+    names = sorted(manifest.files)
+    ranks.agree(lambda: check_files(path, manifest, names, content=False))
+    ranks.agree(lambda: check_files(path, manifest, names[ranks.rank :: ranks.world_size], content=True))
+    return manifest
 
 
 def _checked_metadata(path: Path, manifest: Manifest) -> Metadata:
@@ -66,18 +73,20 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]
     }
 
 
-def _with_older(path: Path, step: int, error: ConfigurationError, ranks: Ranks) -> ConfigurationError:
+def _with_older(path: Path, error: ConfigurationError, ranks: Ranks) -> ConfigurationError:
     """Add to the error how to go on from the newest checkpoint that is intact."""
     folder = path.parent
-    if path != step_folder(folder, step):
+    damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)
+    if damaged is None:
         return error
-    older = ranks.on_first(lambda: _newest_intact(folder, step))
+    older = ranks.on_first(lambda: _newest_intact(folder, damaged))
     if older is None:
         return ConfigurationError(error.code, error.message, f"there is no older intact checkpoint in {folder}")
-    broken = [step_folder(folder, later) for later in steps_in(folder) if later > older]
-    moves = "; ".join(f"mv {path} {path}.aside" for path in broken)
-    help = f"step {older} is intact; to go on from it: {moves}; then --resume again"
-    return ConfigurationError(error.code, error.message, help)
+    broken = [shlex.quote(str(step_folder(folder, later))) for later in steps_in(folder) if later > older]
+    commands = " && ".join(f"mv {name} {name}.aside" for name in broken)
+    return ConfigurationError(
+        error.code, error.message, f"step {older} is intact; to go on from it: {commands} and then --resume again"
+    )
 
 
 def _newest_intact(folder: Path, before: int) -> int | None:

@@ -135,9 +135,10 @@ class _Explain:
                 raise CheckpointError(f"{where} cannot be written: {error}") from error
             free_bytes = self._files.free_bytes(self._job.folder)
             free = "unknown bytes" if free_bytes is None else f"{free_bytes:,} bytes"
+            needed = f"{self._job.plan.total_bytes:,} bytes"
             raise ConfigurationError(
                 "PT613",
-                f"{where} needs {self._job.plan.total_bytes:,} bytes and cannot be written: {error.strerror} ({free} free)",
+                f"{where} needs {needed} and cannot be written: {error.strerror} ({free} free)",
                 "free some space or set checkpoint.dir to a larger disk, then go on with --resume; earlier checkpoints "
                 "are untouched",
             ) from error

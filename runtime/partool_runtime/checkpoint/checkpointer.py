@@ -75,10 +75,10 @@ class Checkpointer:
         self._ranks.on_first(self._take_over)
 
     def save(self, step: int, state: dict[str, Tensor], extra: dict[str, Any], *, wait: bool = False) -> None:
-        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete (or failed) on return.
+        """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
 
-        ``state`` maps names to tensors or DTensors; ``extra`` is JSON, and rank 0's counts. Values held by several ranks
-        are saved once. Raises what :meth:`wait` raises.
+        ``state`` maps names to tensors or DTensors; ``extra`` is JSON, and rank 0's counts. What several ranks hold is
+        saved once. Raises what :meth:`wait` raises.
         """
         started_s = time.perf_counter()
         self.wait()
