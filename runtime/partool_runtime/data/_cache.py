@@ -51,6 +51,7 @@ class TokenCache:
         self._files = files
         self._tokenizer = tokenizer
         self._text_field = text_field
+        self._alone = False
         described = [[str(f.path), f.format, f.size_bytes, f.mtime_ns] for f in files]
         content = json.dumps([_VERSION, described, tokenizer.identity, text_field])
         self.folder = root / hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:32]
@@ -73,8 +74,11 @@ class TokenCache:
                 yield False
                 return
             except OSError:
-                pass
+                yield True
+                return
+            self._alone = not share
             yield True
+            self._alone = False
 
     def open(self) -> Shard:
         """Open the cache; raises ConfigurationError PT602 where it is absent or its sizes are wrong."""
@@ -97,8 +101,10 @@ class TokenCache:
         if self.is_sound():
             return
         with _cannot_write(self.folder.parent):
-            for stale in [self.folder, *self.folder.parent.glob(f"{self.folder.name}.tmp-*")]:
-                shutil.rmtree(stale, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._alone:  # else they may be another builder's
+                for stale in self.folder.parent.glob(f"{self.folder.name}.tmp-*"):
+                    shutil.rmtree(stale, ignore_errors=True)
             temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
             try:
                 self._build(temporary)

@@ -50,7 +50,10 @@ def find_files(data: DataSpec) -> list[SourceFile]:
         raise ConfigurationError(
             "PT601", f"data.source has no files: {what}", "name files, globs such as data/**/*.txt, or folders"
         )
-    return [_describe(path, data.format) for path in paths if not _is_companion(path, data.format)]
+    files = [_describe(path, data.format) for path in paths if not _is_companion(path, data.format)]
+    if not files:
+        raise ConfigurationError("PT601", f"data.source names only indexes and sidecars: {', '.join(sources)}")
+    return files
 
 
 def _expand(source: str) -> Iterator[Path]:

@@ -101,7 +101,7 @@ def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> 
     if share and validation.count == 0:
         raise ConfigurationError(
             "PT604",
-            f"too little data: {share:g} of {corpus.documents} documents ({corpus.tokens} tokens) leaves none to validate",
+            f"too little data: {share:g} of {corpus.documents} documents, {corpus.tokens} tokens, leave no validation",
             "raise data.validation, or set it to 0",
         )
     return train, validation
@@ -113,9 +113,8 @@ def _fewer_tokens_help(tokens: int, pack: bool) -> str:
     return "add data"
 
 
-def choose(count: int, share: float) -> I64:
-    """Return the sorted numbers of the validation items among ``count``: ``floor(count · share)`` of them."""
-    strata = math.floor(count * share)
+def choose(count: int, strata: int) -> I64:
+    """Return one number from each of ``strata`` equal stretches of ``range(count)``, by a hash; they are sorted."""
     numbers = np.arange(strata, dtype=np.int64)
     first = numbers * count // max(strata, 1)
     width = (numbers + 1) * count // max(strata, 1) - first
@@ -123,7 +122,7 @@ def choose(count: int, share: float) -> I64:
 
 
 def _split_packed(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
-    starts, stops = corpus.bounds(choose(corpus.documents, share))
+    starts, stops = corpus.bounds(choose(corpus.documents, math.floor(corpus.documents * share)))
     held_out = int((stops - starts).sum())
     if share and not 2 <= held_out <= 2 * share * corpus.tokens:
         starts = np.array([corpus.tokens - math.ceil(corpus.tokens * share)], dtype=np.int64)
@@ -137,7 +136,8 @@ def _split_packed(corpus: Corpus, length: int, share: float) -> tuple[Samples, S
 
 def _split_documents(corpus: Corpus, length: int, share: float) -> tuple[Samples, Samples]:
     usable = np.concatenate([_usable(corpus, first) for first in range(0, max(corpus.documents, 1), 1 << 20)])
-    chosen = choose(len(usable), max(share, 1 / len(usable)) if share and len(usable) > 1 else 0.0)
+    wanted = max(1, math.floor(len(usable) * share)) if share and len(usable) > 1 else 0
+    chosen = choose(len(usable), wanted)
     train = Documents(corpus, np.delete(usable, chosen), length)
     return train, Documents(corpus, usable[chosen], length)
 

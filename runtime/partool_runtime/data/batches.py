@@ -46,7 +46,7 @@ class Deal:
             raise ValueError(f"dp_rank {self.dp_rank} is not below dp_size {self.dp_size}")
         if self.global_batch % (self.dp_size * self.micro_batch):
             raise ValueError(
-                f"global_batch {self.global_batch} is no multiple of {self.dp_size} ranks x {self.micro_batch} sequences"
+                f"global_batch {self.global_batch} is no multiple of {self.dp_size} ranks x {self.micro_batch}"
             )
 
 
