@@ -1,0 +1,365 @@
+"""The decoder against a slow one written with loops, in float64 at odd sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model import Decoder, loss
+from partool_runtime.model.attention import window_mask
+from partool_runtime.model.norm import RMSNorm
+from partool_runtime.model.rope import frequencies, rotate, tables
+
+BASE = {"layers": 2, "hidden": 21, "ffn_hidden": 35, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 37}
+CONFIGS = {
+    "plain": ModelConfig(**BASE),
+    "qwen-like": ModelConfig(
+        **BASE,
+        qkv_bias=True,
+        qk_norm=True,
+        tied_embeddings=True,
+        window=3,
+        layer_types=("sliding", "full"),
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(factor=4.0, original_max_position=8),
+    ),
+    "gpt-like": ModelConfig(
+        **BASE | {"kv_heads": 6},
+        norm="layernorm",
+        position="learned",
+        activation="gelu_tanh",
+        max_position=16,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+    ),
+    "geglu": ModelConfig(**BASE | {"kv_heads": 1}, activation="geglu", ffn_bias=True, out_bias=True),
+    "gelu": ModelConfig(**BASE, activation="gelu", position="none"),
+    "relu": ModelConfig(**BASE, activation="relu", window=20, layer_types=("sliding", "sliding")),
+}
+
+
+def make(config: ModelConfig) -> Decoder:
+    """Return a float64 decoder whose every parameter is random."""
+    model = Decoder(config).double()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
+
+
+def batch(config: ModelConfig, size: int = 2, length: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens_BS = torch.randint(config.vocab, (size, length), generator=generator)
+    labels_BS = torch.randint(config.vocab, (size, length), generator=generator)
+    labels_BS[0, :3] = -100
+    return tokens_BS, labels_BS
+
+
+# --- the reference: one sequence, one position, one head at a time ---
+
+
+def ref_norm(p: dict[str, torch.Tensor], name: str, x: torch.Tensor, config: ModelConfig, kind: str) -> torch.Tensor:
+    if kind == "rmsnorm":
+        return x / math.sqrt(float((x * x).mean()) + config.norm_eps) * p[f"{name}.weight"]
+    centred = x - x.mean()
+    scale = math.sqrt(float((centred * centred).mean()) + config.norm_eps)
+    return centred / scale * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+
+def ref_linear(p: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    y = p[f"{name}.weight"] @ x
+    return y + p[f"{name}.bias"] if f"{name}.bias" in p else y
+
+
+def ref_frequency(pair: int, config: ModelConfig) -> float:
+    plain = config.rope_theta ** (-2 * pair / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    wavelength = 2 * math.pi / plain
+    if wavelength > scaling.original_max_position / scaling.low_freq_factor:
+        return plain / scaling.factor
+    if wavelength < scaling.original_max_position / scaling.high_freq_factor:
+        return plain
+    smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1 - smooth) * plain / scaling.factor + smooth * plain
+
+
+def ref_rotate(x: torch.Tensor, position: int, config: ModelConfig) -> torch.Tensor:
+    out, half = x.clone(), config.head_dim // 2
+    for pair in range(half):
+        angle = position * ref_frequency(pair, config)
+        a, b = float(x[pair]), float(x[pair + half])
+        out[pair] = a * math.cos(angle) - b * math.sin(angle)
+        out[pair + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def ref_attention(p: dict[str, torch.Tensor], layer: int, xs: list[torch.Tensor], config: ModelConfig):
+    name, d = f"layers.{layer}.attention", config.head_dim
+
+    def heads(which: str, x: torch.Tensor, position: int) -> list[torch.Tensor]:
+        parts = list(ref_linear(p, f"{name}.{which}", x).split(d))
+        if which != "v" and config.qk_norm:
+            parts = [ref_norm(p, f"{name}.{which}_norm", part, config, "rmsnorm") for part in parts]
+        if which != "v" and config.position == "rope":
+            parts = [ref_rotate(part, position, config) for part in parts]
+        return parts
+
+    q, k, v = ([heads(which, x, i) for i, x in enumerate(xs)] for which in "qkv")
+    window = config.window if config.attention_kind(layer) == "sliding" else None
+    out = []
+    for i in range(len(xs)):
+        first = 0 if window is None else max(0, i - window + 1)
+        mixed = []
+        for head in range(config.heads):
+            shared = head // (config.heads // config.kv_heads)
+            scores = torch.stack([q[i][head] @ k[j][shared] / math.sqrt(d) for j in range(first, i + 1)])
+            weights = scores.exp() / scores.exp().sum()
+            mixed.append(sum(w * v[j][shared] for w, j in zip(weights, range(first, i + 1), strict=True)))
+        out.append(ref_linear(p, f"{name}.o", torch.cat(mixed)))
+    return out
+
+
+def ref_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "swiglu":
+        return x / (1 + (-x).exp())
+    if kind == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x.clamp(min=0) if kind == "relu" else 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def ref_ffn(p: dict[str, torch.Tensor], layer: int, x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    name = f"layers.{layer}.ffn"
+    up = ref_linear(p, f"{name}.up", x)
+    if config.activation in ("swiglu", "geglu"):
+        inner = ref_activation(ref_linear(p, f"{name}.gate", x), config.activation) * up
+    else:
+        inner = ref_activation(up, config.activation)
+    return ref_linear(p, f"{name}.down", inner)
+
+
+def ref_logits(p: dict[str, torch.Tensor], tokens: list[int], config: ModelConfig) -> torch.Tensor:
+    xs = [p["embed.weight"][token] for token in tokens]
+    if config.position == "learned":
+        xs = [x + p["position.weight"][i] for i, x in enumerate(xs)]
+    for layer in range(config.layers):
+        normed = [ref_norm(p, f"layers.{layer}.attention_norm", x, config, config.norm) for x in xs]
+        xs = [x + y for x, y in zip(xs, ref_attention(p, layer, normed, config), strict=True)]
+        xs = [
+            x + ref_ffn(p, layer, ref_norm(p, f"layers.{layer}.ffn_norm", x, config, config.norm), config) for x in xs
+        ]
+    head = p["embed.weight"] if config.tied_embeddings else p["head.weight"]
+    return torch.stack([head @ ref_norm(p, "final_norm", x, config, config.norm) for x in xs])
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_decoder_is_the_reference(case):
+    config = CONFIGS[case]
+    model = make(config)
+    tokens_BS, labels_BS = batch(config)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.stack([ref_logits(parameters, row.tolist(), config) for row in tokens_BS])
+    logits = model.logits(tokens_BS)
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
+    total = model(tokens_BS, labels_BS)
+    picked = -expected.log_softmax(-1)[labels_BS != -100]
+    wanted = picked.gather(1, labels_BS[labels_BS != -100][:, None]).sum()
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    assert total.dtype == torch.float64
+    total.backward()
+    assert all(
+        p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters() if "k.bias" not in p_name(p, model)
+    )
+
+
+def p_name(parameter: torch.nn.Parameter, model: Decoder) -> str:
+    return next(name for name, other in model.named_parameters() if other is parameter)
+
+
+def test_parameter_names_and_shapes():
+    config = CONFIGS["qwen-like"].model_copy(update={"tied_embeddings": False, "layers": 1, "out_bias": True})
+    expected = {
+        "embed.weight": (37, 21),
+        "layers.0.attention_norm.weight": (21,),
+        "layers.0.attention.q.weight": (24, 21),
+        "layers.0.attention.q.bias": (24,),
+        "layers.0.attention.k.weight": (8, 21),
+        "layers.0.attention.k.bias": (8,),
+        "layers.0.attention.v.weight": (8, 21),
+        "layers.0.attention.v.bias": (8,),
+        "layers.0.attention.o.weight": (21, 24),
+        "layers.0.attention.o.bias": (21,),
+        "layers.0.attention.q_norm.weight": (4,),
+        "layers.0.attention.k_norm.weight": (4,),
+        "layers.0.ffn_norm.weight": (21,),
+        "layers.0.ffn.gate.weight": (35, 21),
+        "layers.0.ffn.up.weight": (35, 21),
+        "layers.0.ffn.down.weight": (21, 35),
+        "final_norm.weight": (21,),
+        "head.weight": (37, 21),
+    }
+    model = Decoder(config)
+    assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == expected
+    assert set(model.state_dict()) == set(expected)
+    gpt = dict(Decoder(CONFIGS["gpt-like"]).named_parameters())
+    assert gpt["position.weight"].shape == (16, 21)
+    assert {"final_norm.bias", "layers.1.ffn.up.bias", "layers.1.ffn_norm.bias"} <= set(gpt)
+    assert not any("gate" in name for name in gpt)
+
+
+@pytest.mark.parametrize("case", ["plain", "qwen-like", "gpt-like"])
+def test_groups_hold_every_parameter_once(case):
+    model = Decoder(CONFIGS[case])
+    groups = model.groups()
+    held = [parameter for group in groups for module in group for parameter in module.parameters()]
+    assert len(held) == len(set(held)) == len(list(model.parameters()))
+    assert model.final_norm in groups[-1]
+    assert (model.embed in groups[-1]) == CONFIGS[case].tied_embeddings
+    assert sum(group == [layer] for group in groups for layer in model.layers) == 2
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 8])
+def test_chunked_loss_is_cross_entropy(rows):
+    generator = torch.Generator().manual_seed(2)
+    hidden_BSH = torch.randn(3, 7, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    head_VH = torch.randn(13, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    labels_BS = torch.randint(13, (3, 7), generator=generator)
+    labels_BS[1, 2:6] = -100
+    whole = F.cross_entropy((hidden_BSH @ head_VH.T).flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    wanted = torch.autograd.grad(whole * 3.0, (hidden_BSH, head_VH))
+    for chunk_logits in (rows * 13, 10**6):
+        total = loss(hidden_BSH, head_VH, labels_BS, chunk_logits)
+        torch.testing.assert_close(total, whole, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            torch.autograd.grad(total * 3.0, (hidden_BSH, head_VH)), wanted, rtol=1e-12, atol=1e-13
+        )
+    assert torch.autograd.gradcheck(lambda h, w: loss(h, w, labels_BS, rows * 13), (hidden_BSH, head_VH))
+
+
+def test_chunked_loss_with_frozen_parts_and_nothing_labelled():
+    hidden_BSH, head_VH = torch.randn(2, 5, 4), torch.randn(9, 4, requires_grad=True)
+    labels_BS = torch.full((2, 5), -100)
+    total = loss(hidden_BSH, head_VH, labels_BS, 18)
+    total.backward()
+    assert total == 0.0
+    assert torch.equal(head_VH.grad, torch.zeros(9, 4))
+    with torch.no_grad():
+        assert loss(hidden_BSH, head_VH, labels_BS + 101, 18) > 0
+    hidden_BSH.requires_grad_()
+    (grad,) = torch.autograd.grad(loss(hidden_BSH, head_VH.detach(), labels_BS + 101, 18), hidden_BSH)
+    assert grad.shape == hidden_BSH.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_loss_in_narrow_types(dtype):
+    """The sum is float32, and a scaled loss keeps gradients that unscaled float16 would lose."""
+    hidden_TH, head_VH = torch.randn(40, 8).to(dtype).requires_grad_(), (torch.randn(3000, 8) * 0.1).to(dtype)
+    labels_T = torch.randint(3000, (40,))
+    head_VH.requires_grad_()
+    total = loss(hidden_TH[None], head_VH, labels_T[None], 7 * 3000)
+    assert total.dtype == torch.float32
+    wide = F.cross_entropy(hidden_TH.double() @ head_VH.double().T, labels_T, reduction="sum")
+    torch.testing.assert_close(total.double(), wide, rtol=2e-3, atol=0.0)
+    wanted = torch.autograd.grad(wide, head_VH)[0].double()
+    (got,) = torch.autograd.grad(total * 2.0**8, head_VH)
+    error = (got.double() / 2.0**8 - wanted).abs().max() / wanted.abs().max()
+    assert error < 0.02
+
+
+# --- parts ---
+
+
+def test_window_mask_and_full_attention_beyond_it():
+    assert window_mask(4, 2, torch.device("cpu")).tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [False, True, True, False],
+        [False, False, True, True],
+    ]
+    config = CONFIGS["relu"]
+    model = make(config)
+    short, _ = batch(config, length=20)
+    model.hidden(short)
+    assert not model._masks  # all positions fit into the window: the mask-free path
+    model.hidden(torch.cat((short, short), 1))
+    model.hidden(torch.cat((short, short), 1))
+    assert len(model._masks) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_statistics_and_rotations_are_wide(dtype):
+    x = (torch.randn(3, 64, dtype=torch.float64) * 3000).to(dtype)
+    norm = RMSNorm(64, 1e-5).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
+    # squares of 3000 overflow float16
+    torch.testing.assert_close(norm(x), exact.to(dtype), rtol=2**-7, atol=0.0)
+    config = ModelConfig(**BASE | {"head_dim": 16})
+    rope = tables(config, 3000, dtype, torch.device("cpu"))
+    assert rope[0].dtype == torch.float32
+    heads = torch.randn(1, 2, 3000, 16, dtype=torch.float64).to(dtype)
+    wide = rotate(heads.double(), tables(config, 3000, torch.float64, torch.device("cpu")))
+    torch.testing.assert_close(rotate(heads, rope), wide.to(dtype), rtol=2**-7, atol=1e-4)
+    model = make(CONFIGS["qwen-like"]).to(dtype)
+    tokens_BS, labels_BS = batch(CONFIGS["qwen-like"])
+    total = model(tokens_BS, labels_BS)
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total.double(), make(CONFIGS["qwen-like"])(tokens_BS, labels_BS), rtol=0.03, atol=0.0)
+    assert [table.dtype for table in next(iter(model._rope.values()))] == [torch.float32] * 2
+
+
+def test_llama3_frequencies_with_equal_factors():
+    scaling = RopeScaling(factor=8.0, low_freq_factor=2.0, high_freq_factor=2.0, original_max_position=64)
+    config = ModelConfig(**BASE | {"head_dim": 16}, rope_scaling=scaling)
+    plain = frequencies(config.model_copy(update={"rope_scaling": None}))
+    ratio = (frequencies(config) / plain).tolist()
+    assert sorted(set(ratio)) == [0.125, 1.0]
+    assert frequencies(config).isfinite().all()
+
+
+def test_tables_made_in_inference_serve_training():
+    config = CONFIGS["qwen-like"]
+    model = make(config)
+    tokens_BS, labels_BS = batch(config)
+    with torch.inference_mode():
+        quiet = model(tokens_BS, labels_BS)
+    total = model(tokens_BS, labels_BS)
+    total.backward()
+    assert total.item() == quiet.item()
+
+
+def test_block_compiles_in_one_graph():
+    config = CONFIGS["qwen-like"]
+    model, plain = make(config), make(config)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    tokens_BS, labels_BS = batch(config)
+    for tokens, labels in ((tokens_BS, labels_BS), (tokens_BS[:, :7], labels_BS[:, :7])):
+        total, wanted = model(tokens, labels), plain(tokens, labels)
+        total.backward()
+        wanted.backward()
+        torch.testing.assert_close(total, wanted, rtol=1e-13, atol=1e-13)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-11)
+
+
+def test_unsupported_models_are_refused():
+    with pytest.raises(ConfigurationError, match=r"PT401.*mixture-of-experts"):
+        Decoder(ModelConfig(**BASE, moe=Moe(experts=4, top_k=2, ffn_hidden=8)))
+    with pytest.raises(ConfigurationError, match=r"PT401.*latent"):
+        Decoder(ModelConfig(**BASE, mla=Mla(kv_rank=4, nope_head_dim=2, rope_head_dim=2, v_head_dim=4)))
+    config = CONFIGS["gpt-like"]
+    with pytest.raises(ConfigurationError, match="17 tokens are more than the 16 learned positions"):
+        Decoder(config)(*batch(config, length=17))
