@@ -22,10 +22,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(code: str, data: DataSpec, **settings: object) -> str:
+    def read() -> None:
+        with open_one(data, **settings) as batches:
+            for step in range(10):
+                batches.step(step)
+
     with pytest.raises(ConfigurationError) as caught:
-        batches = open_one(data, **settings)
-        for step in range(10):
-            batches.step(step)
+        read()
     assert caught.value.code == code
     return str(caught.value)
 

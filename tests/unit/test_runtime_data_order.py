@@ -117,7 +117,7 @@ def test_validation_is_the_same_for_any_number_of_ranks(size: int, held: int) ->
 def test_wrong_shares_are_refused() -> None:
     for change in ({"dp_rank": 3}, {"dp_size": 5}, {"micro_batch": 4}):
         deal = {"global_batch": 6, "micro_batch": 1, "dp_rank": 0, "dp_size": 3, "sequence_length": 4}
-        with pytest.raises(ValueError, match="dp_rank|multiple"):
+        with pytest.raises(ValueError, match=r"dp_rank|multiple"):
             Deal(**{**deal, **change}, seed=0, steps=1, validation_samples=1)
 
 
