@@ -47,7 +47,9 @@ class Display(Protocol):
 def open_display(name: str, total_steps: int, console: Console | None = None) -> Display:
     """Return the panel if standard output is a terminal that can draw, else lines."""
     console = console or Console()
-    if console.is_terminal and not console.is_dumb_terminal:
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    elif not console.is_dumb_terminal:
         return LivePanel(name, total_steps, console)
     return Lines(total_steps, console)
 
@@ -79,7 +81,7 @@ class Lines:
     def close(self, tail: Sequence[RenderableType]) -> None:
         """Print what comes last."""
         for part in tail:
-            self._console.print(part, width=_FILE_WIDTH)
+            self._console.print(part)
 
 
 class LivePanel:
