@@ -82,6 +82,29 @@ def make_plan(ranks: int = 2, **launch: Any) -> Plan:
     )
 
 
+def trainable_plan(text: Path, steps: int, **launch: Any) -> Plan:
+    """Return a plan that the real trainer can run: two layers, two ranks with ZeRO-1, a checkpoint every tenth step."""
+    plan = make_plan(2, **launch)
+    layout = plan.layout.model_copy(
+        update={
+            "mesh": Mesh(dp_shard=2),
+            "zero": 1,
+            "micro_batch": 2,
+            "recompute": ("none", "none"),
+            "stages": ((0, 2),),
+        }
+    )
+    return plan.model_copy(
+        update={
+            "model": ModelConfig(layers=2, hidden=24, ffn_hidden=40, heads=3, kv_heads=1, head_dim=8, vocab=256),
+            "layout": layout,
+            "training": TrainingSpec(sequence_length=24, global_batch=4, steps=steps, precision="fp32", log_every=1),
+            "data": DataSpec(source=[str(text)], cache=str(text.parent / "cache")),
+            "checkpoint": CheckpointSpec(every=10),
+        }
+    )
+
+
 class AgentRun:
     """An agent with dummy ranks in a folder of its own."""
 
