@@ -177,13 +177,10 @@ def test_decoder_is_the_reference(case):
     torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
     assert total.dtype == torch.float64
     total.backward()
-    assert all(
-        p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters() if "k.bias" not in p_name(p, model)
-    )
-
-
-def p_name(parameter: torch.nn.Parameter, model: Decoder) -> str:
-    return next(name for name, other in model.named_parameters() if other is parameter)
+    for name, parameter in model.named_parameters():
+        # A shift of all keys by the same vector changes no softmax where no position is encoded.
+        assert parameter.grad is not None
+        assert parameter.grad.abs().max() > 0 or name.endswith("k.bias"), name
 
 
 def test_parameter_names_and_shapes():
@@ -340,11 +337,12 @@ def test_tables_made_in_inference_serve_training():
     assert total.item() == quiet.item()
 
 
+# torch's own check, which it means to silence, trips where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_block_compiles_in_one_graph():
     config = CONFIGS["qwen-like"]
     model, plain = make(config), make(config)
-    for layer in model.layers:
-        layer.compile(fullgraph=True, backend="aot_eager")
+    model.layers[0].compile(fullgraph=True, backend="aot_eager")
     tokens_BS, labels_BS = batch(config)
     for tokens, labels in ((tokens_BS, labels_BS), (tokens_BS[:, :7], labels_BS[:, :7])):
         total, wanted = model(tokens, labels), plain(tokens, labels)
