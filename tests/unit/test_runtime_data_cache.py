@@ -107,6 +107,17 @@ def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     assert caught.value.code == "PT613"
 
 
+def test_a_sound_cache_needs_no_write_access(tmp_path: Path) -> None:
+    data = source(tmp_path)
+    with open_one(data) as batches:
+        expected = stream(batches)
+    lock = folders(tmp_path)[0].with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened, not even by root
+    with open_one(data) as batches:
+        assert stream(batches) == expected
+
+
 def test_what_a_killed_builder_left_is_removed(tmp_path: Path) -> None:
     data = source(tmp_path)
     open_one(data).close()
@@ -186,8 +197,11 @@ def test_a_builders_error_reaches_every_rank(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "long enough to train on"}\n{')
     data = DataSpec(source=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     results = run_ranks(data, 3, {1})
-    assert [getattr(error, "code", error) for error in results] == ["PT613", "PT602", "PT613"]
-    assert "rank 0" in str(results[0])
+    assert len({str(error) for error in results}) == 1
+    assert [getattr(error, "code", error) for error in results] == ["PT602"] * 3
+    assert "a.jsonl:2" in str(results[0])
+    nobody = run_ranks(source(tmp_path), 2, set())
+    assert ["was not built" in str(error) for error in nobody] == [True, True]
     missing = run_ranks(DataSpec(source=str(tmp_path / "none")), 3, {0})
     assert [getattr(error, "code", error) for error in missing] == ["PT601"] * 3
     (tmp_path / "file").write_text("")

@@ -60,12 +60,19 @@ class TokenCache:
     def lock(self, *, wait: bool, share: bool = False) -> Iterator[bool]:
         """Hold the cache's lock file; yields False if another process has it and ``wait`` is False.
 
-        Where the file system knows no locks, yields True: the final rename still keeps builders apart.
+        Where the file system knows no locks, yields True: the final rename still keeps builders apart. So it does for a
+        cache that is there but in a folder that cannot be written.
         """
         path = self.folder.with_suffix(".lock")
-        with _cannot_write(self.folder.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("ab")
+        try:
+            with _cannot_write(self.folder.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = path.open("ab")
+        except ConfigurationError:
+            if not self.folder.is_dir():
+                raise
+            yield True
+            return
         with file:
             mode = (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
             try:
@@ -96,21 +103,47 @@ class TokenCache:
     def ensure(self) -> None:
         """Build the cache unless a sound one is there; call with the lock held.
 
-        Raises ConfigurationError PT613 where it cannot be written; then nothing of it is left.
+        Raises ConfigurationError PT613 where it cannot be written; then nothing of it is left but a note of the error
+        for the ranks that wait, see :meth:`built`.
         """
         if self.is_sound():
             return
-        with _cannot_write(self.folder.parent):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            if self._alone:  # else they may be another builder's
-                for stale in self.folder.parent.glob(f"{self.folder.name}.tmp-*"):
-                    shutil.rmtree(stale, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
-            try:
-                self._build(temporary)
-                self._publish(temporary)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+        note = self._note_of_failure
+        try:
+            with _cannot_write(self.folder.parent):
+                note.unlink(missing_ok=True)
+                self._rebuild()
+        except ConfigurationError as error:
+            with contextlib.suppress(OSError):
+                note.write_text(json.dumps([error.code, error.message, error.help]))
+            raise
+
+    def built(self) -> Shard:
+        """Open what another rank of this node was to build; raises the error that kept it from doing so."""
+        if (self.folder / "tokens.json").is_file():
+            return self.open()
+        try:
+            code, message, help = json.loads(self._note_of_failure.read_text())
+        except (OSError, ValueError):
+            code, message = "PT613", f"this node's token cache {self.folder} was not built"
+            help = "every rank of a node must see the same files under data.source and the same cache folder"
+        raise ConfigurationError(code, message, help)
+
+    @property
+    def _note_of_failure(self) -> Path:
+        return self.folder.with_suffix(".failed")
+
+    def _rebuild(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._alone:  # else they may be another builder's
+            for stale in self.folder.parent.glob(f"{self.folder.name}.tmp-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.tmp-", dir=self.folder.parent))
+        try:
+            self._build(temporary)
+            self._publish(temporary)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _publish(self, temporary: Path) -> None:
         temporary.chmod(0o755)

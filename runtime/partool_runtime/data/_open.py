@@ -81,7 +81,7 @@ def _tokenised(cache: TokenCache, barrier: Callable[[], None], builder: bool) ->
     if not builder:
         barrier()
         with cache.lock(wait=True, share=True):
-            return _open_built(cache)
+            return cache.built()
     entered = False
     try:
         with cache.lock(wait=False) as held:
@@ -95,16 +95,6 @@ def _tokenised(cache: TokenCache, barrier: Callable[[], None], builder: bool) ->
     if not held:
         with cache.lock(wait=True):
             cache.ensure()
-    return _open_built(cache)
-
-
-def _open_built(cache: TokenCache) -> Shard:
-    if not (cache.folder / "tokens.json").is_file():
-        raise ConfigurationError(
-            "PT613",
-            f"this node's token cache {cache.folder} was not built",
-            "see the error of the node's rank 0; every rank must see the same files under data.source",
-        )
     return cache.open()
 
 
