@@ -1,0 +1,89 @@
+"""Ranks and coordinates of the mesh, stage splits and rows of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost first: the order of :class:`partool.plan.types.Mesh`."""
+
+
+class RowRange(NamedTuple):
+    """Rows a rank holds: first and one past the last."""
+
+    start: int
+    stop: int
+
+
+def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the coordinates of a rank in a mesh of these sizes, row-major (the last axis varies fastest)."""
+    if not 0 <= rank < _product(sizes):
+        raise ValueError(f"rank {rank} is outside a mesh of {_product(sizes)} ranks")
+    found = []
+    for size in reversed(sizes):
+        rank, coordinate = divmod(rank, size)
+        found.append(coordinate)
+    return tuple(reversed(found))
+
+
+def rank_of(position: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the rank at these coordinates, the inverse of :func:`coordinates`."""
+    rank = 0
+    for coordinate, size in zip(position, sizes, strict=True):
+        if not 0 <= coordinate < size:
+            raise ValueError(f"coordinate {coordinate} is outside an axis of {size}")
+        rank = rank * size + coordinate
+    return rank
+
+
+def group_of(rank: int, axis: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that differ from ``rank`` only along the named axis, in order."""
+    index = AXES.index(axis)
+    position = list(coordinates(rank, sizes))
+    members = []
+    for coordinate in range(sizes[index]):
+        position[index] = coordinate
+        members.append(rank_of(position, sizes))
+    return tuple(members)
+
+
+def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
+    """Return how many ranks of one group along the axis share a node of ``per_node`` consecutive ranks (at least 1)."""
+    index = AXES.index(axis)
+    stride = _product(sizes[index + 1 :])
+    return max(1, min(sizes[index], per_node // stride))
+
+
+def split_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Split layers over pipeline stages as evenly as possible; the first stages get the odd ones.
+
+    Raises ``ValueError`` if there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(f"{layers} layers cannot fill {stages} stages")
+    each, odd = divmod(layers, stages)
+    bounds = []
+    start = 0
+    for stage in range(stages):
+        stop = start + each + (1 if stage < odd else 0)
+        bounds.append((start, stop))
+        start = stop
+    return tuple(bounds)
+
+
+def shard_rows(rows: int, ranks: int, rank: int) -> RowRange:
+    """Return the rows of dimension 0 that a rank holds, as ``torch.chunk`` cuts them.
+
+    Chunks have ``ceil(rows / ranks)`` rows; the last ones may be shorter or empty, which is how FSDP2 shards
+    (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+    """
+    chunk = -(-rows // ranks)
+    return RowRange(min(rows, rank * chunk), min(rows, (rank + 1) * chunk))
+
+
+def _product(sizes: Sequence[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

@@ -1,0 +1,167 @@
+"""The parameters of a decoder as pure data: what the planner counts and the runtime's modules must match.
+
+Names follow docs/architecture.md. Expert and latent-attention parameters are planned, not run yet:
+``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a layer stacked),
+``layers.{i}.moe.shared.{gate,up,down}.weight``, ``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Literal
+
+from partool.spec.model import ModelConfig
+
+ParameterKind = Literal["embedding", "position", "norm", "attention", "ffn", "router", "expert", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """One parameter. ``decay`` tells whether weight decay applies: to matrices, not to norms and biases."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    kind: ParameterKind
+    decay: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def parameters(config: ModelConfig) -> list[ParameterInfo]:
+    """Return every parameter of the model, in the order of the modules; a tied head is not listed."""
+    found = [_info("embed.weight", (config.vocab, config.hidden), None, "embedding")]
+    if config.position == "learned":
+        found.append(_info("position.weight", (config.max_position, config.hidden), None, "position"))
+    for layer in range(config.layers):
+        found.extend(layer_parameters(config, layer))
+    found.extend(_norm("final_norm", config, None))
+    if not config.tied_embeddings:
+        found.append(_info("head.weight", (config.vocab, config.hidden), None, "head"))
+    return found
+
+
+def layer_parameters(config: ModelConfig, layer: int) -> list[ParameterInfo]:
+    """Return the parameters of one layer, counted from 0."""
+    prefix = f"layers.{layer}"
+    attention = _latent_attention if config.mla else _attention
+    network = _experts if config.is_moe_layer(layer) else _ffn
+    return [
+        *_norm(f"{prefix}.attention_norm", config, layer),
+        *attention(f"{prefix}.attention", config, layer),
+        *_norm(f"{prefix}.ffn_norm", config, layer),
+        *network(prefix, config, layer),
+    ]
+
+
+def groups(config: ModelConfig) -> list[list[ParameterInfo]]:
+    """Return the parameters as they are gathered together: embeddings, each layer, final norm with head."""
+    infos = parameters(config)
+    first = [info for info in infos if info.kind in ("embedding", "position")]
+    layers: list[list[ParameterInfo]] = [[] for _ in range(config.layers)]
+    last = []
+    for info in infos:
+        if info.layer is not None:
+            layers[info.layer].append(info)
+        elif info.kind not in ("embedding", "position"):
+            last.append(info)
+    return [first, *layers, last]
+
+
+def is_frozen(name: str, patterns: Iterable[str]) -> bool:
+    """Return True if a parameter's name matches one of the glob patterns of ``model.frozen``."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def count(infos: Iterable[ParameterInfo]) -> int:
+    """Return the number of elements of all parameters."""
+    return sum(info.elements for info in infos)
+
+
+def count_active(config: ModelConfig) -> int:
+    """Return the number of elements one token passes through: of the experts, only ``top_k`` per layer."""
+    total = 0
+    for info in parameters(config):
+        if info.kind == "expert" and config.moe is not None:
+            total += info.elements * config.moe.top_k // config.moe.experts
+        else:
+            total += info.elements
+    return total
+
+
+def _info(name: str, shape: tuple[int, ...], layer: int | None, kind: ParameterKind) -> ParameterInfo:
+    return ParameterInfo(name, shape, layer, kind, decay=len(shape) > 1)
+
+
+def _norm(name: str, config: ModelConfig, layer: int | None) -> Iterator[ParameterInfo]:
+    yield _info(f"{name}.weight", (config.hidden,), layer, "norm")
+    if config.norm == "layernorm":
+        yield _info(f"{name}.bias", (config.hidden,), layer, "norm")
+
+
+def _linear(
+    name: str, shape: tuple[int, int], bias: bool, layer: int, kind: ParameterKind
+) -> Iterator[ParameterInfo]:
+    yield _info(f"{name}.weight", shape, layer, kind)
+    if bias:
+        yield _info(f"{name}.bias", shape[:1], layer, kind)
+
+
+def _attention(prefix: str, config: ModelConfig, layer: int) -> Iterator[ParameterInfo]:
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    for name, width in (("q", query), ("k", key), ("v", key)):
+        yield from _linear(f"{prefix}.{name}", (width, config.hidden), config.qkv_bias, layer, "attention")
+    yield from _linear(f"{prefix}.o", (config.hidden, query), config.out_bias, layer, "attention")
+    if config.qk_norm:
+        for name in ("q", "k"):
+            yield _info(f"{prefix}.{name}_norm.weight", (config.head_dim,), layer, "norm")
+
+
+def _latent_attention(prefix: str, config: ModelConfig, layer: int) -> Iterator[ParameterInfo]:
+    """Yield the projections of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C)."""
+    mla = config.mla
+    if mla is None:
+        return
+    query = config.heads * (mla.nope_head_dim + mla.rope_head_dim)
+    if mla.q_rank is None:
+        yield from _linear(f"{prefix}.q", (query, config.hidden), config.qkv_bias, layer, "attention")
+    else:
+        yield from _linear(f"{prefix}.q_a", (mla.q_rank, config.hidden), config.qkv_bias, layer, "attention")
+        yield _info(f"{prefix}.q_a_norm.weight", (mla.q_rank,), layer, "norm")
+        yield from _linear(f"{prefix}.q_b", (query, mla.q_rank), False, layer, "attention")
+    latent = mla.kv_rank + mla.rope_head_dim
+    yield from _linear(f"{prefix}.kv_a", (latent, config.hidden), config.qkv_bias, layer, "attention")
+    yield _info(f"{prefix}.kv_a_norm.weight", (mla.kv_rank,), layer, "norm")
+    width = config.heads * (mla.nope_head_dim + mla.v_head_dim)
+    yield from _linear(f"{prefix}.kv_b", (width, mla.kv_rank), False, layer, "attention")
+    out = (config.hidden, config.heads * mla.v_head_dim)
+    yield from _linear(f"{prefix}.o", out, config.out_bias, layer, "attention")
+
+
+def _ffn(prefix: str, config: ModelConfig, layer: int) -> Iterator[ParameterInfo]:
+    for name in ("gate", "up") if config.gated else ("up",):
+        shape = (config.ffn_hidden, config.hidden)
+        yield from _linear(f"{prefix}.ffn.{name}", shape, config.ffn_bias, layer, "ffn")
+    yield from _linear(f"{prefix}.ffn.down", (config.hidden, config.ffn_hidden), config.ffn_bias, layer, "ffn")
+
+
+def _experts(prefix: str, config: ModelConfig, layer: int) -> Iterator[ParameterInfo]:
+    moe = config.moe
+    if moe is None:
+        return
+    yield _info(f"{prefix}.moe.router.weight", (moe.experts, config.hidden), layer, "router")
+    names = ("gate", "up", "down") if config.gated else ("up", "down")
+    for name in names:
+        shape = (config.hidden, moe.ffn_hidden) if name == "down" else (moe.ffn_hidden, config.hidden)
+        yield _info(f"{prefix}.moe.experts.{name}.weight", (moe.experts, *shape), layer, "expert")
+    if moe.shared_experts:
+        width = moe.shared_experts * moe.ffn_hidden
+        for name in names:
+            shape = (config.hidden, width) if name == "down" else (width, config.hidden)
+            yield _info(f"{prefix}.moe.shared.{name}.weight", shape, layer, "ffn")
