@@ -1,1 +1,6 @@
-"""See docs/architecture.md."""
+"""The spec: what the user writes, and how it is read."""
+
+from partool.spec.loader import Loaded, load, load_text
+from partool.spec.spec import Spec
+
+__all__ = ["Loaded", "Spec", "load", "load_text"]

@@ -1,0 +1,67 @@
+"""``--set key.sub=value``: values that win over the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.diagnostics.record import Diagnostic, Span
+from partool.spec import _pydantic, _yaml
+from partool.spec._source import Source, SpecPath
+
+_SHORTHAND = {("model",): "preset", ("hardware",): "accelerator", ("data",): "source"}
+
+
+def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
+    """Write the overrides into the document; a malformed or unknown one is a finding and changes nothing."""
+    found = []
+    for text in overrides:
+        finding = _apply(document, text, source)
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | None:
+    key, equals, value_text = text.partition("=")
+    span = Span(f"--set {text}", 1, 1, 1, len(text) + 1)
+    path: SpecPath = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(path):
+        return Diagnostic("PT107", f"--set takes key=value, not {text!r}", span=span, help="such as training.steps=100")
+    if finding := _unknown(path, span):
+        return finding
+    value_source = Source(span.file, value_text)
+    value, wrong = _yaml.parse(value_source)
+    if wrong and wrong[0].code != "PT005":
+        return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", span=span, help=wrong[0].help)
+    _write(document, path, value)
+    source.values[path] = span
+    source.keys[path] = span
+    return None
+
+
+def _unknown(path: SpecPath, span: Span) -> Diagnostic | None:
+    for length in range(1, len(path) + 1):
+        siblings = _pydantic.known_keys(path[: length - 1])
+        if path[length - 1] not in siblings:
+            if not siblings and length > 1:
+                if path[: length - 1] == ("launch", "env"):
+                    return None
+                message = f"`{_pydantic.dotted(path[: length - 1])}` is a value, it has no `{path[length - 1]}`"
+                return Diagnostic("PT101", message, span=span)
+            where = f"in `{_pydantic.dotted(path[: length - 1])}`" if length > 1 else "at the top level of a spec"
+            help = _pydantic.suggest(str(path[length - 1]), siblings)
+            return Diagnostic("PT101", f"there is no `{path[length - 1]}` {where}", span=span, help=help)
+    return None
+
+
+def _write(document: dict[str, Any], path: SpecPath, value: Any) -> None:
+    section: dict[str, Any] = document
+    for length, part in enumerate(path[:-1], 1):
+        inner = section.get(str(part))
+        if isinstance(inner, str) and path[:length] in _SHORTHAND:
+            inner = {_SHORTHAND[path[:length]]: inner}  # `model: llama3-8b` with --set model.layers=4
+        elif not isinstance(inner, dict):
+            inner = {}
+        section[str(part)] = inner
+        section = inner
+    section[str(path[-1])] = value

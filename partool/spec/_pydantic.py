@@ -1,0 +1,189 @@
+"""pydantic's errors as findings: every one, in the words of a spec."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec._source import SpecPath
+from partool.spec.spec import Spec
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a section with keys",
+    "model_type": "a section with keys",
+    "model_attributes_type": "a section with keys",
+    "literal_error": "one of the choices",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+    "too_short": ("min_length", "at least this long:"),
+    "too_long": ("max_length", "at most this long:"),
+}
+
+
+def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
+    """Return one finding per place in the document that is wrong; members of a union are told as one."""
+    by_path: dict[SpecPath, list[dict[str, Any]]] = {}
+    for item in error.errors(include_url=False):
+        by_path.setdefault(_real_path(item["loc"], document, item["type"]), []).append(dict(item))
+    return [_finding(path, items) for path, items in by_path.items() if not _covered(path, by_path)]
+
+
+def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
+    # A union of a scalar and a section complains about the section as a whole and about keys inside it: the keys say more.
+    return any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
+
+
+def _real_path(loc: tuple[str | int, ...], document: Any, kind: str) -> SpecPath:
+    """Drop what pydantic adds to a location: names of union members and validators."""
+    path: list[str | int] = []
+    value = document
+    for position, part in enumerate(loc):
+        last = position == len(loc) - 1
+        if isinstance(value, dict) and isinstance(part, str) and (part in value or (last and kind == "missing")):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
+    item = items[0]
+    name = dotted(path)
+    if item["type"] == "extra_forbidden":
+        return _unknown(path)
+    if item["type"] == "missing":
+        return Diagnostic("PT103", f"`{name}` is missing", path=path, help=_missing_help(path))
+    if len(items) > 1 or item["type"] == "literal_error":
+        return _choice(path, items)
+    found = shown(item["input"])
+    if item["type"] in _BOUNDS:
+        key, words = _BOUNDS[item["type"]]
+        bound = item["ctx"][key]
+        size = "" if key in ("min_length", "max_length") else f", not {found}"
+        return Diagnostic("PT104", f"`{name}` must be {words} {bound:g}{size}", path=path)
+    if item["type"] == "string_pattern_mismatch":
+        help = "lower-case letters, digits and hyphens, at most 53, beginning and ending with a letter or digit"
+        return Diagnostic("PT106", f"`{name}` cannot be {found}", path=path, help=help)
+    expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
+    return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=_type_help(item))
+
+
+def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
+    """One finding for a union: the words it allows, and the types beside them."""
+    words: list[str] = []
+    types: list[str] = []
+    for item in items:
+        if item["type"] == "literal_error":
+            words += [part.strip() for part in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
+        elif item["type"] in _BOUNDS:
+            key, word = _BOUNDS[item["type"]]
+            types.append(f"a number {word} {item['ctx'][key]:g}")
+        else:
+            types.append(_TYPES.get(item["type"], item["msg"].lower()))
+    allowed = list(dict.fromkeys([*types, *words]))
+    found = items[0]["input"]
+    near = difflib.get_close_matches(str(found), [word.strip("'") for word in words], n=1)
+    code = "PT105" if words else "PT102"
+    expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
+    help = f"did you mean `{near[0]}`?" if near else ""
+    return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
+
+
+def _unknown(path: SpecPath) -> Diagnostic:
+    key = str(path[-1])
+    siblings = known_keys(path[:-1])
+    where = f"in `{dotted(path[:-1])}`" if len(path) > 1 else "at the top level of a spec"
+    return Diagnostic("PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=suggest(key, siblings))
+
+
+def suggest(key: str, siblings: list[str]) -> str:
+    """Return what the user may have meant: a near name, the same name elsewhere, or the names there are."""
+    elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
+    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
+        return f"did you mean `{near[0]}`?"
+    if elsewhere:
+        return f"`{key}` belongs under `{elsewhere[0].rpartition('.')[0]}`" if "." in elsewhere[0] else "it is a top-level key"
+    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.5):
+        return f"did you mean `{near[0]}`?"
+    return f"keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def _missing_help(path: SpecPath) -> str:
+    examples = {("model",): "model: llama3-8b", ("data",): "data: {source: /data/tokens/*.bin}"}
+    return f"for example `{examples[path]}`" if path in examples else ""
+
+
+def _type_help(item: dict[str, Any]) -> str:
+    if item["type"] == "string_type" and isinstance(item["input"], int | float | bool):
+        return f'in quotes it is text: "{shown(item["input"])}"'
+    return ""
+
+
+def shown(value: Any) -> str:
+    """Return a value as the user wrote it, shortened."""
+    if isinstance(value, dict):
+        return "a section with keys"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def dotted(path: SpecPath) -> str:
+    """Return a path as ``data.source[0]``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def section_at(path: SpecPath) -> type[BaseModel] | None:
+    """Return the model class of the section at a path, or None for a value."""
+    model: type[BaseModel] | None = Spec
+    for part in path:
+        if model is None or not isinstance(part, str) or part not in model.model_fields:
+            return None
+        model = next(_models(model.model_fields[part].annotation), None)
+    return model
+
+
+def known_keys(path: SpecPath) -> list[str]:
+    """Return the keys of the section at a path."""
+    model = section_at(path)
+    return list(model.model_fields) if model else []
+
+
+def all_paths(prefix: SpecPath = (), model: type[BaseModel] = Spec) -> Iterator[SpecPath]:
+    """Yield the path of every key there is, sections before what is in them."""
+    for key, field in model.model_fields.items():
+        yield (*prefix, key)
+        for inner in _models(field.annotation):
+            yield from all_paths((*prefix, key), inner)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)

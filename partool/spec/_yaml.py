@@ -1,0 +1,169 @@
+"""YAML with positions: every finding at once, no exception, no surprise from YAML 1.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from partool.diagnostics.record import Diagnostic, Label, Span
+from partool.spec._scalars import resolve
+from partool.spec._source import Source, SpecPath
+
+MAX_DEPTH = 32
+MAX_NODES = 20_000
+"""Values after aliases are expanded; the largest sensible spec has a few hundred."""
+
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):  # type: ignore[misc]
+    """Composes nodes without resolving plain scalars, so that a tag on a node is one the user wrote."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+
+_STR, _SEQ, _MAP = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
+
+
+def parse(source: Source) -> tuple[Any, list[Diagnostic]]:
+    """Return the document as plain values, with positions noted in ``source``; None after a syntax error."""
+    try:
+        if finding := _too_deep(source):
+            return None, [finding]
+        nodes = list(_documents(source.text))
+    except yaml.YAMLError as error:
+        return None, [_syntax_error(source, error)]
+    if len(nodes) > 1:
+        message = f"the file holds {len(nodes)} YAML documents; a spec is one"
+        return None, [Diagnostic("PT010", message, span=_span(source, nodes[1]), help="remove the line ---")]
+    if not nodes:
+        return None, [Diagnostic("PT005", "the spec is empty", span=Span(source.file, 1, 1, 1, 1), help=_EMPTY_HELP)]
+    reader = _Reader(source)
+    value = reader.value(nodes[0], (), 0)
+    return value, reader.findings
+
+
+_EMPTY_HELP = "partool init writes one to start from"
+
+
+def _documents(text: str) -> Iterator[yaml.Node]:
+    loader = _Loader(text)
+    try:
+        while loader.check_node():
+            yield loader.get_node()
+    finally:
+        loader.dispose()
+
+
+def _too_deep(source: Source) -> Diagnostic | None:
+    # Composing recurses over nested values; the events do not.
+    depth = 0
+    for event in yaml.parse(source.text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                span = _mark_span(source, event.start_mark)
+                return Diagnostic("PT009", f"values are nested more than {MAX_DEPTH} deep", span=span)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+    return None
+
+
+class _Reader:
+    """Turns nodes into values, noting positions and findings on the way."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.findings: list[Diagnostic] = []
+        self._nodes = 0
+        self._open: set[int] = set()
+
+    def value(self, node: yaml.Node, path: SpecPath, depth: int) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES or id(node) in self._open or depth > MAX_DEPTH:
+            return self._bomb(node)
+        self.source.values[path] = _span(self.source, node)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node)
+        self._check_tag(node, _SEQ if isinstance(node, yaml.SequenceNode) else _MAP)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.SequenceNode):
+                return [self.value(child, (*path, index), depth + 1) for index, child in enumerate(node.value)]
+            return self._mapping(node, path, depth)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.Node, path: SpecPath, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            span = _span(self.source, key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.findings.append(Diagnostic("PT011", "a key is a name, not a list or a mapping", span=span))
+                continue
+            key = key_node.value
+            if key in result:
+                first = Label(self.source.keys[(*path, key)], "first given here")
+                message = f"`{key}` is given twice"
+                self.findings.append(
+                    Diagnostic("PT008", message, span=span, help="keep one of the two", related=(first,), path=path)
+                )
+                continue
+            self.source.keys[(*path, key)] = span
+            result[key] = self.value(value_node, (*path, key), depth + 1)
+        return result
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        self._check_tag(node, _STR)
+        plain = node.style is None or node.style == ""
+        return resolve(node.value) if plain and node.tag == _STR else node.value
+
+    def _check_tag(self, node: yaml.Node, expected: str) -> None:
+        if node.tag not in (expected, "!", None):
+            message = f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')!r} is not used in a spec"
+            span = _span(self.source, node)
+            self.findings.append(Diagnostic("PT006", message, span=span, help="write the plain value"))
+
+    def _bomb(self, node: yaml.Node) -> None:
+        if not any(finding.code == "PT009" for finding in self.findings):
+            cyclic = id(node) in self._open
+            message = "an alias refers to itself" if cyclic else f"aliases expand to more than {MAX_NODES:,} values"
+            span = _span(self.source, node)
+            self.findings.append(Diagnostic("PT009", message, span=span, help="write the values out"))
+
+
+def _span(source: Source, node: yaml.Node) -> Span:
+    start, end = node.start_mark, node.end_mark
+    if isinstance(node, yaml.CollectionNode) and end.line > start.line:
+        return Span(source.file, start.line + 1, start.column + 1, start.line + 1, start.column + 2)
+    return Span(source.file, start.line + 1, start.column + 1, end.line + 1, max(end.column + 1, start.column + 2))
+
+
+def _mark_span(source: Source, mark: Any) -> Span:
+    return Span(source.file, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
+
+
+def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is not None:
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        context = getattr(error, "context", None)
+        message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")
+        return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(problem))
+    position = getattr(error, "position", 0) or 0
+    line = source.text.count("\n", 0, position) + 1
+    column = position - (source.text.rfind("\n", 0, position) + 1) + 1
+    reason = getattr(error, "reason", "not valid YAML")
+    return Diagnostic("PT006", f"not valid YAML: {reason}", span=Span(source.file, line, column, line, column + 1))
+
+
+def _syntax_help(problem: str) -> str:
+    if "\\t" in problem or "tab" in problem:
+        return "indent with spaces"
+    if "mapping values are not allowed" in problem:
+        return "quote a value that holds `: `, or check the indentation"
+    if "expected <block end>" in problem or "did not find expected" in problem:
+        return "check the indentation and the brackets above this line"
+    return ""

@@ -1,0 +1,180 @@
+"""Rules that a spec can break by itself; those that need the model or the machine stand in ``partool.planner.checks``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.model import LayerPattern
+from partool.spec.spec import Spec
+
+Check = Callable[[Spec], Iterator[Diagnostic]]
+
+_DURATION = re.compile(r"\d+(\.\d+)?\s*(s|sec|m|min|h|d)")
+
+
+def check(spec: Spec) -> list[Diagnostic]:
+    """Return every finding of every rule."""
+    return [finding for rule in CHECKS for finding in rule(spec)]
+
+
+def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
+    if spec.model.preset and spec.model.config:
+        message = "the model is given twice: by a preset and by a configuration file"
+        yield Diagnostic("PT201", message, path=("model", "config"), help="keep one; fields beside it override it")
+
+
+def _model_fields(spec: Spec) -> Iterator[Diagnostic]:
+    model = spec.model
+    if model.preset or model.config:
+        return
+    missing = [name for name in ("layers", "hidden", "heads") if getattr(model, name) is None]
+    if missing:
+        message = f"the model is not complete: {', '.join(missing)} missing, and no preset or config given"
+        yield Diagnostic("PT202", message, path=("model",), help="add them, or start from a preset such as llama3-8b")
+
+
+def _kv_heads(spec: Spec) -> Iterator[Diagnostic]:
+    heads, kv_heads = spec.model.heads, spec.model.kv_heads
+    if heads and kv_heads and heads % kv_heads:
+        legal = [n for n in range(1, heads + 1) if heads % n == 0]
+        message = f"{heads} attention heads cannot share {kv_heads} key and value heads evenly"
+        help = f"kv_heads can be {_listed(legal)}"
+        yield Diagnostic("PT204", message, path=("model", "kv_heads"), help=help)
+
+
+def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
+    model = spec.model
+    if model.head_dim is None and model.hidden and model.heads and model.hidden % model.heads:
+        down = model.hidden - model.hidden % model.heads
+        message = f"hidden: {model.hidden} is not a multiple of heads: {model.heads}"
+        help = f"use hidden: {down or model.heads} or {down + model.heads}, or give head_dim"
+        yield Diagnostic("PT205", message, path=("model", "hidden"), help=help)
+    if model.head_dim and model.head_dim % 2 and (model.position or "rope") == "rope":
+        message = f"head_dim: {model.head_dim} is odd, and rotary positions turn pairs of dimensions"
+        yield Diagnostic("PT206", message, path=("model", "head_dim"), help=f"use {model.head_dim + 1}, or position: none")
+
+
+def _window(spec: Spec) -> Iterator[Diagnostic]:
+    attention = spec.model.attention
+    if attention is None:
+        return
+    types = attention.layer_types
+    kinds = types.pattern if isinstance(types, LayerPattern) else types
+    if kinds and "sliding" in kinds and attention.window is None:
+        message = "sliding layers need the length of their window"
+        yield Diagnostic("PT207", message, path=("model", "attention"), help="add window: 4096, say")
+    if attention.window and kinds and "sliding" not in kinds:
+        message = f"window: {attention.window} is given, but no layer slides"
+        path = ("model", "attention", "window")
+        yield Diagnostic("PT208", message, path=path, help="add sliding layers to layer_types, or drop the window")
+    if isinstance(types, list) and spec.model.layers and len(types) != spec.model.layers:
+        message = f"layer_types names {len(types)} layers, the model has {spec.model.layers}"
+        path = ("model", "attention", "layer_types")
+        yield Diagnostic("PT209", message, path=path, help="name every layer, or write {pattern: [...]}")
+
+
+def _moe(spec: Spec) -> Iterator[Diagnostic]:
+    moe = spec.model.moe
+    if moe and moe.top_k > moe.experts:
+        message = f"top_k: {moe.top_k} is more than the {moe.experts} experts"
+        yield Diagnostic("PT210", message, path=("model", "moe", "top_k"), help=f"use at most {moe.experts}")
+
+
+def _weights(spec: Spec) -> Iterator[Diagnostic]:
+    weights = spec.model.weights
+    if weights.source in ("checkpoint", "hf") and weights.path is None:
+        message = f"weights from {weights.source} need a path"
+        yield Diagnostic("PT211", message, path=("model", "weights"), help="add path: FOLDER")
+    if weights.source in ("init", "dummy") and weights.path is not None:
+        message = f"weights: {weights.source} reads nothing, yet a path is given"
+        path = ("model", "weights", "path")
+        yield Diagnostic("PT212", message, path=path, help="set source: hf or checkpoint, or drop the path")
+
+
+def _schedule(spec: Spec) -> Iterator[Diagnostic]:
+    schedule, steps = spec.optimizer.schedule, spec.training.steps
+    path = ("optimizer", "schedule")
+    if schedule.warmup_steps > steps:
+        message = f"warm-up takes {schedule.warmup_steps} steps, training has {steps}"
+        yield Diagnostic("PT213", message, path=(*path, "warmup_steps"), help=f"use at most {max(steps // 10, 1)}, say")
+    if schedule.decay_steps is not None and schedule.kind != "wsd":
+        message = f"decay_steps belongs to the schedule wsd, not to {schedule.kind}"
+        yield Diagnostic("PT214", message, path=(*path, "decay_steps"), help="set kind: wsd, or drop it")
+    if schedule.kind == "wsd" and schedule.warmup_steps + (schedule.decay_steps or 0) > steps:
+        message = f"warm-up and decay take {schedule.warmup_steps} + {schedule.decay_steps} of {steps} steps"
+        help = f"decay_steps can be at most {max(steps - schedule.warmup_steps, 1)}"
+        yield Diagnostic("PT215", message, path=(*path, "decay_steps"), help=help)
+
+
+def _betas(spec: Spec) -> Iterator[Diagnostic]:
+    for index, beta in enumerate(spec.optimizer.betas):
+        if not 0.0 <= beta < 1.0:
+            message = f"betas[{index}] is {beta}, and must lie in [0, 1)"
+            yield Diagnostic("PT216", message, path=("optimizer", "betas", index), help="the usual pair is [0.9, 0.95]")
+
+
+def _duration(spec: Spec) -> Iterator[Diagnostic]:
+    every = spec.checkpoint.every
+    if isinstance(every, str) and not _DURATION.fullmatch(every.strip()):
+        message = f"{every!r} is neither a number of steps nor a duration"
+        path = ("checkpoint", "every")
+        yield Diagnostic("PT217", message, path=path, help="write 500 for steps, or 90s, 30min, 2h")
+
+
+def _validation(spec: Spec) -> Iterator[Diagnostic]:
+    if spec.training.validation.every > 0 and spec.data.validation == 0:
+        message = "validation is asked for, but no data is held out for it"
+        path = ("training", "validation")
+        yield Diagnostic("PT218", message, path=path, help="set data.validation, such as 0.01")
+
+
+def _sharding(spec: Spec) -> Iterator[Diagnostic]:
+    data = spec.parallel.data
+    if data.zero == 0 and data.shard not in ("auto", 1):
+        message = f"shard: {data.shard} has no meaning with zero: 0, which replicates everything"
+        path = ("parallel", "data", "shard")
+        yield Diagnostic("PT219", message, path=path, help="use zero: 1, 2 or 3, or drop shard")
+
+
+def _sources(spec: Spec) -> Iterator[Diagnostic]:
+    source = spec.data.source
+    if source == [] or source == "" or (isinstance(source, list) and "" in source):
+        message = "data.source names no file"
+        yield Diagnostic("PT220", message, path=("data", "source"), help="a file, a glob, a folder, or python-stdlib")
+
+
+def _environment(spec: Spec) -> Iterator[Diagnostic]:
+    for key in spec.launch.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
+            message = f"{key!r} cannot be the name of an environment variable"
+            yield Diagnostic("PT221", message, path=("launch", "env", key), help="letters, digits and underscores")
+        if key in _OWNED:
+            message = f"{key} is set by partool for every rank"
+            yield Diagnostic("PT222", message, path=("launch", "env", key), help="drop it")
+
+
+_OWNED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(str(value) for value in values[:-1]) + f" or {values[-1]}" if len(values) > 1 else str(values[0])
+
+
+CHECKS: tuple[Check, ...] = (
+    _one_model_source,
+    _model_fields,
+    _kv_heads,
+    _head_dim,
+    _window,
+    _moe,
+    _weights,
+    _schedule,
+    _betas,
+    _duration,
+    _validation,
+    _sharding,
+    _sources,
+    _environment,
+)

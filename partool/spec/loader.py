@@ -1,0 +1,117 @@
+"""From a file to a :class:`Spec`: every finding in one run, never an exception."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from partool.diagnostics.record import Diagnostic, Span
+from partool.spec import _pydantic, _yaml
+from partool.spec._overrides import apply_overrides
+from partool.spec._source import Source
+from partool.spec.checks import check
+from partool.spec.spec import Spec
+
+MAX_BYTES = 1_000_000
+
+
+@dataclass
+class Loaded:
+    """A spec that was read, or None where it has errors; the text it came from; and all findings, located."""
+
+    spec: Spec | None
+    source: Source
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+
+    @property
+    def has_errors(self) -> bool:
+        """True if any finding is an error."""
+        return any(finding.severity == "error" for finding in self.diagnostics)
+
+    def add(self, findings: list[Diagnostic]) -> None:
+        """Add findings of a later stage, located by their path; warnings silenced in the file are dropped."""
+        located = [self.source.located(finding) for finding in findings]
+        self.diagnostics += [finding for finding in located if not self.source.ignores(finding)]
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Loaded:
+    """Read a spec from a file; ``overrides`` are ``key.sub=value`` strings that win over it."""
+    source = Source(str(path))
+    text = _read(path)
+    if isinstance(text, Diagnostic):
+        return Loaded(None, source, [text])
+    source.text = text
+    return _load(source, overrides or [])
+
+
+def load_text(text: str, file: str = "<text>", overrides: list[str] | None = None) -> Loaded:
+    """Read a spec from a string."""
+    return _load(Source(file, text), overrides or [])
+
+
+def _read(path: Path) -> str | Diagnostic:
+    start = Span(str(path), 1, 1, 1, 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return Diagnostic("PT001", f"there is no file {str(path)!r}", help=_similar(path))
+    except IsADirectoryError:
+        return Diagnostic("PT002", f"{str(path)!r} is a folder", help="name the spec in it")
+    except (OSError, ValueError) as error:
+        return Diagnostic("PT002", f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}")
+    if len(data) > MAX_BYTES:
+        return Diagnostic("PT003", f"the file is larger than {MAX_BYTES:,} bytes, which no spec is", span=start)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
+        span = Span(str(path), line, column, line, column + 1)
+        message = f"the file is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}"
+        return Diagnostic("PT004", message, span=span, help="save it as UTF-8")
+
+
+def _similar(path: Path) -> str:
+    import difflib
+
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean {str(path.parent / near[0])!r}?" if near else ""
+
+
+def _load(source: Source, overrides: list[str]) -> Loaded:
+    document, found = _yaml.parse(source)
+    if document is None and not found:
+        found = [Diagnostic("PT005", "the spec is empty", span=Span(source.file, 1, 1, 1, 1), help=_yaml._EMPTY_HELP)]
+    if document is None or any(finding.code == "PT009" for finding in found):
+        return Loaded(None, source, found)
+    if not isinstance(document, dict):
+        kind = "a list" if isinstance(document, list) else "a single value"
+        message = f"the spec is {kind}, not a section with keys"
+        found.append(Diagnostic("PT007", message, span=source.span((), key=True), help="begin with `model:`"))
+        return Loaded(None, source, found)
+    found += apply_overrides(document, overrides, source)
+    spec, wrong = _validate(document)
+    loaded = Loaded(None if any(f.severity == "error" for f in found) else spec, source)
+    loaded.add(found + wrong)
+    if spec is not None:
+        loaded.add(check(spec))
+    if loaded.has_errors:
+        loaded.spec = None
+    return loaded
+
+
+def _validate(document: dict[str, Any]) -> tuple[Spec | None, list[Diagnostic]]:
+    try:
+        return Spec.model_validate(document), []
+    except ValidationError as error:
+        return None, _pydantic.findings(error, document)
+    except RecursionError:
+        return None, [Diagnostic("PT009", "values are nested too deep")]
