@@ -160,7 +160,9 @@ def _forwarding() -> Iterator[_Forwarder]:
     The process inherits the block, so that none reaches it before it can handle them; the agent lifts it.
     """
     forwarder = _Forwarder()
-    before = {number: signal.signal(number, forwarder.handle) for number in _FORWARDED}
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, forwarder.handle) for number in numbers}
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         yield forwarder

@@ -32,7 +32,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision) -> Summary:
         return Summary("", "")
     if code == EXIT_PREEMPTED:
         reason = f"stopped by {asked}"
-        return Summary(reason, f"partool: {reason}; --resume goes on from the checkpoint")
+        return Summary(reason, f"partool: {reason}, after a checkpoint")
     errors = read_errors(run_dir, attempt)
     first = _first_failure(supervision, errors)
     if first is None:
