@@ -1,20 +1,25 @@
-"""The rules' documentation: what each code means, with a spec that breaks it and one that does not."""
+"""The rules' documentation: what each code means, with an example that breaks it and one that does not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+
+from partool.diagnostics import _texts_files, _texts_planner, _texts_run, _texts_spec
+from partool.diagnostics._rule import Rule
+
+RULES: dict[str, Rule] = {
+    rule.code: rule
+    for module in (_texts_files, _texts_spec, _texts_planner, _texts_run)
+    for rule in sorted(module.RULES, key=lambda rule: rule.code)
+}
+"""Every rule by its code, in the order of the codes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Documentation of one rule code; the check itself stands beside what it checks."""
+def nearest(code: str) -> list[str]:
+    """Return the codes that a mistyped one may mean."""
+    wanted = code.strip().upper()
+    wanted = wanted if wanted.startswith("PT") else f"PT{wanted}"
+    return difflib.get_close_matches(wanted, RULES, n=3, cutoff=0.7)
 
-    code: str
-    title: str
-    """One line."""
-    reason: str
-    """Why this is a rule."""
-    bad: str
-    """YAML that breaks it (whole file)."""
-    good: str
-    """The same, mended."""
+
+__all__ = ["RULES", "Rule", "nearest"]

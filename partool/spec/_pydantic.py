@@ -112,7 +112,9 @@ def _unknown(path: SpecPath) -> Diagnostic:
     key = str(path[-1])
     siblings = known_keys(path[:-1])
     where = f"in `{dotted(path[:-1])}`" if len(path) > 1 else "at the top level of a spec"
-    return Diagnostic("PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=suggest(key, siblings))
+    return Diagnostic(
+        "PT101", f"there is no `{key}` {where}", path=path, label="unknown key", help=suggest(key, siblings)
+    )
 
 
 def suggest(key: str, siblings: list[str]) -> str:
@@ -121,7 +123,11 @@ def suggest(key: str, siblings: list[str]) -> str:
     if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
         return f"did you mean `{near[0]}`?"
     if elsewhere:
-        return f"`{key}` belongs under `{elsewhere[0].rpartition('.')[0]}`" if "." in elsewhere[0] else "it is a top-level key"
+        return (
+            f"`{key}` belongs under `{elsewhere[0].rpartition('.')[0]}`"
+            if "." in elsewhere[0]
+            else "it is a top-level key"
+        )
     if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.5):
         return f"did you mean `{near[0]}`?"
     return f"keys here: {', '.join(siblings)}" if siblings else ""

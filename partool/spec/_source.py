@@ -44,7 +44,8 @@ class Source:
     def attach(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
         """Return the findings with spans, in the order of the file, less the warnings that a comment there silences."""
         placed = [
-            d if d.span else replace(d, span=self.span(d.path, key=d.code in _KEYED)) for d in dict.fromkeys(diagnostics)
+            d if d.span else replace(d, span=self.span(d.path, key=d.code in _KEYED))
+            for d in dict.fromkeys(diagnostics)
         ]
         kept = [d for d in placed if not (d.severity == "warning" and self._ignored(d))]
         return sorted(kept, key=lambda d: (d.span.file, d.span.line, d.span.column) if d.span else ("", 0, 0))

@@ -89,7 +89,9 @@ def _compose(text: str, file: str, tree: Tree) -> Node | None:
         if isinstance(event, yaml.DocumentStartEvent):
             documents += 1
             if documents == 2:
-                tree.error("PT007", "a second document begins here", span, help="a spec is one document; split the file")
+                tree.error(
+                    "PT007", "a second document begins here", span, help="a spec is one document; split the file"
+                )
                 return root
         elif isinstance(event, yaml.CollectionEndEvent):
             _close(stack, span)
@@ -138,7 +140,9 @@ def _close(stack: list[Node], end: Span) -> None:
     node = stack.pop()
     node.open = False
     start = node.span
-    if end.end_line == start.line or end.end_column > end.column:  # a flow collection; a block one has no end of its own
+    if (
+        end.end_line == start.line or end.end_column > end.column
+    ):  # a flow collection; a block one has no end of its own
         node.span = Span(start.file, start.line, start.column, end.end_line, end.end_column)
     if node.kind == "mapping":
         node.value = list(zip(node.value[::2], node.value[1::2], strict=True))

@@ -53,7 +53,9 @@ def _head_dim(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT205", message, path=("model", "hidden"), help=help)
     if model.head_dim and model.head_dim % 2 and (model.position or "rope") == "rope":
         message = f"head_dim: {model.head_dim} is odd, and rotary positions turn pairs of dimensions"
-        yield Diagnostic("PT206", message, path=("model", "head_dim"), help=f"use {model.head_dim + 1}, or position: none")
+        yield Diagnostic(
+            "PT206", message, path=("model", "head_dim"), help=f"use {model.head_dim + 1}, or position: none"
+        )
 
 
 def _window(spec: Spec) -> Iterator[Diagnostic]:

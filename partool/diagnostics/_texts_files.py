@@ -1,0 +1,133 @@
+"""Rules of the file and of its keys and types (0xx and 1xx)."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import BASE, Rule
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT001",
+        "The spec does not exist",
+        "Nothing can be planned without the file. The path is taken as given, from the current folder.",
+        "partool plan specs/qickstart.yaml",
+        "partool plan specs/quickstart.yaml",
+        "command",
+    ),
+    Rule(
+        "PT002",
+        "The spec cannot be read",
+        "The path is a folder, or the system refuses to open it.",
+        "partool plan specs/",
+        "partool plan specs/quickstart.yaml",
+        "command",
+    ),
+    Rule(
+        "PT003",
+        "The file is too large for a spec",
+        "A spec has a few dozen lines. A file over 1 MB is something else, data most likely, and is not read further.",
+        "partool plan corpus.jsonl",
+        "partool plan specs/quickstart.yaml",
+        "command",
+    ),
+    Rule(
+        "PT004",
+        "The file is not UTF-8 text",
+        "YAML is Unicode text. Another encoding would turn names into other names without a word.",
+        "partool plan latin1.yaml",
+        "iconv -f latin1 -t utf-8 latin1.yaml > mine.yaml && partool plan mine.yaml",
+        "command",
+    ),
+    Rule("PT005", "The spec is empty", "A spec must at least name a model and data.", "# nothing yet\n", BASE),
+    Rule(
+        "PT006",
+        "The file is not valid YAML",
+        "partool reads YAML 1.2. The position is where the parser stopped; the cause is often a line above.",
+        BASE + "training: {steps: 10\n",
+        BASE + "training: {steps: 10}\n",
+    ),
+    Rule(
+        "PT007",
+        "The spec is not a section with keys",
+        "The top of a spec holds sections such as model and data.",
+        "- model: llama3-8b\n- data: python-stdlib\n",
+        BASE,
+    ),
+    Rule(
+        "PT008",
+        "A key is given twice",
+        "Most YAML readers keep the last one and drop the other without a word, so a setting seems to have no effect.",
+        BASE + "training: {steps: 10, steps: 1000}\n",
+        BASE + "training: {steps: 1000}\n",
+    ),
+    Rule(
+        "PT009",
+        "Values are nested too deep or expand without end",
+        "Aliases that refer to aliases can expand to billions of values. No spec needs that.",
+        BASE + "name: &again [*again]\n",
+        BASE + "name: again\n",
+    ),
+    Rule(
+        "PT010",
+        "The file holds several YAML documents",
+        "One spec, one plan. With two documents it would be unclear which is meant.",
+        BASE + "---\n" + BASE,
+        BASE,
+    ),
+    Rule(
+        "PT011",
+        "A key is not a name",
+        "YAML allows lists and mappings as keys; a spec has no use for them.",
+        BASE + "? [training]\n: {steps: 10}\n",
+        BASE + "training: {steps: 10}\n",
+    ),
+    Rule(
+        "PT101",
+        "Unknown key",
+        "A misspelt key that is silently ignored costs hours: the run goes on with the default.",
+        BASE + "training: {step: 10}\n",
+        BASE + "training: {steps: 10}\n",
+    ),
+    Rule(
+        "PT102",
+        "Wrong type",
+        "Values are not converted: text stays text, so that 08 or 1e3 never become something else unseen.",
+        BASE + "training: {steps: '10'}\n",
+        BASE + "training: {steps: 10}\n",
+    ),
+    Rule(
+        "PT103",
+        "A required key is missing",
+        "Some things have no sensible default.",
+        "model: llama3-8b\n",
+        BASE,
+    ),
+    Rule(
+        "PT104",
+        "A value is out of range",
+        "The number cannot work at all, whatever the other settings are.",
+        BASE + "training: {steps: 0}\n",
+        BASE + "training: {steps: 10}\n",
+    ),
+    Rule(
+        "PT105",
+        "A value is not one of the choices",
+        "The key takes one of a few words.",
+        BASE + "training: {precision: bf61}\n",
+        BASE + "training: {precision: bf16}\n",
+    ),
+    Rule(
+        "PT106",
+        "A name has characters it cannot have",
+        "The name becomes part of folders, job names and labels, whose rules are the strictest of all.",
+        BASE + "name: My Run\n",
+        BASE + "name: my-run\n",
+    ),
+    Rule(
+        "PT107",
+        "An override is malformed",
+        "--set takes key=value, with dots between sections; the value is read like a value in the file.",
+        "partool plan mine.yaml --set training.steps 10",
+        "partool plan mine.yaml --set training.steps=10",
+        "command",
+    ),
+)

@@ -1,0 +1,163 @@
+"""Rules that a spec can break by itself (PT201 to PT249)."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import BASE, Rule
+
+_TAIL = "hardware: {accelerator: cpu, per_node: 1}\ndata: python-stdlib\n"
+
+
+def _model(fields: str) -> str:
+    return f"model: {{layers: 2, hidden: 64, vocab: 256, {fields}}}\n{_TAIL}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT201",
+        "The model is given twice",
+        "A preset and a configuration file both give every field. Which one is meant is not for partool to guess.",
+        "model: {preset: gpt2, config: ./config.json}\n" + _TAIL,
+        "model: {preset: gpt2}\n" + _TAIL,
+    ),
+    Rule(
+        "PT202",
+        "The model is not complete",
+        "Without a preset or a configuration file, the fields must say how large the model is.",
+        "model: {layers: 2, vocab: 256}\n" + _TAIL,
+        BASE,
+    ),
+    Rule(
+        "PT204",
+        "Heads cannot share the key and value heads evenly",
+        "Grouped-query attention gives each key and value head the same number of query heads (arXiv 2305.13245).",
+        _model("heads: 4, kv_heads: 3"),
+        _model("heads: 4, kv_heads: 2"),
+    ),
+    Rule(
+        "PT205",
+        "The hidden size is not a multiple of the heads",
+        "Without head_dim, a head's width is hidden / heads, which must be whole.",
+        _model("heads: 6"),
+        _model("heads: 6, head_dim: 12"),
+    ),
+    Rule(
+        "PT206",
+        "Rotary positions need an even head width",
+        "RoPE turns pairs of dimensions (arXiv 2104.09864).",
+        _model("heads: 4, head_dim: 15"),
+        _model("heads: 4, head_dim: 16"),
+    ),
+    Rule(
+        "PT207",
+        "Sliding layers without a window",
+        "A sliding layer sees the last `window` tokens, so it needs the number.",
+        _model("heads: 4, attention: {layer_types: [sliding, full]}"),
+        _model("heads: 4, attention: {layer_types: [sliding, full], window: 128}"),
+    ),
+    Rule(
+        "PT208",
+        "A window, but no sliding layer",
+        "The window would have no effect.",
+        _model("heads: 4, attention: {layer_types: [full, full], window: 128}"),
+        _model("heads: 4, attention: {window: 128}"),
+    ),
+    Rule(
+        "PT209",
+        "layer_types does not name every layer",
+        "A list has one kind per layer; a pattern repeats.",
+        _model("heads: 4, attention: {layer_types: [sliding], window: 128}"),
+        _model("heads: 4, attention: {layer_types: {pattern: [sliding]}, window: 128}"),
+    ),
+    Rule(
+        "PT210",
+        "More experts per token than experts",
+        "Each token goes to top_k different experts.",
+        _model("heads: 4, moe: {experts: 4, top_k: 5, ffn_hidden: 32}"),
+        _model("heads: 4, moe: {experts: 4, top_k: 2, ffn_hidden: 32}"),
+    ),
+    Rule(
+        "PT211",
+        "Weights without a path",
+        "Weights from a checkpoint or a Hugging Face folder are read from somewhere.",
+        _model("heads: 4, weights: {source: hf}"),
+        BASE,
+    ),
+    Rule(
+        "PT212",
+        "A path of weights that are not read",
+        "The run would start from random weights although a folder is named.",
+        _model("heads: 4, weights: {path: /models/mine}"),
+        BASE,
+    ),
+    Rule(
+        "PT213",
+        "Warm-up is longer than training",
+        "The learning rate would never reach its peak.",
+        BASE + "training: {steps: 100}\noptimizer: {schedule: {warmup_steps: 200}}\n",
+        BASE + "training: {steps: 100}\noptimizer: {schedule: {warmup_steps: 10}}\n",
+    ),
+    Rule(
+        "PT214",
+        "decay_steps with another schedule than wsd",
+        "Only warm-up, stable, decay has a separate phase of decay (arXiv 2404.06395); elsewhere it has no effect.",
+        BASE + "optimizer: {schedule: {kind: cosine, decay_steps: 10}}\n",
+        BASE + "optimizer: {schedule: {kind: wsd, decay_steps: 10}}\n",
+    ),
+    Rule(
+        "PT215",
+        "Warm-up and decay are longer than training",
+        "The two phases of wsd must fit into the steps.",
+        BASE + "training: {steps: 100}\noptimizer: {schedule: {kind: wsd, warmup_steps: 60, decay_steps: 60}}\n",
+        BASE + "training: {steps: 100}\noptimizer: {schedule: {kind: wsd, warmup_steps: 20, decay_steps: 60}}\n",
+    ),
+    Rule(
+        "PT216",
+        "An Adam beta outside [0, 1)",
+        "The moments are exponential averages; at 1 they never forget, and the bias correction divides by zero.",
+        BASE + "optimizer: {betas: [0.9, 1.0]}\n",
+        BASE + "optimizer: {betas: [0.9, 0.95]}\n",
+    ),
+    Rule(
+        "PT217",
+        "checkpoint.every is no interval",
+        "Checkpoints are written every so many steps, or every so much time.",
+        BASE + "checkpoint: {every: half an hour}\n",
+        BASE + "checkpoint: {every: 30min}\n",
+    ),
+    Rule(
+        "PT218",
+        "Validation without held-out data",
+        "A loss on the training data says little about the model.",
+        BASE + "training: {validation: {every: 10}}\n",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 1}\n"
+        "data: {source: python-stdlib, validation: 0.01}\ntraining: {validation: {every: 10}}\n",
+    ),
+    Rule(
+        "PT219",
+        "Shards without ZeRO",
+        "ZeRO stage 0 replicates everything, so there is nothing that ranks could share.",
+        BASE + "parallel: {data: {zero: 0, shard: 4}}\n",
+        BASE + "parallel: {data: {zero: 0}}\n",
+    ),
+    Rule(
+        "PT220",
+        "data.source names no file",
+        "There would be nothing to train on.",
+        BASE.replace("data: python-stdlib", "data: {source: []}"),
+        BASE,
+    ),
+    Rule(
+        "PT221",
+        "A name that no environment variable can have",
+        "The system refuses to start a process with such a variable.",
+        BASE + "launch: {env: {MY-FLAG: '1'}}\n",
+        BASE + "launch: {env: {MY_FLAG: '1'}}\n",
+    ),
+    Rule(
+        "PT222",
+        "An environment variable that partool sets itself",
+        "Every rank gets its own value; one value for all of them would make every rank think it is the same one.",
+        BASE + "launch: {env: {RANK: '0'}}\n",
+        BASE + "launch: {env: {OMP_PROC_BIND: 'true'}}\n",
+    ),
+)

@@ -1,0 +1,94 @@
+"""Findings as a person reads them: the line, a caret under the place, and the nearest thing that works."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections.abc import Mapping
+from typing import TextIO
+
+from partool.diagnostics.record import Diagnostic, Label, Span
+
+_COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36", "frame": "34", "bold": "1"}
+_TAB = "    "
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Return True for a terminal that shows colours and a user who wants them (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def render_text(findings: list[Diagnostic], lines: Mapping[str, list[str]], *, colour: bool = False) -> str:
+    """Return the findings as text; ``lines`` gives the lines of each source file by its name."""
+    painter = _Painter(lines, colour)
+    return "".join(painter.finding(finding) + "\n" for finding in findings)
+
+
+def summary(findings: list[Diagnostic]) -> str:
+    """Return ``2 errors, 1 warning``."""
+    counts = [(kind, sum(finding.severity == kind for finding in findings)) for kind in ("error", "warning")]
+    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts if count)
+
+
+class _Painter:
+    def __init__(self, lines: Mapping[str, list[str]], colour: bool) -> None:
+        self._lines = lines
+        self._colour = colour
+
+    def finding(self, finding: Diagnostic) -> str:
+        head = self._paint(finding.severity, f"{finding.severity}[{finding.code}]")
+        out = [f"{head}{self._paint('bold', ': ' + finding.message)}"]
+        width = len(str(max([span.line for span in self._spans(finding)], default=0)))
+        if finding.span is not None:
+            out += self._excerpt(Label(finding.span, finding.label), finding.severity, width, first=True)
+        for label in finding.related:
+            out += self._excerpt(label, "note", width, first=False)
+        if finding.help:
+            out.append(f"{' ' * width} {self._paint('frame', '=')} help: {finding.help}")
+        out.append(f"{' ' * width} {self._paint('frame', '=')} see: partool explain {finding.code}")
+        return "\n".join(out) + "\n"
+
+    def _spans(self, finding: Diagnostic) -> list[Span]:
+        return [span for span in (finding.span, *(label.span for label in finding.related)) if span]
+
+    def _excerpt(self, label: Label, kind: str, width: int, *, first: bool) -> list[str]:
+        span = label.span
+        place = f"{span.file}:{span.line}:{span.column}"
+        lines = self._lines.get(span.file)
+        if lines is None:  # an override, or a file that could not be read
+            return [
+                f"{' ' * width} {self._paint('frame', '┌─')} {span.file if span.file.startswith('--set') else place}"
+            ]
+        out = [f"{' ' * width} {self._paint('frame', '┌─' if first else '├─')} {place}"]
+        bar = self._paint("frame", "│")
+        out.append(f"{' ' * width} {bar}")
+        for number in (span.line - 1, span.line):
+            text = lines[number - 1] if 0 < number <= len(lines) else None
+            if text is not None and (number == span.line or text.strip()):
+                out.append(f"{self._paint('frame', str(number).rjust(width))} {bar} {_expand(text)}".rstrip())
+        if 0 < span.line <= len(lines):
+            out.append(f"{' ' * width} {bar} {self._caret(span, lines[span.line - 1], label.text, kind)}")
+        return out
+
+    def _caret(self, span: Span, line: str, text: str, kind: str) -> str:
+        end = span.end_column if span.end_line == span.line else len(line) + 1
+        indent = _width(line[: span.column - 1])
+        length = max(_width(line[span.column - 1 : end - 1]), 1)
+        return " " * indent + self._paint(kind, "^" * length + (f" {text}" if text else ""))
+
+    def _paint(self, kind: str, text: str) -> str:
+        return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if self._colour else text
+
+
+def _expand(text: str) -> str:
+    # Control characters would move the cursor or colour the terminal: they are shown, not sent.
+    return "".join(_TAB if c == "\t" else c if c.isprintable() else "�" for c in text)
+
+
+def _width(text: str) -> int:
+    """Return the columns a terminal gives to a text."""
+    total = 0
+    for character in _expand(text):
+        if not unicodedata.combining(character):
+            total += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return total
