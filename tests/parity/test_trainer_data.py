@@ -1,0 +1,62 @@
+"""A run that stops on three ranks and goes on with two trains on exactly the sequences of an unbroken run."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from pathlib import Path
+
+import _trainer_data_worker as worker
+import pytest
+from _plans import small_plan, write_text
+from _ranks import run_ranks
+
+from partool.plan.types import Plan
+from partool_runtime.data import open_data
+
+STEPS = 8
+
+
+def run(folder: Path, plan: Plan, ranks: int, *, resume: bool, stop_at: int) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {"plan": json.loads(plan.to_json()), "run": "run", "resume": resume, "stop_at": stop_at, "port": port}
+    (folder / "jobs.json").write_text(json.dumps({f"on {ranks}": job}))
+    run_ranks(Path(worker.__file__), ranks, str(folder / "jobs.json"))
+    return [(folder / f"on {ranks}.rank-{rank}.txt").read_text() for rank in range(ranks)]
+
+
+def seen(folder: Path, ranks: int) -> dict[int, list[tuple[int, ...]]]:
+    """Return the sequences of every step, over the ranks."""
+    steps: dict[int, list[tuple[int, ...]]] = {}
+    for rank in range(ranks):
+        for line in (folder / f"seen-{ranks}.rank-{rank}.jsonl").read_text().splitlines():
+            step, rows = json.loads(line)
+            steps.setdefault(step, []).extend(map(tuple, rows))
+    return steps
+
+
+@pytest.mark.timeout(120)
+def test_resuming_on_other_ranks_loses_and_doubles_no_sequence(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    longer = {"sequence_length": 64}
+    three = small_plan(tmp_path / "text", ranks=3, zero=1, steps=STEPS, training=longer)
+    two = small_plan(tmp_path / "text", ranks=2, zero=2, accumulation=3, steps=STEPS, training=longer)
+    assert all("Preempted" in ended for ended in run(tmp_path, three, 3, resume=False, stop_at=3))
+    assert run(tmp_path, two, 2, resume=True, stop_at=-1) == ["done"] * 2
+
+    first, second = seen(tmp_path, 3), seen(tmp_path, 2)
+    assert sorted(first) == [0, 1, 2]
+    assert sorted(second) == [3, 4, 5, 6, 7]
+    one = small_plan(tmp_path / "text", ranks=1, steps=STEPS, training=longer)
+    with open_data(one, dp_rank=0, dp_size=1, barrier=lambda: None) as unbroken:
+        for step, rows in (first | second).items():
+            expected = [tuple(row) for micro in unbroken.step(step) for row in micro.tokens_BS.tolist()]
+            assert rows == expected
+        epoch = unbroken.samples_per_epoch
+        every = Counter(tuple(unbroken._train.row(number)[:-1].tolist()) for number in range(epoch))
+    assert epoch < 12 * STEPS, "the run is to cross into a second epoch"
+    in_order = [row for step in range(STEPS) for row in (first | second)[step]]
+    assert Counter(in_order[:epoch]) == every
