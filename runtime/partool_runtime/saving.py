@@ -115,10 +115,10 @@ class Saver:
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds of a duration such as ``90s``, ``30min`` or ``1.5h``; raises ConfigurationError PT617."""
+    """Return the seconds of a duration such as ``90s``, ``30min`` or ``1.5h``; raises ConfigurationError PT217."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if match is None or match[2] not in _UNITS_S:
-        raise ConfigurationError("PT617", f"checkpoint.every: {text!r} is no duration", "write it like 30min or 2h")
+        raise ConfigurationError("PT217", f"checkpoint.every: {text!r} is no duration", "write it like 30min or 2h")
     return float(match[1]) * _UNITS_S[match[2]]
 
 

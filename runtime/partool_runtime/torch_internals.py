@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -21,6 +23,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's parts of tensors."""
     return sum(part.numel() * part.itemsize for part in map(local, tensors))
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that FSDP2 holds gathered now; it offers no public look at them."""
+    outputs = [tensor for parameter in _fsdp_parameters(model) for tensor in parameter.all_gather_outputs]
+    return sum(tensor.untyped_storage().size() for tensor in outputs)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of gradients this rank holds now: its shards, and whole ones that wait for their reduction."""
+    held = [parameter.grad for parameter in model.parameters() if isinstance(parameter.grad, DTensor)]
+    whole = []
+    for parameter in _fsdp_parameters(model):
+        whole += [
+            parameter.unsharded_accumulated_grad,
+            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+        ]
+    return local_bytes(held) + local_bytes(tensor for tensor in whole if tensor is not None)
+
+
+def _fsdp_parameters(model: nn.Module) -> list[Any]:
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    found = []
+    for state in states:
+        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+        groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+        found += [parameter for group in groups for parameter in group.fsdp_params]
+    return found
 
 
 def group_size(process_group: Any) -> int:

@@ -21,7 +21,7 @@ from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals import local_bytes
+from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, local_bytes
 from partool_runtime.weights import build, fill, freeze, materialise, post_load
 
 
@@ -115,6 +115,8 @@ def _prepare(plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, finger
     optimizer = AdamW(trained_parameters(model), plan.optimizer)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
+    recorder.probe_memory("gathered", lambda: gathered_bytes(model))
+    recorder.probe_memory("gradients", lambda: gradient_bytes(model))
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
         model,

@@ -15,5 +15,5 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "30", "min", "-5min", "3 fortnights"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(ConfigurationError, match="PT617"):
+    with pytest.raises(ConfigurationError, match="PT217"):
         duration_s(text)

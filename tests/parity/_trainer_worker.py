@@ -1,0 +1,46 @@
+"""Ranks of test_trainer.py: runs the trainer several times in one process and notes how each run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from partool.plan.types import Plan
+from partool_runtime.mesh import close_ranks
+from partool_runtime.stop import StopRequest
+from partool_runtime.trainer import train
+
+
+class StopAt(StopRequest):
+    """A request that reaches the last rank only, after some step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._at = step
+
+    def agree(self, step: int) -> bool:
+        if step == self._at and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            self._signal = signal.SIGTERM
+        return super().agree(step)
+
+
+def main(jobs: str) -> None:
+    folder = Path(jobs).parent
+    for name, job in json.loads(Path(jobs).read_text()).items():
+        os.environ["MASTER_PORT"] = str(job["port"])
+        plan = Plan.model_validate_json(json.dumps(job["plan"]))
+        try:
+            train(plan, folder / job["run"], job["resume"], StopAt(job["stop_at"]))
+            ended = "done"
+        except Exception as error:
+            ended = f"{type(error).__name__}: {error}"
+        (folder / f"{name}.rank-{os.environ['RANK']}.txt").write_text(ended)
+        if ended != "done" and "Preempted" not in ended:
+            close_ranks()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

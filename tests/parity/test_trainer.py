@@ -1,0 +1,148 @@
+"""The whole trainer on two ranks: resume, stop requests, other layouts, refusals."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import _trainer_worker as worker
+import pytest
+import torch
+from _plans import small_plan, write_text
+from _ranks import run_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+STEPS = 6
+
+
+@dataclass
+class Jobs:
+    folder: Path
+    jobs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, plan: Any, *, run: str, resume: bool = False, stop_at: int = -1) -> None:
+        plan_json = json.loads(plan.to_json())
+        job = {"plan": plan_json, "run": run, "resume": resume, "stop_at": stop_at, "port": free_port()}
+        self.jobs[name] = job
+
+    def run(self, ranks: int) -> None:
+        path = self.folder / "jobs.json"
+        path.write_text(json.dumps(self.jobs))
+        run_ranks(Path(worker.__file__), ranks, str(path))
+        self.jobs.clear()
+
+    def ended(self, name: str, rank: int = 0) -> str:
+        return (self.folder / f"{name}.rank-{rank}.txt").read_text()
+
+    def events(self, run: str, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+        lines = (self.folder / run / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
+        return [event["data"] for event in map(json.loads, lines) if event["kind"] == kind]
+
+    def state(self, run: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+        whole = self.folder / "whole.pt"
+        dcp_to_torch_save(self.folder / run / "checkpoints" / f"step-{step:08d}", whole)
+        state = torch.load(whole)
+        return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text"
+    write_text(text)
+    jobs = Jobs(folder)
+    for precision, zero in (("fp32", 1), ("bf16", 3), ("fp16", 2)):
+        plan = small_plan(text, zero=zero, precision=precision)
+        jobs.add(f"{precision} unbroken", plan, run=f"{precision}-unbroken")
+        jobs.add(f"{precision} stopped", plan, run=precision, stop_at=3)
+        jobs.add(f"{precision} resumed", plan, run=precision, resume=True)
+    jobs.add("again", small_plan(text), run="fp32", resume=True)
+    double = partial(small_plan, text, precision="fp64")
+    jobs.add("fresh", double(), run="crossed", resume=True)
+    jobs.add("zero-3", double(zero=3, steps=8), run="crossed", resume=True)
+    jobs.add("long", double(steps=10, accumulation=1), run="long")
+    jobs.add("tied", small_plan(text, zero=3, model={"tied_embeddings": True}, recompute="full"), run="tied")
+    jobs.add("other data", small_plan(text, steps=9, training={"seed": 5}), run="fp32", resume=True)
+    jobs.run(2)
+    jobs.add("one rank", double(ranks=1, steps=10), run="crossed", resume=True)
+    other = {"hidden": 20, "head_dim": 4}
+    jobs.add("other model", small_plan(text, ranks=1, steps=9, model=other), run="fp32", resume=True)
+    jobs.run(1)
+    return jobs
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_resumed_run_equals_unbroken_run_bit_for_bit(ran, precision):
+    assert ran.ended(f"{precision} unbroken") == "done"
+    assert ran.ended(f"{precision} stopped") == "Preempted: stopped by SIGTERM after step 3"
+    assert ran.ended(f"{precision} stopped", rank=1) == ran.ended(f"{precision} stopped")
+    assert ran.ended(f"{precision} resumed") == "done"
+    unbroken, resumed = ran.state(f"{precision}-unbroken"), ran.state(precision)
+    assert any(name.startswith("exp_avg_sq.layers.1") for name in unbroken)
+    assert unbroken.keys() == resumed.keys()
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
+    losses = [step["loss"] for step in ran.events(f"{precision}-unbroken", "step")]
+    assert [step["loss"] for step in ran.events(precision, "step")][:STEPS] == losses
+    assert ran.events(precision, "start")[1]["resumed_from"] == 3
+
+
+@pytest.mark.timeout(170)
+def test_comparison_can_fail(ran):
+    a, b = ran.state("fp32-unbroken"), ran.state("fp32-unbroken", step=4)
+    assert not all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.timeout(170)
+def test_low_precision_stays_near_fp32(ran):
+    losses = {p: [s["loss"] for s in ran.events(f"{p}-unbroken", "step")] for p in ("fp32", "bf16", "fp16")}
+    assert losses["bf16"] == pytest.approx(losses["fp32"], abs=3e-2)
+    assert losses["fp16"] == pytest.approx(losses["fp32"], abs=3e-3)
+    assert len({tuple(values) for values in losses.values()}) == 3
+
+
+@pytest.mark.timeout(170)
+def test_finished_run_ends_at_once(ran):
+    assert ran.ended("again") == "done"
+    assert ran.events("fp32", "start")[2]["resumed_from"] == STEPS
+
+
+@pytest.mark.timeout(170)
+def test_resume_without_checkpoint_begins(ran):
+    assert ran.ended("fresh") == "done"
+    assert ran.events("crossed", "start")[0]["resumed_from"] == 0
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(("job", "step"), [("zero-3", 8), ("one rank", 10)])
+def test_resume_in_another_layout_goes_on_as_if_unbroken(ran, job, step):
+    assert ran.ended(job) == "done"
+    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 6, 8]
+    long, crossed = ran.state("long", step=step), ran.state("crossed", step=step)
+    assert long.keys() == crossed.keys()
+    for name, expected in long.items():
+        torch.testing.assert_close(crossed[name], expected, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.timeout(170)
+def test_validation_and_learning(ran):
+    losses = [event["loss"] for event in ran.events("tied", "validation")]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < 5.7
+    assert "model.head.weight" not in ran.state("tied")
+
+
+@pytest.mark.timeout(170)
+def test_other_data_and_other_models_are_refused(ran):
+    assert ran.ended("other data").startswith("ConfigurationError: PT616")
+    assert ran.ended("other model").startswith("ConfigurationError: PT612")
