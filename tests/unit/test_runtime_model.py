@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from partool.layout.parameters import parameters
 from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import Decoder, loss
@@ -167,8 +168,8 @@ def test_decoder_is_the_reference(case):
     config = CONFIGS[case]
     model = make(config)
     tokens_BS, labels_BS = batch(config)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    expected = torch.stack([ref_logits(parameters, row.tolist(), config) for row in tokens_BS])
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = torch.stack([ref_logits(values, row.tolist(), config) for row in tokens_BS])
     logits = model.logits(tokens_BS)
     torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-11)
     total = model(tokens_BS, labels_BS)
@@ -212,6 +213,13 @@ def test_parameter_names_and_shapes():
     assert gpt["position.weight"].shape == (16, 21)
     assert {"final_norm.bias", "layers.1.ffn.up.bias", "layers.1.ffn_norm.bias"} <= set(gpt)
     assert not any("gate" in name for name in gpt)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_parameters_are_those_the_planner_counts(case):
+    model = Decoder(CONFIGS[case])
+    listed = [(info.name, info.shape) for info in parameters(CONFIGS[case])]
+    assert [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()] == listed
 
 
 @pytest.mark.parametrize("case", ["plain", "qwen-like", "gpt-like"])

@@ -48,10 +48,10 @@ def load_model(model: Decoder, path: Path) -> None:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path means; raises ConfigurationError PT620."""
+    if path.name.startswith("step-"):
+        return path  # if it is missing, reading it says which there are
     if not path.is_dir():
         raise ConfigurationError("PT620", f"model.weights.path: no folder {path}")
-    if path.name.startswith("step-"):
-        return path
     for folder in (path, path / "checkpoints"):
         step = newest_step(folder)
         if step is not None:
