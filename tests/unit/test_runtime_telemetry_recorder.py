@@ -249,6 +249,23 @@ def test_memory_notes_keep_the_largest_and_refuse_unknown_terms(case: Callable[.
         c.recorder.note_memory("grads", 1)
 
 
+def test_probes_look_in_the_sampled_step_only_and_keep_the_largest(case: Callable[..., Case]) -> None:
+    c = case()
+    values = iter([5, 9, 2])
+    c.recorder.probe_memory("gathered", lambda: next(values))
+    weight = torch.nn.Parameter(torch.ones(3))
+    for step in range(1, 4):
+        with c.recorder.timer("forward"):
+            loss = (weight * 2 * weight).sum() if step == 2 else weight.sum()
+        with c.recorder.timer("backward"):
+            loss.backward()
+        c.recorder.step(step, 1.0)
+    assert next(values, None) is None  # amid the forward pass, after it, and after the backward pass
+    assert c.recorder.measures().memory["gathered"] == Measurement(9, "counted tensors")
+    with pytest.raises(ValueError, match="unknown memory term 'x'"):
+        c.recorder.probe_memory("x", lambda: 0)
+
+
 def test_rank_0_waits_for_the_others_and_prints_the_table(case: Callable[..., Case], tmp_path: Path) -> None:
     old = EventWriter(tmp_path, 1)  # of an attempt before
     old.write("summary", {"scope": "rank", "measures": Measures(memory={"total": Measurement(1e15, "old")}).to_json()})

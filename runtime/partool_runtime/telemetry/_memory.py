@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,10 +39,12 @@ class SavedTensors:
 
     The hooks pass every tensor through unchanged. Parameters and views of them are not counted; neither are logits,
     which belong to the term ``loss``: they are known by their shape (``logits_numel`` elements, last dimension
-    ``vocab``). Recomputation's own savings during backward are not seen, as in the prediction's term.
+    ``vocab``). What recomputation saves again during the backward pass is not seen. ``at_parameter`` is called
+    whenever a parameter is saved: in the middle of the work on the block that holds it.
     """
 
-    def __init__(self, vocab: int, logits_numel: int) -> None:
+    def __init__(self, vocab: int, logits_numel: int, at_parameter: Callable[[], None]) -> None:
+        self._at_parameter = at_parameter
         self._vocab = vocab
         self._logits_numel = logits_numel
         self._storages: dict[tuple[int, int], int] = {}
@@ -64,7 +67,9 @@ class SavedTensors:
         owner = tensor if tensor._base is None else tensor._base
         is_parameter = isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
         is_logits = tensor.numel() == self._logits_numel and tensor.shape[-1] == self._vocab
-        if not is_parameter and not is_logits:
+        if is_parameter:
+            self._at_parameter()
+        elif not is_logits:
             storage = tensor.untyped_storage()
             self._storages[(storage.data_ptr(), storage.nbytes())] = storage.nbytes()
         return tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from partool.plan.types import Plan
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
@@ -22,10 +24,16 @@ class StepSampler:
         self._spans = spans
         self._possible = plan.layout.compile == "none"
         tokens = plan.layout.micro_batch * plan.training.sequence_length
-        self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab)
+        self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab, self._probe)
+        self._probes: dict[str, Callable[[], int]] = {}
+        self._probed: dict[str, int] = {}
         self._counter: CommCounter | None = None
         self._counting = False
         self._seen_forward = False
+
+    def add_probe(self, term: str, count_bytes: Callable[[], int]) -> None:
+        """Look at a memory term in the sampled step: after each pass, and amid the first forward pass."""
+        self._probes[term] = count_bytes
 
     def arm(self) -> None:
         """Sample the step that begins now."""
@@ -44,8 +52,9 @@ class StepSampler:
         traffic = self._counter.snapshot()
         sent = {kind: entry.sent_bytes for kind, entry in traffic.items()}
         how = "collective counter"
+        probed = {term: Measurement(value, "counted tensors") for term, value in self._probed.items()}
         return Measures(
-            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook")},
+            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook"), **probed},
             traffic={
                 "gradient_sync": Measurement(sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), how),
                 "parameter_gather": Measurement(sent.get("all_gather", 0), how),
@@ -59,11 +68,17 @@ class StepSampler:
             self._saved.start()
 
     def _exit(self, term: str) -> None:
+        if term in ("forward", "backward"):
+            self._probe()
         if term == "forward" and not self._seen_forward:
             self._saved.stop()
             self._seen_forward = True
         elif term == "optimizer":
             self._stop_counting()
+
+    def _probe(self) -> None:
+        for term, count_bytes in self._probes.items():
+            self._probed[term] = max(self._probed.get(term, 0), count_bytes())
 
     def _stop_counting(self) -> None:
         if self._counting and self._counter is not None:

@@ -170,11 +170,18 @@ class Recorder:
 
         Raises ValueError for a term that is not in ``MEMORY_TERMS``.
         """
-        if term not in MEMORY_TERMS:
-            raise ValueError(f"unknown memory term {term!r}; known: {', '.join(MEMORY_TERMS)}")
+        _check_memory_term(term)
         old = self._memory.get(term)
         if old is None or size_bytes > old.value:
             self._memory[term] = Measurement(float(size_bytes), measure)
+
+    def probe_memory(self, term: str, count_bytes: Callable[[], int]) -> None:
+        """Give a function that counts a memory term's bytes: called in the sampled step, the largest value stays.
+
+        Raises ValueError for a term that is not in ``MEMORY_TERMS``.
+        """
+        _check_memory_term(term)
+        self._sampler.add_probe(term, count_bytes)
 
     def measures(self) -> Measures:
         """Return what this rank has measured so far: medians over steady steps, peaks, counters."""
@@ -308,6 +315,11 @@ class Recorder:
         self._display.log(self._figures)
         if self._tensorboard is not None:
             self._tensorboard.log(self._figures)
+
+
+def _check_memory_term(term: str) -> None:
+    if term not in MEMORY_TERMS:
+        raise ValueError(f"unknown memory term {term!r}; known: {', '.join(MEMORY_TERMS)}")
 
 
 def _read(value: Number, *, force: bool) -> float | None:

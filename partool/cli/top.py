@@ -1,0 +1,39 @@
+"""``partool top``."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from partool.cli._runs import find_run_or_exit
+from partool.launch.local import LocalTarget
+from partool.report.top import RunView
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Id, the beginning of one, a name, or last.")] = "last",
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Watch a run through its event logs, from any terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    found = find_run_or_exit(run)
+    target, console, view = LocalTarget(), Console(), RunView(found.path, found.name)
+    view.read()
+    status = target.status(found)
+    if once or not console.is_terminal or not status.active:
+        console.print(view.render(status.state))
+        return
+    with Live(view.render(status.state), console=console, auto_refresh=False) as live:
+        try:
+            while status.active:
+                time.sleep(interval)
+                view.read()
+                status = target.status(found)
+                live.update(view.render(status.state), refresh=True)
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,91 @@
+"""A running run as a picture, from its event logs."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.event_log import EVENTS, read_new_events
+from partool.plan.events import Event
+
+_ROWS = 10
+
+
+class RunView:
+    """Follows all ranks' event logs of a run; :meth:`read` takes in what is new, :meth:`render` draws it."""
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self._folder = run_dir / EVENTS
+        self._name = name
+        self._offsets: dict[Path, int] = {}
+        self._steps: deque[dict[str, Any]] = deque(maxlen=_ROWS)
+        self._ranks: dict[int, dict[str, Any]] = {}
+        self._notes: dict[str, str] = {}
+
+    def read(self) -> None:
+        """Read on in every log."""
+        for path in sorted(self._folder.glob("rank-*.jsonl")):
+            events, self._offsets[path] = read_new_events(path, self._offsets.get(path, 0))
+            for event in events:
+                self._take(event)
+
+    def render(self, state: str) -> RenderableType:
+        """Return the latest log steps, the last validation and checkpoint, and each rank's latest step."""
+        parts: list[RenderableType] = [Text.assemble((self._name, "bold"), f"  {state}")]
+        parts += [Text(note) for note in self._notes.values()]
+        if self._steps:
+            parts.append(self._step_table())
+        if len(self._ranks) > 1:
+            parts.append(self._rank_table())
+        return Group(*parts)
+
+    def _take(self, event: Event) -> None:
+        data, kind = event["data"], event["kind"]
+        if kind == "step":
+            if "memory_bytes" in data or event["rank"] not in self._ranks:
+                self._ranks[event["rank"]] = data
+            if event["rank"] == 0 and "memory_bytes" in data:
+                self._steps.append(data)
+        elif event["rank"] != 0:
+            return
+        elif kind == "start":
+            self._notes.clear()
+            after = f", resumed after step {data['resumed_from']}" if data.get("resumed_from") else ""
+            self._notes["start"] = f"attempt {data.get('attempt')}, {data.get('world_size')} ranks{after}"
+        elif kind == "validation":
+            self._notes["validation"] = f"validation loss {_number(data['loss'], '.4f')} at step {data['step']}"
+        elif kind == "checkpoint":
+            self._notes["checkpoint"] = f"checkpoint at step {data['step']}"
+        elif kind == "end":
+            self._notes["end"] = f"ended with exit code {data['exit_code']}: {data['reason']}"
+
+    def _step_table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in ("step", "loss", "grad norm", "lr", "tokens/s", "step s", "GiB", "MFU"):
+            table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
+        for data in self._steps:
+            memory, formats = data["memory_bytes"], (".4f", ".3f", ".2e", ",.0f", ".3f")
+            keys = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s")
+            figures = [_number(data[key], form) for key, form in zip(keys, formats, strict=True)]
+            gib = _number(None if memory is None else memory / 2**30, ".2f")
+            table.add_row(str(data["step"]), *figures, gib, _number(data["mfu"], ".1%"))
+        return table
+
+    def _rank_table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading in ("rank", "step", "step s", "GiB"):
+            table.add_column(heading, justify="right", no_wrap=True, header_style="dim")
+        for rank, data in sorted(self._ranks.items()):
+            memory = data.get("memory_bytes")
+            gib = _number(None if memory is None else memory / 2**30, ".2f")
+            table.add_row(str(rank), str(data["step"]), _number(data["step_time_s"], ".3f"), gib)
+        return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
