@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""The command line; one file per command."""

@@ -1,0 +1,5 @@
+"""``python -m partool``."""
+
+from partool.cli.main import run
+
+run()

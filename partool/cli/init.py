@@ -1,0 +1,45 @@
+"""``partool init``."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from partool.cli._runs import fail
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("partool.yaml"),
+    *,
+    preset: Annotated[str | None, typer.Option("--preset", help="Model of the catalog; default a small one.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+) -> None:
+    """Write a spec to start from, with remarks and a schema line for editors."""
+    from partool.catalog import model_names
+
+    if preset is not None and preset not in model_names():
+        import difflib
+
+        near = difflib.get_close_matches(preset, model_names(), n=1)
+        names = ", ".join(model_names())
+        fail("PT250", f"there is no preset {preset!r}", f"did you mean {near[0]}?" if near else f"presets: {names}", 2)
+    text = _starter(preset)
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        fail("PT002", f"{path} is there already", "choose another name, or replace it with --force", 2)
+    except OSError as error:
+        fail("PT002", f"{path} cannot be written: {error.strerror}", "", 3)
+    typer.echo(f"wrote {path}; next: partool plan {path}", err=True)
+
+
+def _starter(preset: str | None) -> str:
+    name = "starter-preset.yaml" if preset else "starter.yaml"
+    text = (resources.files("partool.templates") / name).read_text(encoding="utf-8")
+    schema = resources.files("partool.spec") / "partool.schema.json"
+    return Template(text).substitute(schema=schema, preset=preset or "")

@@ -1,0 +1,103 @@
+"""The command line: one table of commands, each loaded only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("partool.cli.init", "Write a spec to start from."),
+    "plan": ("partool.cli.plan", "Check a spec, find the layout, predict memory and time, and say why."),
+    "launch": ("partool.cli.launch", "Plan a spec and train it."),
+    "status": ("partool.cli.status", "Show how a run is doing."),
+    "logs": ("partool.cli.logs", "Show what the ranks of a run printed."),
+    "top": ("partool.cli.top", "Follow a run as it trains."),
+    "list": ("partool.cli.list", "List the runs."),
+    "cancel": ("partool.cli.cancel", "Stop a run, with a checkpoint."),
+    "export": ("partool.cli.export", "Write a run's weights for other tools."),
+    "explain": ("partool.cli.explain", "Explain a rule code such as PT203."),
+    "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),
+}
+"""Name, the module that holds ``command``, and one line of help."""
+
+_USAGE = 2
+_BROKEN_PIPE = 141
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code; the entry point of the script ``partool``."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words or bool(os.environ.get("PARTOOL_DEBUG"))
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("--help", "-h", "help"):
+        _say(_help())
+        sys.exit(0 if words else _USAGE)
+    if words[0] in ("--version", "-V"):
+        from partool import __version__
+
+        _say(f"partool {__version__}\n")
+        sys.exit(0)
+    if words[0] not in COMMANDS:
+        _unknown(words[0])
+    _guarded(words[0], words[1:], debug=debug)
+
+
+def _guarded(name: str, words: list[str], *, debug: bool) -> None:
+    """Call a command; what goes wrong in partool itself is one line, or a traceback with ``--debug``."""
+    try:
+        _call(name, words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, head say, has gone. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
+    except Exception as error:
+        if debug:
+            raise
+        text = str(error) or type(error).__name__
+        print(f"error: {text}\n  help: partool --debug {name} ... shows where this comes from", file=sys.stderr)
+        sys.exit(1)
+
+
+def _call(name: str, words: list[str]) -> None:
+    import typer
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name)(importlib.import_module(COMMANDS[name][0]).command)
+    app(args=words, prog_name=f"partool {name}")
+
+
+def _unknown(name: str) -> None:
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    kind = "option" if name.startswith("-") else "command"
+    hint = f"did you mean `{near[0]}`?" if near else "partool --help lists the commands"
+    print(f"error: there is no {kind} {name!r}\n  help: {hint}", file=sys.stderr)
+    sys.exit(_USAGE)
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "".join(f"  {name.ljust(width)}  {text}\n" for name, (_, text) in COMMANDS.items())
+    return f"""\
+Plan, launch and run distributed training from one YAML file.
+
+Usage: partool COMMAND [ARGUMENTS]   (partool COMMAND --help says more)
+
+Commands:
+{rows}
+Options:
+  --version  Print the version.
+  --debug    Show tracebacks, with any command.
+"""
