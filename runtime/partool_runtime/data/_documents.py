@@ -10,7 +10,7 @@ from pathlib import Path
 from partool_runtime.data._files import SourceFile
 from partool_runtime.errors import ConfigurationError
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 17
 """Longer text files are read and tokenised in pieces of about this size that end at a line break."""
 
 
