@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -91,13 +92,29 @@ def test_ticks_are_drawn_at_most_four_times_a_second() -> None:
     panel.log(figures(1, 4.0))
     size = len(file.getvalue())
     now[0] += 0.2
-    panel.tick(figures(2, math.nan))
+    panel.tick(replace(figures(2, 0.0), loss=None))
     assert len(file.getvalue()) == size
     now[0] += 0.1
-    panel.tick(figures(3, math.nan))
+    panel.tick(replace(figures(3, 0.0), loss=None))
     assert "step 3/40" in text(file.getvalue()[size:])
     assert "loss 4.0000" in text(file.getvalue()[size:])
+    now[0] += 0.3
+    size = len(file.getvalue())
+    panel.tick(figures(4, 3.5))
+    assert "loss 3.5000" in text(file.getvalue()[size:])
     panel.close([])
+
+
+def test_the_curve_spans_the_whole_run() -> None:
+    file = Terminal()
+    panel = LivePanel("x", 5000, console(file), now=lambda: 0.0)
+    for step in range(1, 5001):
+        panel.tick(figures(step, 9.0 if step < 600 else 1.0))
+    panel.validation(5000, 1.0)
+    panel.close([])
+    curve = re.findall("[▁-█]+", text(file.getvalue()))[-1]
+    assert curve[:5] == "█" * 5
+    assert curve[-40:] == "▁" * 40
 
 
 @pytest.mark.parametrize(

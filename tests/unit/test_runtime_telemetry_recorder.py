@@ -69,6 +69,8 @@ def case(tmp_path: Path) -> Iterator[Callable[..., Case]]:
 
 def test_terms_add_up_per_step_and_may_not_nest_or_be_unknown(case: Callable[..., Case]) -> None:
     c = case()
+    c.clock.now += 77  # building the model
+    c.recorder.event("start", attempt=1)
     for seconds in (1.0, 2.0):
         c.spend("forward", seconds)
         c.spend("backward", 2 * seconds)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -23,6 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
 _MIN_REFRESH_S = 0.25
 _FILE_WIDTH = 100
+_MOST_POINTS = 1024
 
 
 class Display(Protocol):
@@ -96,7 +97,7 @@ class LivePanel:
         self._begin = now()
         self._refreshed = -1.0
         self._figures = Figures(0, total_steps)
-        self._losses: deque[float] = deque(maxlen=512)
+        self._curve = Curve()
         self._validation: tuple[int, float] | None = None
         self._console = console
         self._live = Live(self, console=console, auto_refresh=False, redirect_stderr=False)
@@ -104,14 +105,12 @@ class LivePanel:
 
     def log(self, figures: Figures) -> None:
         """Take over the figures and redraw."""
-        self._figures = figures
-        if figures.loss is not None:
-            self._losses.append(figures.loss)
+        self._take(figures)
         self._refresh()
 
     def tick(self, figures: Figures) -> None:
-        """Redraw if the last time is long enough ago; figures other than the progress wait for the next log step."""
-        self._figures = replace(self._figures, step=figures.step, eta_s=figures.eta_s)
+        """Take over the figures, or where they were not read the progress, and redraw if some time has passed."""
+        self._take(figures if figures.loss is not None else _progress(self._figures, figures))
         if self._now() - self._refreshed >= _MIN_REFRESH_S:
             self._refresh()
 
@@ -140,13 +139,13 @@ class LivePanel:
         elapsed = duration(self._now() - self._begin)
         left = "" if figures.eta_s is None else f", {duration(figures.eta_s)} left"
         head.add_row(
-            f"step {figures.step}/{self._total_steps}",
+            f"step {figures.step}/{self._total_steps}" if figures.step else "loading",
             ProgressBar(total=max(1, self._total_steps), completed=figures.step),
             elapsed + left,
         )
         body: list[RenderableType] = [head, self._facts()]
-        if len(self._losses) > 1:
-            body.append(Text.assemble(("loss ", "dim"), self._curve()))
+        if len(self._curve.points) > 1:
+            body.append(Text.assemble(("loss ", "dim"), self._bars()))
         if figures.skipped:
             body.append(Text("step skipped: gradient not finite", style="yellow"))
         return Panel(Group(*body), title=Text(self._name), border_style="dim")
@@ -159,14 +158,43 @@ class LivePanel:
         texts = [Text.assemble((name + " ", "dim"), (value, "bold"), no_wrap=True) for name, value in facts]
         return Columns(texts, padding=(0, 2))
 
-    def _curve(self) -> str:
+    def _bars(self) -> str:
         encoding = (self._console.encoding or "").lower()
         bars = _BARS if encoding.startswith("utf") else _ASCII_BARS
-        return sparkline(list(self._losses), max(8, min(self._console.width - 12, 72)), bars)
+        return sparkline(self._curve.points, max(8, min(self._console.width - 12, 72)), bars)
+
+    def _take(self, figures: Figures) -> None:
+        if figures.loss is not None and figures.step > self._figures.step:
+            self._curve.add(figures.loss)
+        self._figures = figures
 
     def _refresh(self) -> None:
         self._refreshed = self._now()
         self._live.refresh()
+
+
+class Curve:
+    """A value over all steps in a bounded number of points: each is the mean of as many neighbours."""
+
+    def __init__(self) -> None:
+        self.points: list[float] = []
+        self._next: list[float] = []
+        self._steps_per_point = 1
+
+    def add(self, value: float) -> None:
+        """Add the next step's value."""
+        self._next.append(value)
+        if len(self._next) < self._steps_per_point:
+            return
+        self.points.append(statistics.fmean(self._next))
+        self._next.clear()
+        if len(self.points) == _MOST_POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._steps_per_point *= 2
+
+
+def _progress(old: Figures, new: Figures) -> Figures:
+    return replace(old, step=new.step, eta_s=new.eta_s)
 
 
 def sparkline(values: Sequence[float], width: int, bars: str = _BARS) -> str:

@@ -143,8 +143,14 @@ class Recorder:
         self._spans.add("overhead", self._host, host_start, self._host.mark())
 
     def event(self, kind: EventKind, **data: Any) -> None:
-        """Append an event. A checkpoint's ``step`` and the step in which it is reported stay out of the medians."""
+        """Append an event.
+
+        The first step's time begins with ``start``. A checkpoint's ``step`` and the step in which it is reported stay
+        out of the medians.
+        """
         self._events.write(kind, data)
+        if kind == "start":
+            self._start = self._clock.mark()
         if kind == "checkpoint":
             self._steady = False
             self._unsteady.add(data.get("step", 0))
