@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from partool.plan.types import Plan
+from partool_kernels import isa
 from partool_runtime.data import Batches, open_data
-from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, Preempted
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel import parallelize
@@ -95,7 +96,13 @@ class _Run:
 
 
 def configure_process(plan: Plan) -> None:
-    """Set threads, seed and determinism as the plan says."""
+    """Set threads, seed and determinism as the plan says; raises ConfigurationError PT511 without its kernels."""
+    if plan.kernels.mode == "native" and isa() is None:
+        raise ConfigurationError(
+            "PT511",
+            "kernels.mode is native, but the compiled library is missing",
+            "install partool where there is a C++ compiler, or write mode: auto",
+        )
     if plan.devices.threads_per_rank:
         torch.set_num_threads(plan.devices.threads_per_rank)
     torch.manual_seed(plan.training.seed)
