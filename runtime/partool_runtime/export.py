@@ -51,7 +51,8 @@ def export(
     (``out`` is in use).
     """
     plan = _read_plan(run_dir)
-    checkpoint = _checkpoint(Path(plan.checkpoint.dir) if plan.checkpoint.dir else run_dir / "checkpoints", step)
+    folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
+    checkpoint = _checkpoint(folder, step)
     family = family_of(plan.model)
     _check_out(out, force)
     precision = dtype or plan.training.precision
@@ -147,7 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         report = export(
-            options.run_dir, options.out.absolute(), step=options.step, dtype=options.dtype, force=options.force
+            options.run_dir.absolute(),
+            options.out.absolute(),
+            step=options.step,
+            dtype=options.dtype,
+            force=options.force,
         )
     except ConfigurationError as error:
         print(f"error[{error.code}]: {error.message}" + f"\n  help: {error.help}" * bool(error.help), file=sys.stderr)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import DataSpec
+from partool.spec.training import CheckpointSpec, DataSpec
 from partool_runtime.checkpoint import Checkpointer, step_folder
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.export import export, main
@@ -228,8 +228,9 @@ def test_unusable_checkpoints(tmp_path):
     assert "embed.weight has shape [20, 33] in the model and [19, 33] in the checkpoint" in error.value.message
 
 
-def plan_json(config: ModelConfig = SMALL, tokenizer: str = "bytes") -> str:
-    return small_plan(model=config, data=DataSpec(source="python-stdlib", tokenizer=tokenizer)).to_json()
+def plan_json(config: ModelConfig = SMALL, tokenizer: str = "bytes", folder: str | None = None) -> str:
+    data = DataSpec(source="python-stdlib", tokenizer=tokenizer)
+    return small_plan(model=config, data=data, checkpoint=CheckpointSpec(dir=folder)).to_json()
 
 
 def make_run(folder: Path, tokenizer: str = "bytes") -> Decoder:
@@ -302,3 +303,14 @@ def test_export_takes_the_tokenizer_along(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100
     (tokenizer / "tokenizer.json").unlink()
     assert "no tokenizer files found" in export(tmp_path / "run", tmp_path / "out2")
+
+
+def test_export_of_checkpoints_kept_elsewhere(tmp_path):
+    run = tmp_path / "run"
+    model = make_run(run)
+    (run / "checkpoints").rename(tmp_path / "far")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "far").rename(tmp_path / "disk" / "run")
+    (run / "plan.json").write_text(plan_json(folder=str(tmp_path / "disk")))
+    export(run, tmp_path / "out")
+    assert same(read(tmp_path / "out"), model)
