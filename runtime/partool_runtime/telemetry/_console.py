@@ -23,6 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
 _MIN_REFRESH_S = 0.25
 _FILE_WIDTH = 100
+_WIDEST = 120
 _MOST_POINTS = 1024
 
 
@@ -148,7 +149,8 @@ class LivePanel:
             body.append(Text.assemble(("loss ", "dim"), self._bars()))
         if figures.skipped:
             body.append(Text("step skipped: gradient not finite", style="yellow"))
-        return Panel(Group(*body), title=Text(self._name), border_style="dim")
+        width = min(self._console.width, _WIDEST) - len("^C ")  # which terminals echo behind the panel
+        return Panel(Group(*body), title=Text(self._name), border_style="dim", width=width)
 
     def _facts(self) -> Columns:
         facts = [pair for pair in pairs(self._figures) if pair[0] != "ETA"]
