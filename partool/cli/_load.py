@@ -26,12 +26,13 @@ def load_plan_or_exit(path: Path, overrides: list[str], output: Output = "text",
     """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors."""
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
-    from partool.planner import make_plan
     from partool.spec import load
 
     loaded = load(path, overrides)
     findings, plan = list(loaded.diagnostics), None
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
+        from partool.planner import make_plan
+
         result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path))
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from partool.diagnostics.rules import Rule
+from partool.diagnostics._rule import Rule
 
 RULES: tuple[Rule, ...] = ()

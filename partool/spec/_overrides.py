@@ -1,81 +1,67 @@
-"""``--set key.sub=value``."""
+"""``--set key.sub=value``: values that win over the file."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
-from partool.spec._fields import SHORTHAND, sections, suggestion
-from partool.spec._source import OVERRIDES, Source
-from partool.spec._tree import read_tree
+from partool.spec import _pydantic, _yaml
+from partool.spec._source import Source, SpecPath
 
-_FREE = {("launch", "env")}
-"""Sections with keys of the user's own."""
+_SHORTHAND = {("model",): "preset", ("hardware",): "accelerator", ("data",): "source"}
 
 
-def apply_overrides(data: dict[str, Any], source: Source) -> list[Diagnostic]:
-    """Change ``data`` and the source's positions by its overrides; returns what is wrong with them."""
-    found: list[Diagnostic] = []
-    for number, text in enumerate(source.overrides, start=1):
-        found += _apply(data, source, text, number)
+def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
+    """Write the overrides into the document; a malformed or unknown one is a finding and changes nothing."""
+    found = []
+    for text in overrides:
+        finding = _apply(document, text, source)
+        if finding is not None:
+            found.append(finding)
     return found
 
 
-def _apply(data: dict[str, Any], source: Source, text: str, line: int) -> list[Diagnostic]:
+def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | None:
     key, equals, value_text = text.partition("=")
-    whole = Span(OVERRIDES, line, 1, line, len(key) + 1)
-    path = tuple(key.strip().split("."))
+    span = Span(f"--set {text}", 1, 1, 1, len(text) + 1)
+    path: SpecPath = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path):
-        help = "write it as key=value, such as training.steps=100"
-        return [Diagnostic("PT012", f"--set {text!r:.60} is not of the form key=value", span=whole, help=help)]
-    problem = _unknown(path)
-    if problem is not None:
-        return [Diagnostic("PT012", f"--set: there is no key {key.strip()!r}", span=whole, help=problem)]
-    tree = read_tree(value_text.strip() or "null", OVERRIDES)
-    if tree.diagnostics:
-        span = Span(OVERRIDES, line, len(key) + 2, line, len(text) + 1)
-        first = tree.diagnostics[0]
-        return [Diagnostic("PT012", f"--set {key}: {first.message}", span=span, help=first.help)]
-    inner = _section(data, path)
-    if inner is None:
-        message = f"--set {key}: a part of this path has a value that is no section"
-        return [Diagnostic("PT012", message, span=whole, help="set the section's first key instead")]
-    inner[path[-1]] = tree.data
-    _forget(source, path)
-    source.keys[path] = whole
-    for part in tree.values:
-        source.values[path + part] = Span(OVERRIDES, line, len(key) + 2, line, max(len(text), len(key) + 2) + 1)
-    return []
-
-
-def _unknown(path: tuple[str, ...]) -> str | None:
-    """Return what may have been meant where the path names no key of the format; None if it names one."""
-    for depth, key in enumerate(path):
-        section = path[:depth]
-        if section in _FREE:
-            return None
-        if section not in sections() or key not in sections()[section]:
-            return suggestion(key, section) or "partool schema lists every key"
+        return Diagnostic("PT107", f"--set takes key=value, not {text!r}", span=span, help="such as training.steps=100")
+    if finding := _unknown(path, span):
+        return finding
+    value_source = Source(span.file, value_text)
+    value, wrong = _yaml.parse(value_source)
+    if wrong and wrong[0].code != "PT005":
+        return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", span=span, help=wrong[0].help)
+    _write(document, path, value)
+    source.values[path] = span
+    source.keys[path] = span
     return None
 
 
-def _section(data: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the mapping that holds the last key, made where it is missing and expanded where it is one word."""
-    inner = data
-    for depth, key in enumerate(path[:-1]):
-        value = inner.get(key)
-        if value is None:
-            value = {}
-        elif isinstance(value, str) and depth == 0 and key in SHORTHAND:
-            value = {SHORTHAND[key]: value}
-        if not isinstance(value, dict):
-            return None
-        inner[key] = value
-        inner = value
-    return inner
+def _unknown(path: SpecPath, span: Span) -> Diagnostic | None:
+    for length in range(1, len(path) + 1):
+        siblings = _pydantic.known_keys(path[: length - 1])
+        if path[length - 1] not in siblings:
+            if not siblings and length > 1:
+                if path[: length - 1] == ("launch", "env"):
+                    return None
+                message = f"`{_pydantic.dotted(path[: length - 1])}` is a value, it has no `{path[length - 1]}`"
+                return Diagnostic("PT101", message, span=span)
+            where = f"in `{_pydantic.dotted(path[: length - 1])}`" if length > 1 else "at the top level of a spec"
+            help = _pydantic.suggest(str(path[length - 1]), siblings)
+            return Diagnostic("PT101", f"there is no `{path[length - 1]}` {where}", span=span, help=help)
+    return None
 
 
-def _forget(source: Source, path: tuple[str, ...]) -> None:
-    for positions in (source.keys, source.values):
-        for known in [known for known in positions if known[: len(path)] == path]:
-            del positions[known]
+def _write(document: dict[str, Any], path: SpecPath, value: Any) -> None:
+    section: dict[str, Any] = document
+    for length, part in enumerate(path[:-1], 1):
+        inner = section.get(str(part))
+        if isinstance(inner, str) and path[:length] in _SHORTHAND:
+            inner = {_SHORTHAND[path[:length]]: inner}  # `model: llama3-8b` with --set model.layers=4
+        elif not isinstance(inner, dict):
+            inner = {}
+        section[str(part)] = inner
+        section = inner
+    section[str(path[-1])] = value

@@ -1,58 +1,66 @@
-"""Where the values of a spec stand."""
+"""A spec's text, and where its keys and values stand in it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from partool.diagnostics.record import Diagnostic, Span
 
-OVERRIDES = "<--set>"
-"""Stands for the file in findings about overrides."""
+SpecPath = tuple[str | int, ...]
+
 _IGNORE = re.compile(r"#\s*partool:\s*ignore\[([A-Z0-9,\s]+)\]")
-_KEYED = {"PT101", "PT004"}
+_ABOUT_KEYS = ("PT008", "PT101")
 
 
 @dataclass(slots=True)
 class Source:
-    """A spec's file: its lines, and the span of every key and value by path."""
+    """A text with the span of every key and value, by its path in the spec."""
 
     file: str
-    lines: Sequence[str] = ()
-    keys: dict[tuple[str | int, ...], Span] = field(default_factory=dict)
-    values: dict[tuple[str | int, ...], Span] = field(default_factory=dict)
-    overrides: Sequence[str] = ()
+    text: str = ""
+    keys: dict[SpecPath, Span] = field(default_factory=dict)
+    values: dict[SpecPath, Span] = field(default_factory=dict)
 
     @property
-    def texts(self) -> Mapping[str, Sequence[str]]:
-        """Lines by file name, for the renderers."""
-        return {self.file: self.lines, OVERRIDES: self.overrides}
+    def lines(self) -> list[str]:
+        """The text's lines."""
+        return self.text.split("\n")
 
-    def span(self, path: tuple[str | int, ...], *, key: bool = False) -> Span | None:
-        """Return where a path's value (or key) stands; of what is not in the file, its nearest section's key."""
+    @property
+    def texts(self) -> Mapping[str, list[str]]:
+        """Lines by file name, for the renderers; empty where nothing could be read."""
+        return {self.file: self.lines} if self.text else {}
+
+    def span(self, path: SpecPath, *, key: bool = False) -> Span:
+        """Return where a value (or its key) stands; for what is not in the file, the nearest section's key.
+
+        A value over several lines is shown by its key.
+        """
         if path in self.values:
             span = self.values[path]
-            in_one_line = span.line == span.end_line
-            return self.keys.get(path, span) if key or not in_one_line else span
-        while path:
-            path = path[:-1]
-            if path in self.keys:
-                return self.keys[path]
+            return self.keys.get(path, span) if key or span.line != span.end_line else span
+        for length in range(len(path) - 1, 0, -1):
+            if path[:length] in self.keys:
+                return self.keys[path[:length]]
         return Span(self.file, 1, 1, 1, 2)
 
-    def attach(self, diagnostics: Iterable[Diagnostic]) -> list[Diagnostic]:
-        """Return the findings with spans, in the order of the file, less the warnings that a comment there silences."""
-        placed = [
-            d if d.span else replace(d, span=self.span(d.path, key=d.code in _KEYED))
-            for d in dict.fromkeys(diagnostics)
-        ]
-        kept = [d for d in placed if not (d.severity == "warning" and self._ignored(d))]
-        return sorted(kept, key=lambda d: (d.span.file, d.span.line, d.span.column) if d.span else ("", 0, 0))
+    def located(self, finding: Diagnostic) -> Diagnostic:
+        """Return the finding with the span of its path, unless it has one."""
+        if finding.span is not None:
+            return finding
+        return replace(finding, span=self.span(finding.path, key=finding.code in _ABOUT_KEYS))
 
-    def _ignored(self, diagnostic: Diagnostic) -> bool:
-        span = diagnostic.span
-        if span is None or span.file != self.file or not 0 < span.line <= len(self.lines):
+    def ignores(self, finding: Diagnostic) -> bool:
+        """Return True for a warning that a comment on its line silences: ``# partool: ignore[PT214]``."""
+        span = finding.span
+        if finding.severity != "warning" or span is None or span.file != self.file or span.line > len(self.lines):
             return False
         match = _IGNORE.search(self.lines[span.line - 1])
-        return match is not None and diagnostic.code in re.split(r"[,\s]+", match[1])
+        return match is not None and finding.code in re.split(r"[,\s]+", match[1])
+
+    def attach(self, findings: Iterable[Diagnostic]) -> list[Diagnostic]:
+        """Return findings with their spans, each once, less the silenced ones."""
+        located = [self.located(finding) for finding in dict.fromkeys(findings)]
+        return [finding for finding in located if not self.ignores(finding)]
