@@ -1,4 +1,4 @@
-"""A run that stops on three ranks and goes on with two trains on exactly the sequences of an unbroken run."""
+"""A run that stops on two ranks and goes on with one trains on exactly the sequences of an unbroken run."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ def seen(folder: Path, ranks: int) -> dict[int, list[tuple[int, ...]]]:
 def test_resuming_on_other_ranks_loses_and_doubles_no_sequence(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     longer = {"sequence_length": 64}
-    three = small_plan(tmp_path / "text", ranks=3, zero=1, steps=STEPS, training=longer)
-    two = small_plan(tmp_path / "text", ranks=2, zero=2, accumulation=3, steps=STEPS, training=longer)
-    assert all("Preempted" in ended for ended in run(tmp_path, three, 3, resume=False, stop_at=3))
-    assert run(tmp_path, two, 2, resume=True, stop_at=-1) == ["done"] * 2
+    two = small_plan(tmp_path / "text", ranks=2, zero=1, steps=STEPS, training=longer)
+    one = small_plan(tmp_path / "text", ranks=1, zero=2, accumulation=3, steps=STEPS, training=longer)
+    assert all("Preempted" in ended for ended in run(tmp_path, two, 2, resume=False, stop_at=3))
+    assert run(tmp_path, one, 1, resume=True, stop_at=-1) == ["done"]
 
-    first, second = seen(tmp_path, 3), seen(tmp_path, 2)
+    first, second = seen(tmp_path, 2), seen(tmp_path, 1)
     assert sorted(first) == [0, 1, 2]
     assert sorted(second) == [3, 4, 5, 6, 7]
-    one = small_plan(tmp_path / "text", ranks=1, steps=STEPS, training=longer)
     with open_data(one, dp_rank=0, dp_size=1, barrier=lambda: None) as unbroken:
         for step, rows in (first | second).items():
             expected = [tuple(row) for micro in unbroken.step(step) for row in micro.tokens_BS.tolist()]
