@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from partool.cli._load import load_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
@@ -83,12 +82,5 @@ def _newest(name: str) -> Run:
 def _plan(spec: Path, previous: Run | None, overrides: list[str], strict: bool) -> tuple[Plan, str | None]:
     """Return the plan to run, with the spec's text where a spec was given."""
     path = spec if spec.is_file() or previous is None else previous.plan_file
-    if path.suffix != ".json":
-        return load_plan_or_exit(path, overrides, "text", strict), path.read_text(encoding="utf-8")
-    if overrides:
-        raise typer.BadParameter("--set changes a spec; a plan is run as it is")
-    try:
-        return Plan.from_json(path.read_text(encoding="utf-8")), None
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-        fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
+    plan = load_plan_or_exit(path, overrides, "text", strict)
+    return plan, None if path.suffix == ".json" else path.read_text(encoding="utf-8")

@@ -135,7 +135,7 @@ class AgentRun:
         )
         return self
 
-    def finish(self, timeout_s: float = 30) -> int:
+    def finish(self, timeout_s: float = 45) -> int:
         """Wait for the agent and return its exit code."""
         assert self.process is not None
         try:
@@ -182,7 +182,7 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 45) -> None:
     """Wait for a condition; fails the test if it does not come."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import AgentRun, make_plan
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_done_and_failed(tmp_path: Path) -> None:

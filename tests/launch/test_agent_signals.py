@@ -16,7 +16,7 @@ from launch_helpers import HERE, AgentRun, make_plan, ranks_environment, wait_un
 from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 FOLLOW = {"0": "follow", "1": "follow"}
 
 

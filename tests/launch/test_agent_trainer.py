@@ -18,7 +18,7 @@ from partool.plan.types import Plan
 STEPS = 80
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(170)
 def test_killed_restarted_stopped_and_resumed_gives_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
