@@ -37,7 +37,8 @@ def as_text(run: Run, status: RunStatus) -> str:
         lines.append(f"  exit code {status.exit_code} after {took}, {status.attempt} attempt(s)")
     if step := last_step(run):
         total = _steps(run)
-        lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {step['loss']:.4f}")
+        loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
+        lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
     lines.append(f"  {display(run.path)}")
     return "\n".join(lines)
 
