@@ -25,7 +25,7 @@ from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.stepping import Stepper
 
-VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 3
+VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2
 STEPS, SEQUENCES, LENGTH = 10, 12, 6
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 
@@ -240,7 +240,7 @@ def cases(world_size: int) -> dict[str, Case]:
     if world_size == 3:
         return found | {f"zero-{z} k=2": Case(z, all_ranks, accumulation=2) for z in range(4)}
     found |= {f"zero-{z} k=3": Case(z, all_ranks, accumulation=3) for z in range(4)}
-    frozen = ("embed.weight", "layers.1.up.weight", "layers.2.norm.bias")
+    frozen = ("embed.weight", "layers.1.up.weight", "layers.0.norm.bias")
     found |= {f"zero-{z} frozen": Case(z, all_ranks, accumulation=3, frozen=frozen) for z in range(4)}
     found |= {f"zero-{z} tied": Case(z, all_ranks, accumulation=3, tied=True) for z in range(4)}
     found |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from partool_runtime.optim.schedule import lr_factor
 
 SCRIPT = Path(worker.__file__)
 ELEMENT_BYTES = 8
+GROUPS = worker.LAYERS + 2
 
 
+@functools.cache
 def reference(
     *, tied: bool = False, frozen: tuple[str, ...] = (), skip: int = -1, decay_vectors: bool = False
 ) -> dict[str, Any]:
@@ -119,9 +122,9 @@ def test_three_ranks_equal_one_process(tmp_path, plain):
 def test_hybrid_sharding_equals_one_process(tmp_path, plain):
     for name, result in launch(tmp_path, 4).items():
         assert_same_run(result, plain)
-        reductions = 5 if "zero-1" in name else 15
+        reductions = GROUPS if "zero-1" in name else 3 * GROUPS
         assert result["calls"]["reduce_scatter"] == reductions, name
-        assert result["calls"]["all_reduce"] == 5 + 2, name  # one per group, token count, gradient norm
+        assert result["calls"]["all_reduce"] == GROUPS + 2, name  # one per group, token count, gradient norm
 
 
 @pytest.mark.timeout(170)
@@ -162,13 +165,13 @@ def test_step_with_infinity_on_one_rank_is_skipped_on_all(two, zero):
 
 @pytest.mark.timeout(170)
 def test_stages_differ_in_their_collectives(two):
-    """Three micro-batches; five groups, of which the root's stays gathered from forward to backward."""
+    """Three micro-batches; of the groups the root's stays gathered from forward to backward."""
     calls = {zero: two[f"zero-{zero} k=3"]["calls"] for zero in range(4)}
     own = 2  # token count, gradient norm with the loss
-    assert calls[0] == {"all_reduce": 5 + own}
-    assert calls[1] == {"all_reduce": own, "all_gather": 5, "reduce_scatter": 5}
-    assert calls[2] == {"all_reduce": own, "all_gather": 5, "reduce_scatter": 15}
-    assert calls[3] == {"all_reduce": own, "all_gather": 3 * (5 + 4), "reduce_scatter": 15}
+    assert calls[0] == {"all_reduce": GROUPS + own}
+    assert calls[1] == {"all_reduce": own, "all_gather": GROUPS, "reduce_scatter": GROUPS}
+    assert calls[2] == {"all_reduce": own, "all_gather": GROUPS, "reduce_scatter": 3 * GROUPS}
+    assert calls[3] == {"all_reduce": own, "all_gather": 3 * (2 * GROUPS - 1), "reduce_scatter": 3 * GROUPS}
     gathered = {zero: two[f"zero-{zero} k=3"]["payload_bytes"].get("all_gather", 0) for zero in range(4)}
     assert gathered[0] == 0
     assert gathered[1] == gathered[2] < gathered[3]
@@ -188,7 +191,7 @@ def test_stages_differ_in_live_bytes(two):
         assert live[zero]["gathered"][0] == live[zero]["gathered"][1] >= everything
     assert [live[zero]["gathered"][-1] for zero in range(4)] == [0, 0, 0, 0]
     assert live[3]["gathered"][:2] == [0, 0]
-    assert live[3]["in_forward"] < 0.2 * everything
+    assert live[3]["in_forward"] < 0.3 * everything
 
 
 @pytest.mark.timeout(170)
