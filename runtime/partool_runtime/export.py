@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def export(
     try:
         write_folder(state, plan.model, temporary)
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
-        temporary.chmod(0o755)  # mkdtemp's folders are private
+        _give_usual_modes(temporary)
         _move(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -119,6 +120,15 @@ def _copy_tokenizer(tokenizer: str, target: Path) -> str:
     if not files:
         return f"no tokenizer files found in {source}: add them yourself"
     return f"tokenizer files copied from {source}: {', '.join(file.name for file in files)}"
+
+
+def _give_usual_modes(folder: Path) -> None:
+    """Undo that temporary folders, and files of safetensors, are for their owner only."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~mask)
 
 
 def _move(temporary: Path, out: Path) -> None:

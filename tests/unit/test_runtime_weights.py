@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -261,6 +262,9 @@ def test_export(tmp_path, capsys):
     assert sorted(file.name for file in out.iterdir()) == ["config.json", "model.safetensors"]
     assert list(out.parent.iterdir()) == [out]
     assert same(read(out), model)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~mask}
     assert main([str(run), "--out", str(out), "--step", "3"]) == 78
     assert "PT625" in capsys.readouterr().err
     assert same(read(out), model)
