@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from partool.plan.types import Plan
 from partool_runtime import worker
@@ -32,8 +31,6 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     (run_dir / f"start-{rank}-{attempt}.json").write_text(
         json.dumps({"pid": os.getpid(), "resume": resume, "env": dict(os.environ)})
     )
-    if "gloo" in script:
-        _all_reduce()
     print(f"rank {rank} attempt {attempt} begins", flush=True)
     steps = 10**6 if order in ("follow", "hang") or order.startswith("signal:") else 5
     for step in range(1, steps + 1):
@@ -67,16 +64,6 @@ def _any_stopped(run_dir: Path, stop: StopRequest) -> bool:
     if stop.requested:
         (run_dir / "stopping").touch()
     return (run_dir / "stopping").exists()
-
-
-def _all_reduce() -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    value: Any = torch.ones(1)
-    dist.all_reduce(value)
-    assert value.item() == dist.get_world_size()
 
 
 if __name__ == "__main__":
