@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.types import Plan
 
 Output = Literal["text", "json", "github", "sarif"]
-Lines = Mapping[str, Sequence[str]]
+Lines = Mapping[str, list[str]]
 _ERRORS = 1
 
 

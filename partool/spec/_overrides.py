@@ -8,7 +8,7 @@ from partool.diagnostics.record import Diagnostic, Span
 from partool.spec import _pydantic, _yaml
 from partool.spec._source import Source, SpecPath
 
-_SHORTHAND = {("model",): "preset", ("hardware",): "accelerator", ("data",): "source"}
+_SHORTHAND: dict[SpecPath, str] = {("model",): "preset", ("hardware",): "accelerator", ("data",): "source"}
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:

@@ -15,6 +15,10 @@ MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Values after aliases are expanded; the largest sensible spec has a few hundred."""
 
+_LARGEST_INT = 2**63 - 1
+_LARGEST = 1e300
+"""Beyond this, products of two settings overflow."""
+
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -29,6 +33,8 @@ _STR, _SEQ, _MAP = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"
 
 def parse(source: Source) -> tuple[Any, list[Diagnostic]]:
     """Return the document as plain values, with positions noted in ``source``; None after a syntax error."""
+    if (at := next((i for i, c in enumerate(source.text) if "\ud800" <= c <= "\udfff"), -1)) >= 0:
+        return None, [_finding_at(source, at, "PT004", "this is not UTF-8 text", "save it as UTF-8")]
     try:
         if finding := _too_deep(source):
             return None, [finding]
@@ -118,7 +124,14 @@ class _Reader:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         self._check_tag(node, _STR)
         plain = node.style is None or node.style == ""
-        return resolve(node.value) if plain and node.tag == _STR else node.value
+        if not plain or node.tag != _STR:
+            return node.value
+        value = resolve(node.value)
+        if isinstance(value, int | float) and abs(value) > (_LARGEST_INT if isinstance(value, int) else _LARGEST):
+            message = f"{node.value:.40} is no number that anything here can have"
+            self.findings.append(Diagnostic("PT104", message, span=_span(self.source, node), help="a finite one"))
+            return 1
+        return value
 
     def _check_tag(self, node: yaml.Node, expected: str) -> None:
         if node.tag not in (expected, "!", None):
@@ -145,6 +158,12 @@ def _mark_span(source: Source, mark: Any) -> Span:
     return Span(source.file, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
 
 
+def _finding_at(source: Source, position: int, code: str, message: str, help: str = "") -> Diagnostic:
+    line = source.text.count("\n", 0, position) + 1
+    column = position - (source.text.rfind("\n", 0, position) + 1) + 1
+    return Diagnostic(code, message, span=Span(source.file, line, column, line, column + 1), help=help)
+
+
 def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
@@ -153,10 +172,7 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
         message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")
         return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(problem))
     position = getattr(error, "position", 0) or 0
-    line = source.text.count("\n", 0, position) + 1
-    column = position - (source.text.rfind("\n", 0, position) + 1) + 1
-    reason = getattr(error, "reason", "not valid YAML")
-    return Diagnostic("PT006", f"not valid YAML: {reason}", span=Span(source.file, line, column, line, column + 1))
+    return _finding_at(source, position, "PT006", f"not valid YAML: {getattr(error, 'reason', 'it cannot be read')}")
 
 
 def _syntax_help(problem: str) -> str:

@@ -35,6 +35,7 @@ class Loaded:
         """Add findings of a later stage, located by their path; warnings silenced in the file are dropped."""
         located = [self.source.located(finding) for finding in findings]
         self.diagnostics += [finding for finding in located if not self.source.ignores(finding)]
+        self.diagnostics.sort(key=lambda d: (d.span.file, d.span.line, d.span.column) if d.span else ("", 0, 0))
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Loaded:

@@ -1,0 +1,40 @@
+"""The format as a JSON Schema, in the words of draft 7, which every editor knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.spec.spec import Spec
+
+_SHORTHAND = {"model": "preset", "hardware": "accelerator", "data": "source"}
+"""Sections that may be one word, and the key whose value the word then is."""
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema of a spec."""
+    schema: dict[str, Any] = _draft7(Spec.model_json_schema())
+    for section, key in _SHORTHAND.items():
+        properties = schema["properties"]
+        word = {"type": "string", "description": f"Short for {{{key}: ...}}."}
+        full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
+        rest = {name: value for name, value in properties[section].items() if name not in full}
+        properties[section] = {"anyOf": [word, full], **rest}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "partool spec"}
+
+
+def _draft7(value: Any, *, names: bool = False) -> Any:
+    """Return a part of a schema without words later than draft 7; ``names``: its keys are names, not words."""
+    if isinstance(value, list):
+        return [_draft7(item) for item in value]
+    if isinstance(value, str):
+        return value.replace("#/$defs/", "#/definitions/")
+    if not isinstance(value, dict):
+        return value
+    renamed = {("definitions" if key == "$defs" and not names else key): inner for key, inner in value.items()}
+    result = {
+        key: _draft7(inner, names=not names and key in ("properties", "definitions")) for key, inner in renamed.items()
+    }
+    if not names and "$ref" in result and len(result) > 1:
+        # Draft 7 ignores whatever stands beside a reference.
+        result["allOf"] = [{"$ref": result.pop("$ref")}]
+    return result

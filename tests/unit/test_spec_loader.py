@@ -1,0 +1,164 @@
+"""The loader: every kind of bad file is a finding at its place, and nothing is ever raised."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partool.spec import load, load_text
+from partool.spec._scalars import resolve
+
+QUICKSTART = (Path(__file__).parents[2] / "specs" / "quickstart.yaml").read_text(encoding="utf-8")
+SMALL = "model: llama3-8b\ndata: python-stdlib\n"
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join(['*' + old] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+PIECES = [
+    "{",
+    "}",
+    "[",
+    "]",
+    "&a ",
+    "*a",
+    "- ",
+    "---\n",
+    "\t",
+    "!!int ",
+    '"',
+    "'",
+    "1e999",
+    "9" * 500,
+    "\0",
+    "é",
+    "|\n",
+]
+PIECES += ["<<: ", "? ", ": ", "#", "%YAML 1.1\n", "!x ", ".nan", "\u2028", "\ud800", "true: 1\n", "~", "`", "\ufeff"]
+
+
+def codes(text: str, **more: list[str]) -> list[tuple[str, int, int]]:
+    found = load_text(text, **more).diagnostics
+    return [(d.code, d.span.line, d.span.column) for d in found if d.span]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", [("PT005", 1, 1)]),
+        ("# only this\n", [("PT005", 1, 1)]),
+        ("- model: a\n", [("PT007", 1, 1)]),
+        ("word", [("PT007", 1, 1)]),
+        ("model: {preset: a\ndata: b\n", [("PT006", 2, 5)]),
+        ("model:\n\tpreset: a\n", [("PT006", 2, 1)]),
+        (SMALL + "---\n" + SMALL, [("PT010", 4, 1)]),
+        (SMALL + "data: again\n", [("PT008", 3, 1)]),
+        (SMALL + "? [a]\n: 1\n", [("PT011", 3, 3)]),
+        ("model: &a {b: *a}\n", [("PT009", 1, 8)]),
+        ("[" * 50_000, [("PT009", 1, 33)]),
+        ("mo\0del: a", [("PT006", 1, 3)]),
+        (SMALL + "optimizer: {lr: .inf}\n", [("PT104", 3, 17)]),
+        (SMALL + "training: {seed: 99999999999999999999}\n", [("PT104", 3, 18)]),
+        (SMALL + "name: a\ud800", [("PT004", 3, 8)]),
+    ],
+)
+def test_bad_files(text: str, expected: list[tuple[str, int, int]]) -> None:
+    assert codes(text) == expected
+
+
+def test_an_alias_bomb_is_refused_and_an_honest_alias_is_not() -> None:
+    assert [code for code, *_ in codes(BOMB)] == ["PT009"]
+    loaded = load_text(
+        "model: &m {preset: llama3-8b}\ndata: {source: &s [a, b], cache: &c /x}\ncheckpoint: {dir: *c}\n"
+    )
+    assert loaded.diagnostics == []
+    assert loaded.spec is not None
+    assert loaded.spec.checkpoint.dir == "/x"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_bytes(b"#" * 1_000_001)
+    (tmp_path / "latin.yaml").write_bytes(b"model: a\nname: \xff\n")
+    found = {name: load(tmp_path / name).diagnostics for name in ("larg.yaml", ".", "large.yaml", "latin.yaml", "a\0")}
+    assert [d[0].code for d in found.values()] == ["PT001", "PT002", "PT003", "PT004", "PT002"]
+    assert "large.yaml" in found["larg.yaml"][0].help
+    span = found["latin.yaml"][0].span
+    assert span is not None
+    assert (span.line, span.column) == (2, 7)
+
+
+def test_all_findings_come_in_one_run_in_the_order_of_the_file() -> None:
+    text = "model: {layerz: 3}\nhardware: {per_node: '2'}\ntraining: {steps: 0, precision: bf-16}\nzero: 1\ndata: x\n"
+    found = load_text(text).diagnostics
+    assert [d.code for d in found] == ["PT101", "PT105", "PT104", "PT105", "PT101"]
+    assert "`layers`" in found[0].help
+    assert "`bf16`" in found[3].help
+    assert "parallel.data" in found[4].help
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("1e-4", 1e-4),
+        ("1:30:00", "1:30:00"),
+        ("0777", 777),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("~", None),
+        ("", None),
+        ("-.inf", -math.inf),
+        ("1_000", "1_000"),
+        ("2001-01-01", "2001-01-01"),
+        ("True", True),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    found = resolve(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_overrides() -> None:
+    loaded = load_text(
+        SMALL, overrides=["model.layers=2", "optimizer.lr=1e-4", "launch.env.A='1'", "data.source=[a, b]"]
+    )
+    assert loaded.diagnostics == []
+    spec = loaded.spec
+    assert spec is not None
+    assert (spec.model.preset, spec.model.layers, spec.optimizer.lr) == ("llama3-8b", 2, 1e-4)
+    assert (spec.launch.env, spec.data.source) == ({"A": "1"}, ["a", "b"])
+    for override in ("training.step=3", "training.steps", "=", "a.b.c=1", "training.steps={", "training.steps=x"):
+        found = load_text(SMALL, overrides=[override]).diagnostics
+        assert found, override
+        assert all(d.span is not None and "--set" in d.span.file for d in found), override
+    assert "`steps`" in load_text(SMALL, overrides=["training.step=3"]).diagnostics[0].help
+
+
+def test_a_comment_silences_a_warning_and_no_error() -> None:
+    text = SMALL + "optimizer: {betas: [0.9, 1.0]}  # partool: ignore[PT216]\n"
+    assert [code for code, *_ in codes(text)] == ["PT216"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(QUICKSTART)), st.integers(0, 40), st.sampled_from(PIECES)), max_size=5))
+def test_mutated_specs_never_raise(edits: list[tuple[int, int, str]]) -> None:
+    text = QUICKSTART
+    for at, length, piece in edits:
+        text = text[:at] + piece + text[at + length :]
+    loaded = load_text(text)
+    assert loaded.spec is not None or loaded.diagnostics
+    assert all(d.span is not None for d in loaded.diagnostics)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode())))
+def test_any_bytes_never_raise(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(content)
+    loaded = load(path)
+    assert loaded.spec is not None or loaded.diagnostics

@@ -1,0 +1,40 @@
+"""The JSON Schema: fresh, of draft 7, and of one mind with the loader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from partool.spec.schema import json_schema
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json_schema()
+CHECK = jsonschema.Draft7Validator(SCHEMA)
+
+
+def test_the_committed_copy_is_fresh() -> None:
+    committed = ROOT / "partool" / "spec" / "partool.schema.json"
+    assert json.loads(committed.read_text(encoding="utf-8")) == SCHEMA, "run: make schema"
+
+
+def test_only_words_of_draft_7() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+    text = json.dumps(SCHEMA)
+    for word in ("prefixItems", "$defs", "unevaluatedProperties", "dependentRequired", "$dynamicRef"):
+        assert word not in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "specs").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_valid(path: Path) -> None:
+    assert list(CHECK.iter_errors(yaml.safe_load(path.read_text(encoding="utf-8")))) == []
+
+
+def test_shorthands_are_valid_and_mistakes_are_not() -> None:
+    good = {"model": "llama3-8b", "data": "python-stdlib", "hardware": "cpu"}
+    assert list(CHECK.iter_errors(good)) == []
+    for wrong in ({"model": 1}, {"model": {"layerz": 1}}, {"training": {"stepz": 2}}, {"parallel": {"tensor": 0}}):
+        assert list(CHECK.iter_errors(good | wrong)), wrong
