@@ -19,13 +19,14 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a spec to start from, with remarks and a schema line for editors."""
-    from partool.catalog import model_names
+    from partool.catalog.lookup import table
 
-    if preset is not None and preset not in model_names():
+    presets = list(table("models"))
+    if preset is not None and preset not in presets:
         import difflib
 
-        near = difflib.get_close_matches(preset, model_names(), n=1)
-        names = ", ".join(model_names())
+        near = difflib.get_close_matches(preset, presets, n=1)
+        names = ", ".join(presets)
         fail("PT250", f"there is no preset {preset!r}", f"did you mean {near[0]}?" if near else f"presets: {names}", 2)
     text = _starter(preset)
     try:

@@ -44,15 +44,14 @@ def command(
 
         from partool.report import render_plan
 
-        # The next command to type needs a file that holds the plan: the one just written, or the spec.
-        render_plan(plan, Console(), source=str(out or spec))
+        render_plan(plan, Console())
 
 
 def _compare(old: Plan, new: Plan) -> None:
-    from partool.report import render_diff
+    from partool.plan.diff import differences
 
-    if text := render_diff(old, new):
-        typer.echo(text)
+    if lines := differences(old, new):
+        typer.echo("\n".join(lines))
         raise typer.Exit(_DIFFERENT)
     typer.echo("the plans are the same", err=True)
 

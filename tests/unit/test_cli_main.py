@@ -1,0 +1,75 @@
+"""The command line as a user meets it: exit codes, streams, help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from partool.cli.main import COMMANDS, run
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        run(arguments)
+    shown = capsys.readouterr()
+    code = end.value.code
+    return (code if isinstance(code, int) else 0), shown.out, shown.err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, _ = call(capsys, name, "--help")
+    assert code == 0
+    assert f"partool {name}" in out
+
+
+@pytest.mark.parametrize("arguments", [["plann"], ["--nope"], ["plan"], ["plan", "--nope"], ["explain", "PT9999"]])
+def test_usage_errors_are_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, err = call(capsys, *arguments)
+    assert code == 2
+    assert err
+    assert not out
+
+
+def test_a_bad_spec_is_1_in_every_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spec = tmp_path / "bad.yaml"
+    spec.write_text("model: {layerz: 1}\ndata: x\n")
+    code, out, err = call(capsys, "plan", str(spec))
+    assert (code, out) == (1, "")
+    assert "did you mean `layers`?" in err
+    for format, sign in (("json", '"PT101"'), ("github", "::error file="), ("sarif", '"2.1.0"')):
+        code, out, _ = call(capsys, "plan", str(spec), "--output", format)
+        assert code == 1
+        assert sign in out
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "explain", "pt204")
+    assert code == 0
+    assert "kv_heads: 3" in out
+    code, out, _ = call(capsys, "explain")
+    assert code == 0
+    assert "PT101" in out
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    line = f"{sys.executable} -m partool schema | head -c 10"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30)
+    assert done.stderr == ""
+    assert len(done.stdout) == 10
+
+
+def test_help_needs_nothing_heavy() -> None:
+    program = "import sys\nfrom partool.cli.main import run\ntry:\n    run(['--help'])\nexcept SystemExit:\n    pass\n"
+    program += "print(sorted({'typer', 'rich', 'pydantic', 'yaml', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.stdout.splitlines()[-1] == "[]"
