@@ -1,0 +1,118 @@
+"""A run whose ranks are killed at random points, also inside checkpoint writes, ends as an unbroken run does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch_helpers import HERE, trainable_plan
+
+from partool.plan.types import Mesh, Plan
+from partool.spec.training import CheckpointSpec
+from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
+
+STEPS = 60
+
+
+def plan_of(folder: Path, precision: str = "fp32", *, ranks: int = 2, zero: int = 2) -> Plan:
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
+    plan = trainable_plan(text, STEPS)
+    training = plan.training.model_copy(update={"precision": precision, "global_batch": 6})
+    layout = plan.layout.model_copy(
+        update={"mesh": Mesh(dp_shard=ranks), "zero": zero, "micro_batch": 1, "accumulation": 6 // ranks}
+    )
+    devices = plan.devices.model_copy(update={"per_node": ranks})
+    checkpoint = CheckpointSpec(every=3, keep=2)
+    return plan.model_copy(
+        update={"training": training, "layout": layout, "checkpoint": checkpoint, "devices": devices}
+    )
+
+
+def killer(folder: Path, *cases: tuple[str, Plan, int], timeout_s: float = 150) -> list[dict[str, float]]:
+    """Run each case (folder's name, plan, kills) to its end and return what happened."""
+    described = []
+    for seed, (name, plan, kills) in enumerate(cases):
+        file = folder / f"{name}.json"
+        file.write_text(plan.to_json())
+        described.append({"plan": str(file), "run_dir": str(folder / name), "kills": kills, "seed": seed})
+    command = [sys.executable, str(HERE / "_killer.py"), json.dumps(described)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=timeout_s, start_new_session=True
+    )
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+def final_state(run_dir: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    folder = run_dir / "checkpoints"
+    assert newest_step(folder) == STEPS
+    path = step_folder(folder, STEPS)
+    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensor_shapes(path).items()}
+    return state, load_folder(path, state)
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    (state_a, extra_a), (state_b, extra_b) = final_state(a), final_state(b)
+    assert extra_a == extra_b
+    assert state_a.keys() == state_b.keys()
+    assert any(name.startswith("exp_avg_sq.") for name in state_a)
+    for name, value in state_a.items():
+        assert value.view(torch.uint8).equal(state_b[name].view(torch.uint8)), name
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Return the loss of every step that rank 0 recorded; a step that was repeated must have the same loss."""
+    found: dict[int, float] = {}
+    for line in (run_dir / "events" / "rank-0.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] == "step":
+            step, loss = event["data"]["step"], event["data"]["loss"]
+            assert found.setdefault(step, loss) == loss, f"step {step} has two losses"
+    return found
+
+
+def assert_killed(counts: dict[str, float], kills: int) -> None:
+    assert counts["kills"] == kills
+    assert counts["in_write"] == kills // 2
+    assert counts["attempts"] == kills + 1
+
+
+@pytest.mark.timeout(170)
+def test_twenty_kills_change_no_bit(tmp_path):
+    counts = killer(tmp_path, ("unbroken", plan_of(tmp_path), 0), ("broken", plan_of(tmp_path), 20))
+    print(counts)
+    assert_killed(counts[1], 20)
+    assert_same_end(tmp_path / "unbroken", tmp_path / "broken")
+    assert losses(tmp_path / "unbroken") == losses(tmp_path / "broken")
+    leftovers = [entry.name for entry in (tmp_path / "broken" / "checkpoints").iterdir() if "." in entry.name[1:]]
+    assert leftovers == []
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_kills_change_no_bit_in_low_precision(tmp_path, precision):
+    plan = plan_of(tmp_path, precision, zero=3)
+    counts = killer(tmp_path, ("unbroken", plan, 0), ("broken", plan, 4))
+    print(counts)
+    assert_killed(counts[1], 4)
+    assert_same_end(tmp_path / "unbroken", tmp_path / "broken")
+    assert losses(tmp_path / "unbroken") == losses(tmp_path / "broken")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_many_kills_in_every_stage(tmp_path, precision, zero):
+    plan = plan_of(tmp_path, precision, zero=zero)
+    counts = killer(tmp_path, ("unbroken", plan, 0), ("broken", plan, 40), timeout_s=800)
+    assert_killed(counts[1], 40)
+    assert_same_end(tmp_path / "unbroken", tmp_path / "broken")
