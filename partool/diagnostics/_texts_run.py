@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT611",
         "A checkpoint is damaged",
-        "Sizes and checksums of its files do not match its manifest. Nothing was deleted; the message names the newest sound one.",
+        "Sizes and checksums of its files do not match its manifest. Nothing was deleted; the message names a sound one.",
         "partool launch --resume last",
         "partool launch --resume last --step 200",
     ),

@@ -29,7 +29,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """A finding; ``path`` is its place in the spec (``("parallel", "tensor")``), ``span`` where that stands in the file."""
+    """A finding; ``path`` is its place in the spec (``("parallel", "tensor")``), ``span`` its place in the file."""
 
     code: str
     """Rule code, such as PT203."""

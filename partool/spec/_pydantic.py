@@ -45,7 +45,7 @@ def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
 
 
 def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
-    # A union of a scalar and a section complains about the section as a whole and about keys inside it: the keys say more.
+    # A union of a scalar and a section complains about the whole section and about keys inside it: the keys say more.
     return any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
 
 

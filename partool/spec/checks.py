@@ -1,4 +1,4 @@
-"""Rules that a spec can break by itself; those that need the model or the machine stand in ``partool.planner.checks``."""
+"""Rules that a spec can break by itself; those that need the model or the machine are in ``partool.planner.checks``."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
 
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
     source = spec.data.source
-    if source == [] or source == "" or (isinstance(source, list) and "" in source):
+    if not source or (isinstance(source, list) and "" in source):
         message = "data.source names no file"
         yield Diagnostic("PT220", message, path=("data", "source"), help="a file, a glob, a folder, or python-stdlib")
 
