@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT611",
         "A checkpoint is damaged",
-        "Its files do not match the sizes and checksums in its manifest. Nothing is deleted; the error names a sound one.",
+        "Its files do not match the sizes and checksums in its manifest. The error names a sound one.",
         "partool launch --resume last",
         "partool launch --resume last --step 200",
     ),
