@@ -146,16 +146,16 @@ def kill_in_write(attempt: Attempt, rank: int, step: float) -> bool:
     return False
 
 
-def run_and_kill(plan_file: Path, run_dir: Path, kills: int, seed: int) -> dict[str, int]:
+def run_and_kill(plan_file: Path, run_dir: Path, kills: int, seed: int, *, resume: bool) -> dict[str, int]:
     """Kill ranks at ``kills`` seeded points, every other one inside a checkpoint write, then let the run end."""
     draw = random.Random(seed)
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=resume)
     steps = Plan.from_json(plan_file.read_text()).training.steps
     points = sorted(draw.uniform(0, steps - 4) for _ in range(kills))
     counts = {"kills": 0, "in_write": 0, "attempts": 0}
     while True:
         counts["attempts"] += 1
-        attempt = Attempt(plan_file, run_dir, counts["attempts"], resume=counts["attempts"] > 1)
+        attempt = Attempt(plan_file, run_dir, counts["attempts"], resume=resume or counts["attempts"] > 1)
         if counts["kills"] < kills:
             inside = counts["kills"] % 2 == 1
             rank = draw.randrange(len(attempt.pids))
@@ -173,7 +173,9 @@ def main() -> None:
     """Run the cases given as JSON: plan file → run folder, number of kills, seed."""
     for case in json.loads(sys.argv[1]):
         started_s = time.monotonic()
-        counts = run_and_kill(Path(case["plan"]), Path(case["run_dir"]), case["kills"], case["seed"])
+        counts = run_and_kill(
+            Path(case["plan"]), Path(case["run_dir"]), case["kills"], case["seed"], resume=case["resume"]
+        )
         counts["seconds"] = round(time.monotonic() - started_s, 1)
         print(json.dumps(counts), flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,13 +36,17 @@ def plan_of(folder: Path, precision: str = "fp32", *, ranks: int = 2, zero: int 
     )
 
 
-def killer(folder: Path, *cases: tuple[str, Plan, int], timeout_s: float = 150) -> list[dict[str, float]]:
+def killer(
+    folder: Path, *cases: tuple[str, Plan, int], resume: bool = False, timeout_s: float = 150
+) -> list[dict[str, float]]:
     """Run each case (folder's name, plan, kills) to its end and return what happened."""
     described = []
     for seed, (name, plan, kills) in enumerate(cases):
         file = folder / f"{name}.json"
         file.write_text(plan.to_json())
-        described.append({"plan": str(file), "run_dir": str(folder / name), "kills": kills, "seed": seed})
+        described.append(
+            {"plan": str(file), "run_dir": str(folder / name), "kills": kills, "seed": seed, "resume": resume}
+        )
     command = [sys.executable, str(HERE / "_killer.py"), json.dumps(described)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.run(
@@ -85,26 +90,55 @@ def assert_killed(counts: dict[str, float], kills: int) -> None:
     assert counts["attempts"] == kills + 1
 
 
-@pytest.mark.timeout(170)
-def test_twenty_kills_change_no_bit(tmp_path):
-    counts = killer(tmp_path, ("unbroken", plan_of(tmp_path), 0), ("broken", plan_of(tmp_path), 20))
-    print(counts)
-    assert_killed(counts[1], 20)
-    assert_same_end(tmp_path / "unbroken", tmp_path / "broken")
-    assert losses(tmp_path / "unbroken") == losses(tmp_path / "broken")
-    leftovers = [entry.name for entry in (tmp_path / "broken" / "checkpoints").iterdir() if "." in entry.name[1:]]
-    assert leftovers == []
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run everything once, in one process that has imported what the ranks need."""
+    folder = tmp_path_factory.mktemp("runs")
+    cases = [("fp32", plan_of(folder), 0), ("fp32-killed", plan_of(folder), 20)]
+    for precision in ("bf16", "fp16"):
+        plan = plan_of(folder, precision, zero=3)
+        cases += [(precision, plan, 0), (f"{precision}-killed", plan, 4)]
+    counts = killer(folder, *cases)
+    print({name: count["seconds"] for (name, _, _), count in zip(cases, counts, strict=True)})
+    return folder, {name: (kills, count) for (name, _, kills), count in zip(cases, counts, strict=True)}
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_kills_change_no_bit_in_low_precision(tmp_path, precision):
-    plan = plan_of(tmp_path, precision, zero=3)
-    counts = killer(tmp_path, ("unbroken", plan, 0), ("broken", plan, 4))
-    print(counts)
-    assert_killed(counts[1], 4)
-    assert_same_end(tmp_path / "unbroken", tmp_path / "broken")
-    assert losses(tmp_path / "unbroken") == losses(tmp_path / "broken")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_kills_change_no_bit(runs, precision):
+    folder, counts = runs
+    kills, count = counts[f"{precision}-killed"]
+    assert_killed(count, kills)
+    assert_same_end(folder / precision, folder / f"{precision}-killed")
+    assert losses(folder / precision) == losses(folder / f"{precision}-killed")
+    leftovers = [entry.name for entry in (folder / f"{precision}-killed" / "checkpoints").iterdir()]
+    assert sorted(leftovers) == [".lock", f"step-{STEPS - 3:08}", f"step-{STEPS:08}"]
+
+
+def test_low_precision_stays_near_and_the_comparison_can_fail(runs):
+    folder, _ = runs
+    with pytest.raises(AssertionError):
+        assert_same_end(folder / "fp32", folder / "bf16")
+    for precision in ("bf16", "fp16"):
+        assert losses(folder / precision)[STEPS] == pytest.approx(losses(folder / "fp32")[STEPS], rel=0.02)
+
+
+@pytest.mark.timeout(170)
+def test_another_number_of_ranks_and_another_stage_go_on_from_a_killed_run(runs):
+    folder, _ = runs
+    cases = [("three", plan_of(folder, ranks=3, zero=3), 0), ("one", plan_of(folder, ranks=1, zero=0), 0)]
+    for name, _, _ in cases:
+        shutil.copytree(folder / "fp32-killed", folder / name)
+        shutil.rmtree(step_folder(folder / name / "checkpoints", STEPS))
+        shutil.rmtree(folder / name / "events")
+    killer(folder, *cases, resume=True)
+    for name in ("three", "one"):
+        found, expected = losses(folder / name), losses(folder / "fp32")
+        assert sorted(found) == [STEPS - 2, STEPS - 1, STEPS]
+        assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-5)
+        state, want = final_state(folder / name)[0], final_state(folder / "fp32")[0]
+        for tensor, value in want.items():
+            assert torch.allclose(state[tensor], value, rtol=1e-3, atol=1e-6), tensor
 
 
 @pytest.mark.long
