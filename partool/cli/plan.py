@@ -44,7 +44,7 @@ def command(
 
         from partool.report import render_plan
 
-        render_plan(plan, Console())
+        render_plan(plan, Console(), source=str(out or spec))
 
 
 def _compare(old: Plan, new: Plan) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.training import (
@@ -26,31 +27,6 @@ class Record(BaseModel):
     """A part of the plan: closed and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Devices(Record):
-    """The machines, with the figures the predictions used."""
-
-    accelerator: str
-    """Catalog name, or ``cpu``."""
-    backend: Literal["cpu", "cuda", "rocm"]
-    nodes: int
-    per_node: int
-    """Ranks per node."""
-    memory_bytes: int
-    """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
-    peak_flops: float | None
-    """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
-    achievable_flops: float
-    """What large matrix products reach on one rank."""
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """One direction, between ranks of a node."""
-    fabric_bytes_per_s: float
-    """One direction, per rank, between nodes."""
-    host_memory_bytes: int | None = None
-    threads_per_rank: int = 0
-    """Intra-op threads; 0 leaves the choice to the framework."""
 
 
 class Mesh(Record):

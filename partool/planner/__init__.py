@@ -1,1 +1,5 @@
-"""See docs/architecture.md."""
+"""From a Spec to a Plan."""
+
+from partool.planner.make import PlanResult, make_plan
+
+__all__ = ["PlanResult", "make_plan"]

@@ -1,1 +1,5 @@
-"""See docs/architecture.md."""
+"""What a terminal shows of a plan and of a run."""
+
+from partool.report.plan import render_plan
+
+__all__ = ["render_plan"]

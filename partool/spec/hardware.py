@@ -1,6 +1,8 @@
-"""The ``hardware`` and ``limits`` sections."""
+"""The ``hardware`` and ``limits`` sections, and :class:`Devices`, the hardware with nothing left open."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -36,3 +38,28 @@ class LimitsSpec(Section):
     """Share of device memory kept free."""
     max_devices: PositiveInt | None = None
     """Use at most this many of the devices."""
+
+
+class Devices(Section):
+    """The machines, with the figures the predictions used."""
+
+    accelerator: str
+    """Catalog name, or ``cpu``."""
+    backend: Literal["cpu", "cuda", "rocm"]
+    nodes: int
+    per_node: int
+    """Ranks per node."""
+    memory_bytes: int
+    """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
+    peak_flops: float | None
+    """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
+    achievable_flops: float
+    """What large matrix products reach on one rank."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """One direction, between ranks of a node."""
+    fabric_bytes_per_s: float
+    """One direction, per rank, between nodes."""
+    host_memory_bytes: int | None = None
+    threads_per_rank: int = 0
+    """Intra-op threads; 0 leaves the choice to the framework."""

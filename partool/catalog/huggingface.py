@@ -1,0 +1,207 @@
+"""Reading a Hugging Face ``config.json`` into the fields of a model; what cannot be represented is a finding.
+
+Meanings follow the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with ``rope_theta``, later ``rope_parameters``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from partool.diagnostics.record import Diagnostic
+
+_PATH = ("model", "config")
+_LLAMA_LIKE = {
+    "num_hidden_layers": "layers", "hidden_size": "hidden", "intermediate_size": "ffn_hidden",
+    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "vocab_size": "vocab",
+    "max_position_embeddings": "max_position", "rms_norm_eps": "norm_eps", "initializer_range": "init_std",
+    "tie_word_embeddings": "tied_embeddings",
+}  # fmt: skip
+_GPT2 = {
+    "n_layer": "layers", "n_embd": "hidden", "n_inner": "ffn_hidden", "n_head": "heads", "vocab_size": "vocab",
+    "n_positions": "max_position", "layer_norm_epsilon": "norm_eps", "initializer_range": "init_std",
+    "tie_word_embeddings": "tied_embeddings",
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8, "rms_norm_eps": 1e-6},
+    "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    "gpt2": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "qwen3_moe": {"sliding_window": 4096, "max_window_layers": 28, "decoder_sparse_step": 1, "num_experts_per_tok": 8},
+    "deepseek_v3": {"first_k_dense_replace": 3, "n_shared_experts": 1, "num_experts_per_tok": 8},
+}
+_NO_EFFECT = {
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions", "output_hidden_states",
+    "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype",
+    "transformers_version", "use_cache", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act",
+    "activation_function", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
+    "layer_types", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "decoder_sparse_step", "mlp_only_layers", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    "moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+    "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group", "topk_method",
+    "scoring_func", "routed_scaling_factor", "rope_interleave", "aux_loss_alpha", "seq_aux", "n_ctx", "task_specific_params",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+}  # fmt: skip
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout")
+_MUST_BE: dict[str, Any] = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    "add_cross_attention": False, "quantization_config": None,
+}  # fmt: skip
+
+
+def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnostic]]:
+    """Read a config.json (or the one in a folder); returns the ModelConfig fields, the file's bytes and findings."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+        config = json.loads(content)
+    except OSError as error:
+        return None, b"", [_error("PT251", f"{file} cannot be read: {error.strerror}", "give the path of a config.json")]
+    except ValueError as error:
+        return None, b"", [_error("PT251", f"{file} is not JSON: {error}", "give the path of a config.json")]
+    if not isinstance(config, dict):
+        return None, content, [_error("PT251", f"{file} does not hold a JSON object", "give the path of a config.json")]
+    fields, findings = convert(config)
+    return fields, content, findings
+
+
+def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnostic]]:
+    """Turn a configuration into ModelConfig fields; errors in the findings mean that it cannot be represented."""
+    kind = config.get("model_type")
+    if kind not in _DEFAULTS:
+        known = ", ".join(sorted(_DEFAULTS))
+        return None, [_error("PT252", f"model_type {kind!r} is not known", f"known types: {known}; or write the fields")]
+    config = {**_DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None or key in _NULLABLE}}
+    names = _GPT2 if kind == "gpt2" else _LLAMA_LIKE
+    fields = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+    findings = _unsupported(config, kind, names)
+    fields.update(_gpt2_fields(fields) if kind == "gpt2" else _family_fields(config, kind, findings))
+    if kind in ("mixtral", "qwen3_moe", "deepseek_v3"):
+        fields["moe"] = _moe(config, kind, findings)
+    if kind == "deepseek_v3":
+        fields["mla"] = _mla(config)
+        fields["head_dim"] = fields["mla"]["nope_head_dim"] + fields["mla"]["rope_head_dim"]
+    return fields, findings
+
+
+_NULLABLE = {"sliding_window", "q_lora_rank"}
+
+
+def _error(code: str, message: str, help_text: str = "") -> Diagnostic:
+    return Diagnostic(code, message, path=_PATH, help=help_text)
+
+
+def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> list[Diagnostic]:
+    found = []
+    activation = config.get("activation_function", "gelu_new") if kind == "gpt2" else config.get("hidden_act", "silu")
+    allowed = ("gelu_new", "gelu_pytorch_tanh") if kind == "gpt2" else ("silu", "swish")
+    if activation not in allowed:
+        found.append(_error("PT253", f"activation {activation!r} of a {kind} model is not supported", f"supported: {allowed[0]}"))
+    for key, value in _MUST_BE.items():
+        if key in config and config[key] != value:
+            found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", f"only {value!r} is"))
+    dropped = [key for key in _DROPOUTS if config.get(key)]
+    known = _NO_EFFECT | set(_MUST_BE) | set(_DROPOUTS) | set(names)
+    unknown = sorted(set(config) - known)
+    if kind != "deepseek_v3" and "num_nextn_predict_layers" in unknown:
+        found.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
+    if dropped or unknown:
+        text = ", ".join([*dropped, *unknown])
+        found.append(Diagnostic("PT254", f"ignored keys of the config: {text}", "warning", _PATH,
+                                help="training here has no dropout; check that the other keys do not change the model"))
+    return found
+
+
+def _gpt2_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    hidden = fields.get("hidden", 768)
+    return {
+        "ffn_hidden": fields.get("ffn_hidden") or 4 * hidden, "norm": "layernorm", "activation": "gelu_tanh",
+        "position": "learned", "qkv_bias": True, "out_bias": True, "ffn_bias": True,
+    }  # fmt: skip
+
+
+def _family_fields(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    fields: dict[str, Any] = {
+        "qkv_bias": kind == "qwen2" or bias,
+        "out_bias": bias and kind != "qwen2",
+        "ffn_bias": bool(config.get("mlp_bias", False)),
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
+    }
+    fields.update(_rope(config, kind, findings))
+    fields.update(_windows(config, kind, findings))
+    return fields
+
+
+def _rope(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind_of_rope = rope.get("rope_type", rope.get("type", "default"))
+    fields: dict[str, Any] = {"rope_theta": float(theta)}
+    if kind_of_rope == "llama3":
+        fields["rope_scaling"] = {
+            "factor": float(rope["factor"]),
+            "low_freq_factor": float(rope.get("low_freq_factor", 1.0)),
+            "high_freq_factor": float(rope.get("high_freq_factor", 4.0)),
+            "original_max_position": int(rope["original_max_position_embeddings"]),
+        }
+    elif kind_of_rope != "default":
+        text = f"RoPE scaling of type {kind_of_rope!r} is not supported"
+        severity: Any = "warning" if kind == "deepseek_v3" else "error"
+        findings.append(Diagnostic("PT253", text, severity, _PATH, help="supported: none, llama3"))
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        findings.append(_error("PT253", "partial_rotary_factor other than 1 is not supported"))
+    return fields
+
+
+def _windows(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
+    layers = int(config.get("num_hidden_layers", 32))
+    window = config.get("sliding_window")
+    if kind in ("llama", "deepseek_v3") or window is None:
+        return {}
+    if kind in ("qwen2", "qwen3", "qwen3_moe") and not config.get("use_sliding_window", False):
+        return {}
+    names = {"full_attention": "full", "sliding_attention": "sliding"}
+    types = config.get("layer_types")
+    if types is None:
+        first = int(config["max_window_layers"]) if kind in ("qwen2", "qwen3") else 0
+        return {"window": int(window), "layer_types": tuple("sliding" if i >= first else "full" for i in range(layers))}
+    if strange := sorted(set(types) - set(names)):
+        findings.append(_error("PT253", f"layer_types {', '.join(strange)} are not supported"))
+        return {}
+    return {"window": int(window), "layer_types": tuple(names[name] for name in types)}
+
+
+def _moe(config: dict[str, Any], kind: str, findings: list[Diagnostic]) -> dict[str, Any]:
+    moe: dict[str, Any] = {"top_k": config["num_experts_per_tok"]}
+    if kind == "mixtral":
+        return {**moe, "experts": config["num_local_experts"], "ffn_hidden": config["intermediate_size"]}
+    if kind == "qwen3_moe":
+        step = int(config["decoder_sparse_step"])
+        if config.get("mlp_only_layers"):
+            findings.append(_error("PT253", "mlp_only_layers is not supported"))
+        experts = config.get("num_experts", config.get("num_local_experts", 128))
+        width = config.get("moe_intermediate_size", 768)
+        return {**moe, "experts": experts, "ffn_hidden": width, "every": step, "first_dense_layers": step - 1}
+    return {
+        **moe,
+        "experts": config.get("n_routed_experts", config.get("num_local_experts", 256)),
+        "ffn_hidden": config.get("moe_intermediate_size", 2048),
+        "shared_experts": config["n_shared_experts"],
+        "first_dense_layers": config["first_k_dense_replace"],
+        "every": config.get("moe_layer_freq", 1),
+    }
+
+
+def _mla(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "q_rank": config.get("q_lora_rank", 1536),
+        "kv_rank": config.get("kv_lora_rank", 512),
+        "nope_head_dim": config.get("qk_nope_head_dim", 128),
+        "rope_head_dim": config.get("qk_rope_head_dim", 64),
+        "v_head_dim": config.get("v_head_dim", 128),
+    }

@@ -1,0 +1,41 @@
+"""The catalog's data files: accelerators, fabrics and model presets, each entry with its source and date."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+Table = Literal["accelerators", "fabrics", "models"]
+
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def table(name: Table) -> dict[str, dict[str, Any]]:
+    """Return a table of the catalog by entry name; entries carry ``source`` and ``as_of``."""
+    loaded: dict[str, dict[str, Any]] = json.loads(_bytes(name))
+    return loaded
+
+
+def table_hash(name: Table) -> str:
+    """Return the SHA-256 of a table's file, for ``Plan.inputs``."""
+    return hashlib.sha256(_bytes(name)).hexdigest()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a help text that names the nearest known entries, or all of them if none is near."""
+    names = sorted(known)
+    near = get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.55)
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"known names: {', '.join(names)}"
+
+
+@cache
+def _bytes(name: Table) -> bytes:
+    return (_FOLDER / f"{name}.json").read_bytes()

@@ -1,0 +1,141 @@
+"""From the ``model`` section to a :class:`ModelConfig`: preset, Hugging Face config or fields; fields override."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from partool.catalog.huggingface import read_config
+from partool.catalog.lookup import did_you_mean, table, table_hash
+from partool.diagnostics.record import Diagnostic
+from partool.spec.model import LayerPattern, ModelConfig, ModelSpec
+
+_REQUIRED = ("layers", "hidden", "heads", "vocab")
+_NOT_FIELDS = {"preset", "config", "weights", "frozen", "attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """What became of a ``model`` section. ``config`` is None exactly if there is an error among the diagnostics."""
+
+    config: ModelConfig | None
+    source: str
+    diagnostics: tuple[Diagnostic, ...]
+    inputs: dict[str, str] = field(default_factory=dict)
+    """SHA-256 by input, for ``Plan.inputs``."""
+
+
+def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
+    """Decide every field of the model. ``vocab`` is the tokenizer's size, used where nothing else gives one."""
+    base, source, findings, inputs = _base(spec, base_dir)
+    if base is None:
+        return ResolvedModel(None, source, tuple(findings), inputs)
+    own = {name: getattr(spec, name) for name in type(spec).model_fields if name not in _NOT_FIELDS}
+    own = {name: value for name, value in own.items() if value is not None}
+    if source and (changed := sorted(own)):
+        source = f"{source}, with {', '.join(changed)} from the spec"
+    fields = {**base, **own}
+    fields.setdefault("vocab", vocab)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    missing = [name for name in _REQUIRED if name not in fields]
+    if missing:
+        text = f"the model lacks {', '.join(missing)}"
+        findings.append(Diagnostic("PT255", text, path=("model",), help="write a preset, a config or these fields"))
+        return ResolvedModel(None, source, tuple(findings), inputs)
+    _derive(fields)
+    findings.extend(_attention(spec, fields))
+    config = _validated(fields, findings)
+    if config is not None:
+        findings.extend(_inconsistent(config))
+    failed = any(finding.severity == "error" for finding in findings)
+    return ResolvedModel(None if failed else config, source or "the spec's fields", tuple(findings), inputs)
+
+
+def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, list[Diagnostic], dict[str, str]]:
+    if spec.preset is not None:
+        presets = table("models")
+        if spec.preset not in presets:
+            text = f"there is no model preset {spec.preset!r}"
+            finding = Diagnostic("PT250", text, path=("model", "preset"), help=did_you_mean(spec.preset, presets))
+            return None, "", [finding], {}
+        fields = dict(presets[spec.preset]["fields"])
+        window = fields.pop("attention", None)
+        if window:
+            fields["window"] = window["window"]
+            fields["layer_types"] = ("sliding",) * fields["layers"]
+        return fields, f"preset {spec.preset}", [], {"catalog/models": table_hash("models")}
+    if spec.config is not None:
+        fields_or_none, content, findings = read_config(base_dir / spec.config)
+        return fields_or_none, spec.config, findings, {"model.config": hashlib.sha256(content).hexdigest()}
+    return {}, "", [], {}
+
+
+def _derive(fields: dict[str, Any]) -> None:
+    """Fill the fields that follow from others, as the families do."""
+    fields.setdefault("kv_heads", fields["heads"])
+    if "head_dim" not in fields and fields["hidden"] % fields["heads"] == 0:
+        fields["head_dim"] = fields["hidden"] // fields["heads"]
+    if "ffn_hidden" not in fields:
+        gated = fields.get("activation", "swiglu") in ("swiglu", "geglu")
+        # Shazeer, arXiv 2002.05202: two thirds of 4h keeps a gated network's size; rounded up to a multiple of 64.
+        fields["ffn_hidden"] = -(-8 * fields["hidden"] // (3 * 64)) * 64 if gated else 4 * fields["hidden"]
+
+
+def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
+    """Set ``window`` and ``layer_types`` from ``model.attention``, which replaces what preset or file say."""
+    layers = fields["layers"]
+    if spec.attention is None:
+        kinds = fields.get("layer_types")
+        if kinds and len(kinds) != layers:
+            fields["layer_types"] = tuple(kinds[index % len(kinds)] for index in range(layers))
+        return []
+    window, types = spec.attention.window, spec.attention.layer_types
+    if isinstance(types, LayerPattern):
+        kinds = tuple(types.pattern[index % len(types.pattern)] for index in range(layers))
+    elif types is None:
+        kinds = ("sliding",) * layers if window else ()
+    else:
+        kinds = tuple(types)
+    fields["window"], fields["layer_types"] = window or fields.get("window"), kinds
+    if fields["window"] is None:
+        del fields["window"]
+    if kinds and len(kinds) != layers:
+        text = f"layer_types has {len(kinds)} entries for {layers} layers"
+        return [Diagnostic("PT256", text, path=("model", "attention", "layer_types"), help="write one per layer, or a pattern")]
+    if "sliding" in kinds and "window" not in fields:
+        text = "sliding layers need a window"
+        return [Diagnostic("PT256", text, path=("model", "attention"), help="write window: 4096 (tokens)")]
+    return []
+
+
+def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfig | None:
+    if "head_dim" not in fields:
+        text = f"hidden: {fields['hidden']} is not a multiple of heads: {fields['heads']}"
+        findings.append(Diagnostic("PT256", text, path=("model", "heads"), help="change one, or write head_dim"))
+        return None
+    try:
+        return ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"])
+            findings.append(Diagnostic("PT253", f"{name}: {item['msg']}", path=("model",)))
+        return None
+
+
+def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
+    found = []
+    if config.heads % config.kv_heads:
+        text = f"{config.heads} attention heads cannot share {config.kv_heads} heads for keys and values"
+        near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
+        found.append(Diagnostic("PT256", text, path=("model", "kv_heads"), help=f"use {near}, or another divisor of {config.heads}"))
+    if config.position == "rope" and config.head_dim % 2:
+        text = f"RoPE rotates pairs; head_dim {config.head_dim} is odd"
+        found.append(Diagnostic("PT256", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
+    if config.moe is not None and config.moe.top_k > config.moe.experts:
+        text = f"top_k {config.moe.top_k} is more than the {config.moe.experts} experts"
+        found.append(Diagnostic("PT256", text, path=("model", "moe", "top_k"), help=f"use at most {config.moe.experts}"))
+    return found

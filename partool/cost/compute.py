@@ -1,0 +1,93 @@
+"""Arithmetic and memory traffic of the decoder, in FLOPs and seconds."""
+
+from __future__ import annotations
+
+from partool.cost.work import Work
+from partool.layout.parameters import parameters
+
+_ATTENTION_EFFICIENCY = {"cpu": 0.35, "cuda": 0.45, "rocm": 0.35}
+"""Of the device's peak (of the achievable rate on a CPU): 0.50 on A100, 0.45 on H100 with flash attention 2."""
+_OPERATOR_S = {"cpu": 8e-6, "cuda": 7e-6, "rocm": 8e-6}
+"""Host time per operator without graphs: 6 to 8 us per kernel launch; about the same for a CPU operator."""
+_OPERATORS_PER_LAYER = {"forward": 45, "backward": 95}
+_ELEMENTWISE_PASSES = {"forward": 22.0, "backward": 38.0}
+"""Reads and writes of a hidden-size activation by norms, rotations, residuals and activations, per layer."""
+
+
+def matmul_flops_per_token(work: Work) -> float:
+    """Return the forward FLOPs of all matrix products per token: 2 per weight; experts by their share, embeddings none."""
+    total = 0.0
+    model = work.model
+    for info in parameters(model):
+        if info.kind in ("embedding", "position", "norm") or len(info.shape) < 2:
+            continue
+        elements = float(info.elements)
+        if info.kind == "expert" and model.moe is not None:
+            elements *= model.moe.top_k / model.moe.experts
+        total += 2.0 * elements
+    if model.tied_embeddings:
+        total += 2.0 * model.vocab * model.hidden
+    return total
+
+
+def attention_flops_per_token(work: Work) -> float:
+    """Return the forward FLOPs of attention scores and values per token, causal or in a window."""
+    model, length = work.model, work.training.sequence_length
+    width = model.heads * model.head_dim
+    total = 0.0
+    for layer in range(model.layers):
+        window = model.window if model.attention_kind(layer) == "sliding" and model.window else length
+        seen = min(window, length)
+        # A causal row sees half the sequence on average; a window is full once the row is past it.
+        average = seen / 2 if seen == length else seen - seen * seen / (2 * length)
+        total += 4.0 * average * width
+    return total
+
+
+def model_flops(work: Work) -> float:
+    """Return the FLOPs of one optimizer step over all ranks, backward counted twice the forward, nothing recomputed."""
+    tokens = work.training.global_batch * work.training.sequence_length
+    return 3.0 * tokens * (matmul_flops_per_token(work) + attention_flops_per_token(work))
+
+
+def forward_s(work: Work) -> float:
+    """Return the seconds of one forward pass of one micro-batch on the fullest stage."""
+    return _pass_s(work, "forward", 1.0)
+
+
+def backward_s(work: Work) -> float:
+    """Return the seconds of one backward pass of one micro-batch, recomputation included."""
+    return _pass_s(work, "backward", 2.0) + _recompute_s(work)
+
+
+def _pass_s(work: Work, which: str, factor: float) -> float:
+    devices, mesh = work.devices, work.layout.mesh
+    share = work.tokens_per_micro_batch / mesh.tp / mesh.pp
+    eager = 1.0 if work.layout.compile == "block" else 1.6
+    matmul = factor * share * matmul_flops_per_token(work) / devices.achievable_flops
+    rate = devices.achievable_flops if devices.backend == "cpu" else devices.peak_flops or devices.achievable_flops
+    attention = factor * 1.25 ** (which == "backward") * share * attention_flops_per_token(work)
+    attention /= rate * _ATTENTION_EFFICIENCY[devices.backend]
+    layers = work.model.layers / mesh.pp
+    passes = _ELEMENTWISE_PASSES[which] * eager / 1.6
+    moved = passes * work.tokens_per_micro_batch * work.model.hidden * work.compute_bytes * layers
+    # The loss: logits are written, normalised and read again in fp32 or wider.
+    moved += 3.0 * work.tokens_per_micro_batch * work.model.vocab * max(work.compute_bytes, 4) / mesh.tp
+    host = layers * _OPERATORS_PER_LAYER[which] * _OPERATOR_S[devices.backend]
+    device = matmul + attention + moved / devices.memory_bytes_per_s
+    # A CPU rank does the host's work on the same core; an accelerator runs beside its host.
+    return device + host if devices.backend == "cpu" else max(device, host)
+
+
+def _recompute_s(work: Work) -> float:
+    again = {"none": 0.0, "selective": 0.25, "full": 1.0}
+    share = sum(again[policy] for policy in work.layout.recompute) / len(work.layout.recompute)
+    return share * forward_s(work)
+
+
+def optimizer_s(work: Work, elements: float) -> float:
+    """Return the seconds of norm, clipping and AdamW over ``elements`` parameters of a rank.
+
+    AdamW reads weight, gradient and two moments and writes three of them back; the norm reads the gradient once more.
+    """
+    return 8.0 * work.master_bytes * elements / work.devices.memory_bytes_per_s + 50e-6

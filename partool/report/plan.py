@@ -1,0 +1,140 @@
+"""A plan on one screen: layout, memory, time, why, what else, what next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.types import Plan
+from partool.report.units import amount, duration, gib, seconds
+
+_BAR = 24
+
+
+def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
+    """Print a plan; ``source`` is the file that ``partool launch`` takes to run it."""
+    for block in (_head(plan), *_layout(plan)):
+        console.print(block)
+    console.print()
+    console.print(_memory(plan, console.width))
+    console.print()
+    console.print(_time(plan))
+    _lines(console, "Why", plan.reasons)
+    if plan.alternatives:
+        console.print()
+        console.print(_alternatives(plan))
+    _lines(console, "Warnings", tuple(f"{f.code} {f.message}" for f in plan.findings))
+    console.print()
+    console.print(_next(plan, source))
+
+
+def _head(plan: Plan) -> Text:
+    count = _parameters(plan)
+    text = Text.assemble((plan.name, "bold"), f": {count} parameters ({plan.model_source}), ")
+    text.append(f"{plan.training.precision}, {plan.training.sequence_length} tokens × {plan.training.global_batch} per step, ")
+    text.append(f"{plan.training.steps} steps")
+    return text
+
+
+def _parameters(plan: Plan) -> str:
+    from partool.layout.parameters import count, parameters
+
+    return amount(count(parameters(plan.model)))
+
+
+def _layout(plan: Plan) -> Iterator[Text]:
+    devices, layout, mesh = plan.devices, plan.layout, plan.layout.mesh
+    nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
+    unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
+    yield Text.assemble(("Mesh    ", "bold"), f"{nodes} {unit}: {_axes(plan)}")
+    shard = "" if layout.zero == 0 else f", state shared by {mesh.dp_shard}"
+    copies = f", {mesh.dp_replicate} copies" if layout.zero and mesh.dp_replicate > 1 else ""
+    yield Text.assemble(
+        ("Layout  ", "bold"),
+        f"ZeRO-{layout.zero}{shard}{copies}; micro-batch {layout.micro_batch} × {layout.accumulation} per step; ",
+        f"recompute {_recompute(plan)}; compile {layout.compile}",
+    )
+
+
+def _axes(plan: Plan) -> str:
+    """Return the mesh as nested brackets, outermost axis first: ``dp 2 [ tp 4 ]``."""
+    mesh = plan.layout.mesh
+    sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp))
+    parts = [f"{name} {size}" for name, size in sizes if size > 1]
+    if plan.layout.expert > 1:
+        parts.append(f"(experts over {plan.layout.expert})")
+    return " × ".join(parts) if parts else "one rank"
+
+
+def _recompute(plan: Plan) -> str:
+    kinds = dict.fromkeys(plan.layout.recompute)
+    return ", ".join(kinds)
+
+
+def _memory(plan: Plan, width: int) -> Table:
+    memory = plan.prediction.memory
+    table = Table(title="Memory per rank, at the peak", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("term", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("share of the device", no_wrap=True)
+    device = max(plan.devices.memory_bytes, memory.total_bytes)
+    for name, size in memory.terms_bytes.items():
+        if size:
+            table.add_row(name, gib(size), "█" * max(round(_BAR * size / device), 0) or "▏")
+    share = memory.total_bytes / plan.devices.memory_bytes
+    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits with probability {_probability(memory.fit_probability)}"
+    table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
+    return table
+
+
+def _probability(value: float) -> str:
+    return "> 99.9 %" if value > 0.999 else f"{100 * value:.1f} %"
+
+
+def _time(plan: Plan) -> Table:
+    time = plan.prediction.time
+    table = Table(title="Time per step", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("term", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share of the step", no_wrap=True)
+    for name, value in time.terms_s.items():
+        if value:
+            table.add_row(name, seconds(value), "█" * round(_BAR * value / time.step_time_s) or "▏")
+    error = f"± {plan.prediction.relative_error:.0%}"
+    speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
+    table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
+    whole = f"{plan.training.steps} steps; {time.device_hours:.4g} device-hours"
+    table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), whole)
+    return table
+
+
+def _alternatives(plan: Plan) -> Table:
+    table = Table(title="Next best", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("layout", ratio=3)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("GiB", justify="right", no_wrap=True)
+    table.add_column("why not", ratio=2)
+    for other in plan.alternatives:
+        step = seconds(other.step_time_s) if other.step_time_s is not None else "-"
+        size = gib(other.memory_bytes) if other.memory_bytes is not None else "-"
+        table.add_row(other.summary, step, size, other.why_not + ("" if other.runnable else " (not runnable yet)"))
+    return table
+
+
+def _lines(console: Console, title: str, lines: tuple[str, ...]) -> None:
+    if lines:
+        console.print()
+        console.print(Text(title, "bold"))
+        for line in lines:
+            console.print(Padding(Text(f"• {line}"), (0, 0, 0, 1)))
+
+
+def _next(plan: Plan, source: str | None) -> Text:
+    if not plan.runnable:
+        codes = " ".join(plan.not_runnable)
+        return Text.assemble(("Next    ", "bold"), f"this plan cannot be launched yet: partool explain {plan.not_runnable[0]}" + (f" ({codes})" if len(plan.not_runnable) > 1 else ""))
+    return Text.assemble(("Next    ", "bold"), f"partool launch {source or 'SPEC'}")

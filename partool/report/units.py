@@ -1,0 +1,38 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+_GIB = 2**30
+
+
+def gib(size_bytes: float) -> str:
+    """Return bytes as GiB with three figures: ``0.013``, ``4.71``, ``64.2``."""
+    value = size_bytes / _GIB
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def seconds(value_s: float) -> str:
+    """Return a short time with its unit: ``43 us``, ``1.2 ms``, ``3.4 s``."""
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if value_s < limit:
+            return f"{value_s * factor:.3g} {unit}"
+    return f"{value_s:.3g} s" if value_s < 1000 else f"{value_s:.0f} s"
+
+
+def duration(value_s: float) -> str:
+    """Return a long time in its two largest units: ``1 min 45 s``, ``3 h 20 min``, ``12 d 4 h``."""
+    rest = round(value_s)
+    parts = []
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, rest = divmod(rest, size)
+        if count or (unit == "s" and not parts):
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def amount(value: float) -> str:
+    """Return a count with three figures: ``952``, ``1.77 M``, ``8.03 B``."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"
