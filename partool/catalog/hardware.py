@@ -8,8 +8,7 @@ from typing import Any
 from partool.catalog.lookup import did_you_mean, table
 from partool.catalog.machine import cpu_gflops_per_core, this_machine
 from partool.diagnostics.record import Diagnostic
-from partool.spec.hardware import Devices
-from partool.spec.hardware import HardwareSpec
+from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.training import Precision
 
 _GIB = 2**30
@@ -35,7 +34,9 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     name = this_machine().accelerator if spec.accelerator == "auto" else spec.accelerator
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
-        return ResolvedHardware(_limited(_cpu(spec, precision, max_devices), max_devices), (), local and spec.nodes == 1)
+        return ResolvedHardware(
+            _limited(_cpu(spec, precision, max_devices), max_devices), (), local and spec.nodes == 1
+        )
     entry = table("accelerators").get(name)
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):

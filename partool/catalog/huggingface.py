@@ -60,7 +60,11 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
         content = file.read_bytes()
         config = json.loads(content)
     except OSError as error:
-        return None, b"", [_error("PT251", f"{file} cannot be read: {error.strerror}", "give the path of a config.json")]
+        return (
+            None,
+            b"",
+            [_error("PT251", f"{file} cannot be read: {error.strerror}", "give the path of a config.json")],
+        )
     except ValueError as error:
         return None, b"", [_error("PT251", f"{file} is not JSON: {error}", "give the path of a config.json")]
     if not isinstance(config, dict):
@@ -74,8 +78,13 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     kind = config.get("model_type")
     if kind not in _DEFAULTS:
         known = ", ".join(sorted(_DEFAULTS))
-        return None, [_error("PT252", f"model_type {kind!r} is not known", f"known types: {known}; or write the fields")]
-    config = {**_DEFAULTS[kind], **{key: value for key, value in config.items() if value is not None or key in _NULLABLE}}
+        return None, [
+            _error("PT252", f"model_type {kind!r} is not known", f"known types: {known}; or write the fields")
+        ]
+    config = {
+        **_DEFAULTS[kind],
+        **{key: value for key, value in config.items() if value is not None or key in _NULLABLE},
+    }
     names = _GPT2 if kind == "gpt2" else _LLAMA_LIKE
     fields = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
     findings = _unsupported(config, kind, names)
@@ -100,7 +109,9 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
     activation = config.get("activation_function", "gelu_new") if kind == "gpt2" else config.get("hidden_act", "silu")
     allowed = ("gelu_new", "gelu_pytorch_tanh") if kind == "gpt2" else ("silu", "swish")
     if activation not in allowed:
-        found.append(_error("PT253", f"activation {activation!r} of a {kind} model is not supported", f"supported: {allowed[0]}"))
+        found.append(
+            _error("PT253", f"activation {activation!r} of a {kind} model is not supported", f"supported: {allowed[0]}")
+        )
     for key, value in _MUST_BE.items():
         if key in config and config[key] != value:
             found.append(_error("PT253", f"{key}: {config[key]!r} is not supported", f"only {value!r} is"))
@@ -111,8 +122,15 @@ def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> li
         found.append(_error("PT253", "num_nextn_predict_layers (multi-token prediction) is not supported"))
     if dropped or unknown:
         text = ", ".join([*dropped, *unknown])
-        found.append(Diagnostic("PT254", f"ignored keys of the config: {text}", "warning", _PATH,
-                                help="training here has no dropout; check that the other keys do not change the model"))
+        found.append(
+            Diagnostic(
+                "PT254",
+                f"ignored keys of the config: {text}",
+                "warning",
+                _PATH,
+                help="training here has no dropout; check that the other keys do not change the model",
+            )
+        )
     return found
 
 

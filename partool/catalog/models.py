@@ -105,7 +105,11 @@ def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
         del fields["window"]
     if kinds and len(kinds) != layers:
         text = f"layer_types has {len(kinds)} entries for {layers} layers"
-        return [Diagnostic("PT256", text, path=("model", "attention", "layer_types"), help="write one per layer, or a pattern")]
+        return [
+            Diagnostic(
+                "PT256", text, path=("model", "attention", "layer_types"), help="write one per layer, or a pattern"
+            )
+        ]
     if "sliding" in kinds and "window" not in fields:
         text = "sliding layers need a window"
         return [Diagnostic("PT256", text, path=("model", "attention"), help="write window: 4096 (tokens)")]
@@ -131,11 +135,17 @@ def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} heads for keys and values"
         near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
-        found.append(Diagnostic("PT256", text, path=("model", "kv_heads"), help=f"use {near}, or another divisor of {config.heads}"))
+        found.append(
+            Diagnostic(
+                "PT256", text, path=("model", "kv_heads"), help=f"use {near}, or another divisor of {config.heads}"
+            )
+        )
     if config.position == "rope" and config.head_dim % 2:
         text = f"RoPE rotates pairs; head_dim {config.head_dim} is odd"
         found.append(Diagnostic("PT256", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
     if config.moe is not None and config.moe.top_k > config.moe.experts:
         text = f"top_k {config.moe.top_k} is more than the {config.moe.experts} experts"
-        found.append(Diagnostic("PT256", text, path=("model", "moe", "top_k"), help=f"use at most {config.moe.experts}"))
+        found.append(
+            Diagnostic("PT256", text, path=("model", "moe", "top_k"), help=f"use at most {config.moe.experts}")
+        )
     return found

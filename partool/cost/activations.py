@@ -34,7 +34,9 @@ def layer_elements(work: Work, policy: Recompute, layer: int) -> int:
         query, key, value = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.kv_heads * m.head_dim
     width = _ffn_width(work, layer)
     attention_out = query
-    if policy == "selective":  # outputs of matrix products and of attention; norms, activations and rotations are redone
+    if (
+        policy == "selective"
+    ):  # outputs of matrix products and of attention; norms, activations and rotations are redone
         kept = query + key + value + attention_out + (2 if m.gated else 1) * width
         return tokens * (2 * m.hidden + kept // tensor)
     # Both norms keep their input and their output; attention keeps rotated q and k, v and its output; a gated network

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
-from partool.plan.types import Devices, Layout
+from partool.plan.types import Layout
+from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision, TrainingSpec
 

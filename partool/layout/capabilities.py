@@ -61,7 +61,12 @@ class Gap:
 
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("dense-decoder", "dense decoders with full attention", f"{_MODEL}::test_attention_matches_reference", lambda n: n.model.moe is None),
+    Capability(
+        "dense-decoder",
+        "dense decoders with full attention",
+        f"{_MODEL}::test_attention_matches_reference",
+        lambda n: n.model.moe is None,
+    ),
 )
 
 GAPS: tuple[Gap, ...] = (
@@ -71,7 +76,12 @@ GAPS: tuple[Gap, ...] = (
     Gap("PT404", "expert parallelism", ("parallel", "expert"), lambda n: n.expert > 1),
     Gap("PT405", "mixture-of-experts layers", ("model",), lambda n: n.model.moe is not None),
     Gap("PT406", "multi-head latent attention", ("model",), lambda n: n.model.mla is not None),
-    Gap("PT407", "optimizer states in host memory", ("parallel", "offload", "optimizer"), lambda n: n.offload_optimizer != "none"),
+    Gap(
+        "PT407",
+        "optimizer states in host memory",
+        ("parallel", "offload", "optimizer"),
+        lambda n: n.offload_optimizer != "none",
+    ),
     Gap("PT408", "AMD accelerators (ROCm)", ("hardware", "accelerator"), lambda n: n.backend == "rocm"),
     Gap("PT409", "starting ranks on more than one node", ("hardware", "nodes"), lambda n: n.nodes > 1),
 )

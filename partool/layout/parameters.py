@@ -105,9 +105,7 @@ def _norm(name: str, config: ModelConfig, layer: int | None) -> Iterator[Paramet
         yield _info(f"{name}.bias", (config.hidden,), layer, "norm")
 
 
-def _linear(
-    name: str, shape: tuple[int, int], bias: bool, layer: int, kind: ParameterKind
-) -> Iterator[ParameterInfo]:
+def _linear(name: str, shape: tuple[int, int], bias: bool, layer: int, kind: ParameterKind) -> Iterator[ParameterInfo]:
     yield _info(f"{name}.weight", shape, layer, kind)
     if bias:
         yield _info(f"{name}.bias", shape[:1], layer, kind)

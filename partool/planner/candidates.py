@@ -10,7 +10,8 @@ from partool.cost.step import predict_time
 from partool.cost.work import Work
 from partool.layout.capabilities import Needs
 from partool.layout.mesh import split_layers
-from partool.plan.types import Devices, Layout, MemoryPrediction, Mesh, TimePrediction
+from partool.plan.types import Layout, MemoryPrediction, Mesh, TimePrediction
+from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.spec import Spec

@@ -35,7 +35,9 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
     vocab = problem.model.vocab
     if tokenizer_vocab is not None and vocab < tokenizer_vocab:
         message = f"the tokenizer has {tokenizer_vocab} tokens, the model's vocabulary {vocab}"
-        yield Diagnostic("PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more")
+        yield Diagnostic(
+            "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
+        )
 
 
 def _heads(problem: Problem) -> Iterator[Diagnostic]:

@@ -6,7 +6,7 @@ import glob
 import json
 from pathlib import Path
 
-from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.record import Diagnostic, Severity
 from partool.spec.spec import Spec
 from partool.spec.training import DataSpec
 
@@ -21,7 +21,7 @@ def resolve_data(spec: Spec, base_dir: Path) -> tuple[DataSpec, int | None, list
     happens elsewhere than training.
     """
     data = spec.data
-    severity = "error" if spec.hardware.accelerator in ("auto", "cpu") else "warning"
+    severity: Severity = "error" if spec.hardware.accelerator in ("auto", "cpu") else "warning"
     sources = [data.source] if isinstance(data.source, str) else data.source
     absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
     found = []
@@ -50,7 +50,7 @@ def _exists(pattern: str) -> bool:
     return Path(pattern).exists()
 
 
-def _vocab(tokenizer: str, base_dir: Path, severity) -> tuple[int | None, list[Diagnostic]]:  # type: ignore[no-untyped-def]
+def _vocab(tokenizer: str, base_dir: Path, severity: Severity) -> tuple[int | None, list[Diagnostic]]:
     if tokenizer == "bytes":
         return BYTES_VOCAB, []
     file = base_dir / tokenizer / "tokenizer.json"

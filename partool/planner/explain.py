@@ -21,7 +21,12 @@ def summary(work_layout: Layout) -> str:
     parts = [f"ZeRO-{work_layout.zero} over {mesh.dp} rank{'s' * (mesh.dp > 1)}"]
     if mesh.dp_replicate > 1 and work_layout.zero:
         parts[0] = f"ZeRO-{work_layout.zero} over {mesh.dp_shard}, {mesh.dp_replicate} replicas"
-    for name, size in (("tensor", mesh.tp), ("pipeline", mesh.pp), ("sequence", mesh.cp), ("expert", work_layout.expert)):
+    for name, size in (
+        ("tensor", mesh.tp),
+        ("pipeline", mesh.pp),
+        ("sequence", mesh.cp),
+        ("expert", work_layout.expert),
+    ):
         if size > 1:
             parts.append(f"{name} {size}")
     parts.append(f"micro-batch {work_layout.micro_batch} × {work_layout.accumulation}")
@@ -31,7 +36,7 @@ def summary(work_layout: Layout) -> str:
 
 def reasons(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[str, ...]:
     """Return one sentence per decision."""
-    found = []
+    found: list[str] = []
     fitting = sum(candidate.fits for candidate in priced)
     found.append(f"{len(priced)} layouts agree with the spec, {fitting} of them fit; this one is the fastest of those.")
     chosen = best.work.layout
@@ -43,7 +48,9 @@ def reasons(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple
     found.append(_recompute_reason(best, priced, pinned=parallel.recompute != "auto"))
     if parallel.micro_batch == "auto":
         share = chosen.micro_batch * chosen.accumulation
-        found.append(f"Micro-batch {chosen.micro_batch}: of the {share} sequences per rank and step, the best of those tried.")
+        found.append(
+            f"Micro-batch {chosen.micro_batch}: of the {share} sequences per rank and step, the best of those tried."
+        )
     return tuple(found)
 
 
@@ -69,7 +76,7 @@ def _recompute_reason(best: Candidate, priced: list[Candidate], *, pinned: bool)
 def alternatives(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[Alternative, ...]:
     """Return the next best layouts, one per ZeRO stage and recompute policy, fastest first."""
     seen = {_kind(best)}
-    found = []
+    found: list[Alternative] = []
     # A faster layout that does not fit is as telling as a slower one that does.
     for candidate in sorted(priced, key=lambda c: c.time.step_time_s):
         if _kind(candidate) in seen or len(found) == _ALTERNATIVES:
@@ -145,14 +152,19 @@ def _what_would_fit(problem: Problem) -> Iterator[str]:
     for nodes in _more_nodes(problem):
         changed = replace(problem, devices=problem.devices.model_copy(update={"nodes": nodes}))
         if changed.spec.training.global_batch % changed.dp == 0 and _any_fits(_free(changed)):
-            yield f"nodes: {nodes}" + (" with parallel.data.zero: auto" if problem.spec.parallel.data.zero != "auto" else "")
+            yield f"nodes: {nodes}" + (
+                " with parallel.data.zero: auto" if problem.spec.parallel.data.zero != "auto" else ""
+            )
             return
 
 
 def _single_changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
     parallel, training = problem.spec.parallel, problem.spec.training
     if parallel.data.zero not in ("auto", 3) and problem.dp > 1:
-        yield "parallel.data.zero: 3", _with(problem, data=parallel.data.model_copy(update={"zero": 3, "shard": "auto"}))
+        yield (
+            "parallel.data.zero: 3",
+            _with(problem, data=parallel.data.model_copy(update={"zero": 3, "shard": "auto"})),
+        )
     if parallel.recompute not in ("auto", "full"):
         yield "parallel.recompute: full", _with(problem, recompute="full")
     if parallel.micro_batch not in ("auto", 1):

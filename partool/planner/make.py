@@ -11,16 +11,17 @@ from partool import __version__
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
 from partool.catalog.models import resolve_model
-from partool.cost.memory import fit_probability
 from partool.cost.step import RELATIVE_ERROR
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
+from partool.plan.types import Finding, Plan, Prediction
 from partool.planner import explain
 from partool.planner.candidates import Candidate, Problem, candidates, needs, price
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
-from partool.plan.types import Finding, Plan, Prediction
+from partool.spec.model import Weights
 from partool.spec.spec import Spec
+from partool.spec.training import CheckpointSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +98,12 @@ def _gap(code: str, what: str, path: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(code, message, severity="warning", path=path, help=f"partool explain {code} says what runs")
 
 
-def _weights(spec: Spec, base_dir: Path):  # type: ignore[no-untyped-def]
+def _weights(spec: Spec, base_dir: Path) -> Weights:
     weights = spec.model.weights
     return weights.model_copy(update={"path": str(base_dir / weights.path)}) if weights.path else weights
 
 
-def _checkpoint(spec: Spec, base_dir: Path):  # type: ignore[no-untyped-def]
+def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:
     checkpoint = spec.checkpoint
     return checkpoint.model_copy(update={"dir": str(base_dir / checkpoint.dir)}) if checkpoint.dir else checkpoint
 

@@ -35,7 +35,9 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
 def _head(plan: Plan) -> Text:
     count = _parameters(plan)
     text = Text.assemble((plan.name, "bold"), f": {count} parameters ({plan.model_source}), ")
-    text.append(f"{plan.training.precision}, {plan.training.sequence_length} tokens × {plan.training.global_batch} per step, ")
+    text.append(
+        f"{plan.training.precision}, {plan.training.sequence_length} tokens × {plan.training.global_batch} per step, "
+    )
     text.append(f"{plan.training.steps} steps")
     return text
 
@@ -77,7 +79,9 @@ def _recompute(plan: Plan) -> str:
 
 def _memory(plan: Plan, width: int) -> Table:
     memory = plan.prediction.memory
-    table = Table(title="Memory per rank, at the peak", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title="Memory per rank, at the peak", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     table.add_column("term", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
     table.add_column("share of the device", no_wrap=True)
@@ -86,7 +90,9 @@ def _memory(plan: Plan, width: int) -> Table:
         if size:
             table.add_row(name, gib(size), "█" * max(round(_BAR * size / device), 0) or "▏")
     share = memory.total_bytes / plan.devices.memory_bytes
-    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits with probability {_probability(memory.fit_probability)}"
+    fits = (
+        f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits with probability {_probability(memory.fit_probability)}"
+    )
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
     return table
 
@@ -136,5 +142,9 @@ def _lines(console: Console, title: str, lines: tuple[str, ...]) -> None:
 def _next(plan: Plan, source: str | None) -> Text:
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
-        return Text.assemble(("Next    ", "bold"), f"this plan cannot be launched yet: partool explain {plan.not_runnable[0]}" + (f" ({codes})" if len(plan.not_runnable) > 1 else ""))
+        return Text.assemble(
+            ("Next    ", "bold"),
+            f"this plan cannot be launched yet: partool explain {plan.not_runnable[0]}"
+            + (f" ({codes})" if len(plan.not_runnable) > 1 else ""),
+        )
     return Text.assemble(("Next    ", "bold"), f"partool launch {source or 'SPEC'}")

@@ -22,7 +22,7 @@ def seconds(value_s: float) -> str:
 def duration(value_s: float) -> str:
     """Return a long time in its two largest units: ``1 min 45 s``, ``3 h 20 min``, ``12 d 4 h``."""
     rest = round(value_s)
-    parts = []
+    parts: list[str] = []
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
         count, rest = divmod(rest, size)
         if count or (unit == "s" and not parts):
