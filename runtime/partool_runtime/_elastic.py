@@ -95,7 +95,8 @@ class _Agent(LocalElasticAgent):
         handlers = {number: signal.getsignal(number) for number in _BLOCKED}
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            return super()._start_workers(worker_group)
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -11,6 +11,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+# Documented for extension authors, under a private name still.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor without copying, and the tensor itself where it is not a DTensor.

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from partool_runtime.torch_internals import group_size, named_group_size
+from partool_runtime.torch_internals import TorchDispatchMode, group_size, named_group_size
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
