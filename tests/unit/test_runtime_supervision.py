@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,7 +162,8 @@ def test_blocked_signals_are_not_lost() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        os.kill(os.getpid(), signal.SIGUSR2)
+        # To this thread: other threads of the test process do not block it, and would end the process.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
         request = StopRequest()
         request.install()
         assert request.reason == "SIGUSR2"
