@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,19 @@ def load_text(text: str, file: str = "<text>", overrides: list[str] | None = Non
 def _read(path: Path) -> str | Diagnostic:
     start = Span(str(path), 1, 1, 1, 1)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            return Diagnostic("PT002", f"{str(path)!r} is a folder", help="name the spec in it")
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
+            return Diagnostic("PT002", f"{str(path)!r} is not a regular file")
+        if status.st_size > MAX_BYTES:
+            message = f"the file has {status.st_size:,} bytes; no spec has more than {MAX_BYTES:,}"
+            return Diagnostic("PT003", message, span=start)
+        data = path.read_bytes()
     except FileNotFoundError:
         return Diagnostic("PT001", f"there is no file {str(path)!r}", help=_similar(path))
-    except IsADirectoryError:
-        return Diagnostic("PT002", f"{str(path)!r} is a folder", help="name the spec in it")
     except (OSError, ValueError) as error:
         return Diagnostic("PT002", f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}")
-    if len(data) > MAX_BYTES:
-        return Diagnostic("PT003", f"the file is larger than {MAX_BYTES:,} bytes, which no spec is", span=start)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

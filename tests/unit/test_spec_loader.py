@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,13 @@ def test_any_bytes_never_raise(tmp_path_factory: pytest.TempPathFactory, content
     path.write_bytes(content)
     loaded = load(path)
     assert loaded.spec is not None or loaded.diagnostics
+
+
+def test_a_pipe_is_refused_and_a_large_file_is_not_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    assert [finding.code for finding in load(pipe).diagnostics] == ["PT002"]  # reading it would wait for ever
+    large = tmp_path / "large.yaml"
+    with large.open("wb") as file:
+        file.truncate(2**40)  # a hole of a tebibyte: reading it would fail
+    assert [finding.code for finding in load(large).diagnostics] == ["PT003"]
