@@ -43,8 +43,8 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
     fields = {name: value for name, value in fields.items() if value is not None}
     missing = [name for name in _REQUIRED if name not in fields]
     if missing:
-        text = f"the model lacks {', '.join(missing)}"
-        findings.append(Diagnostic("PT255", text, path=("model",), help="write a preset, a config or these fields"))
+        text = f"the model is not complete: {', '.join(missing)} missing"
+        findings.append(Diagnostic("PT202", text, path=("model",), help="write a preset, a config or these fields"))
         return ResolvedModel(None, source, tuple(findings), inputs)
     _derive(fields)
     findings.extend(_attention(spec, fields))
@@ -105,21 +105,18 @@ def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
         del fields["window"]
     if kinds and len(kinds) != layers:
         text = f"layer_types has {len(kinds)} entries for {layers} layers"
-        return [
-            Diagnostic(
-                "PT256", text, path=("model", "attention", "layer_types"), help="write one per layer, or a pattern"
-            )
-        ]
+        help = "name every layer, or write {pattern: [...]}"
+        return [Diagnostic("PT209", text, path=("model", "attention", "layer_types"), help=help)]
     if "sliding" in kinds and "window" not in fields:
         text = "sliding layers need a window"
-        return [Diagnostic("PT256", text, path=("model", "attention"), help="write window: 4096 (tokens)")]
+        return [Diagnostic("PT207", text, path=("model", "attention"), help="write window: 4096 (tokens)")]
     return []
 
 
 def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfig | None:
     if "head_dim" not in fields:
         text = f"hidden: {fields['hidden']} is not a multiple of heads: {fields['heads']}"
-        findings.append(Diagnostic("PT256", text, path=("model", "heads"), help="change one, or write head_dim"))
+        findings.append(Diagnostic("PT205", text, path=("model", "hidden"), help="change one, or write head_dim"))
         return None
     try:
         return ModelConfig.model_validate(fields)
@@ -131,21 +128,18 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
+    """Return what the whole model breaks; codes and paths are those of the spec's own rules, which see only its fields."""
     found = []
     if config.heads % config.kv_heads:
-        text = f"{config.heads} attention heads cannot share {config.kv_heads} heads for keys and values"
+        text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"
         near = max(n for n in range(1, config.kv_heads + 1) if config.heads % n == 0)
-        found.append(
-            Diagnostic(
-                "PT256", text, path=("model", "kv_heads"), help=f"use {near}, or another divisor of {config.heads}"
-            )
-        )
+        help = f"use {near}, or another divisor of {config.heads}"
+        found.append(Diagnostic("PT204", text, path=("model", "kv_heads"), help=help))
     if config.position == "rope" and config.head_dim % 2:
-        text = f"RoPE rotates pairs; head_dim {config.head_dim} is odd"
-        found.append(Diagnostic("PT256", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
+        text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
+        found.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
     if config.moe is not None and config.moe.top_k > config.moe.experts:
-        text = f"top_k {config.moe.top_k} is more than the {config.moe.experts} experts"
-        found.append(
-            Diagnostic("PT256", text, path=("model", "moe", "top_k"), help=f"use at most {config.moe.experts}")
-        )
+        text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts"
+        help = f"use at most {config.moe.experts}"
+        found.append(Diagnostic("PT210", text, path=("model", "moe", "top_k"), help=help))
     return found

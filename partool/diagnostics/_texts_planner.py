@@ -2,6 +2,246 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import Rule
+from partool.diagnostics._rule import BASE, Rule
 
-RULES: tuple[Rule, ...] = ()
+_DATA = "data: python-stdlib\n"
+_MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+_TWO_GPUS = "hardware: {accelerator: h100-sxm, per_node: 2}\n" + _DATA
+_ONE_GPU = "hardware: {accelerator: h100-sxm, per_node: 1}\n" + _DATA
+
+
+def _gpus(extra: str) -> str:
+    return _MODEL + _TWO_GPUS + extra + "\n"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT203",
+        "Heads cannot be split over the tensor-parallel ranks",
+        "Tensor parallelism gives every rank the same number of whole attention heads (arXiv 1909.08053).",
+        "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 6}\ndata: python-stdlib\n"
+        "training: {global_batch: 6}\nparallel: {tensor: 6}\n",
+        "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 4}\ndata: python-stdlib\n"
+        "training: {global_batch: 8}\nparallel: {tensor: 4}\n",
+    ),
+    Rule(
+        "PT250",
+        "No such model preset",
+        "Presets are the catalog's models; any other model is given by its config.json or by its fields.",
+        "model: lama3-8b\n" + _ONE_GPU,
+        "model: llama3.2-1b\n" + _ONE_GPU,
+    ),
+    Rule(
+        "PT251",
+        "The model's configuration cannot be read",
+        "model.config is the path of a Hugging Face config.json, or of its folder; it starts from the spec's folder.",
+        "model: {config: missing/config.json}\n" + _ONE_GPU,
+        "model: {preset: gpt2}\n" + _ONE_GPU.replace("data", "training: {sequence_length: 1024}\ndata"),
+    ),
+    Rule(
+        "PT252",
+        "The configuration is of an unknown kind of model",
+        "The meaning of a config.json depends on its model_type; guessing would build another model.",
+        'model: {config: ./config.json}   # {"model_type": "mamba", ...}',
+        'model: {config: ./config.json}   # {"model_type": "llama", ...}',
+        "command",
+    ),
+    Rule(
+        "PT253",
+        "The configuration asks for something that cannot be represented",
+        "Leaving it out would build a model that computes something else under the same name.",
+        'model: {config: ./config.json}   # {"model_type": "llama", "hidden_act": "relu", ...}',
+        'model: {config: ./config.json}   # {"model_type": "llama", "hidden_act": "silu", ...}',
+        "command",
+    ),
+    Rule(
+        "PT254",
+        "Keys of the configuration were ignored",
+        "Dropout has no counterpart here, and keys that are not known may or may not change the model.",
+        'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.1, ...}',
+        'model: {config: ./config.json}   # {"model_type": "llama", "attention_dropout": 0.0, ...}',
+        "command",
+    ),
+    Rule(
+        "PT257",
+        "Sequences are longer than the model's positions",
+        "Learned positions end at max_position; rotary ones go on, but a model that was trained on shorter texts does not.",
+        "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 2048}\n",
+        "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 1024}\n",
+    ),
+    Rule(
+        "PT258",
+        "The vocabulary is smaller than the tokenizer's",
+        "The embedding has one row for each token that the tokenizer can give.",
+        BASE.replace("vocab: 256", "vocab: 100"),
+        BASE,
+    ),
+    Rule(
+        "PT259",
+        "The batch cannot be split evenly over the ranks",
+        "Every rank works on the same number of sequences, in micro-batches of the same size.",
+        _gpus("training: {global_batch: 7}"),
+        _gpus("training: {global_batch: 8}"),
+    ),
+    Rule(
+        "PT260",
+        "No such accelerator",
+        "The catalog has no figures for the device. With memory_gib, peak_tflops and memory_gb_per_s any device can be planned.",
+        _MODEL + "hardware: {accelerator: h999}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h999, memory_gib: 40, peak_tflops: 400, memory_gb_per_s: 1500}\n" + _DATA,
+    ),
+    Rule(
+        "PT261",
+        "No such fabric",
+        "The network between nodes decides what data parallelism costs; fabric_gb_per_s replaces the catalog's figure.",
+        _MODEL + "hardware: {accelerator: h100-sxm, fabric: infinband}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, fabric: ib-ndr}\n" + _DATA,
+    ),
+    Rule(
+        "PT263",
+        "The accelerator does not compute in this precision",
+        "Emulation would be many times slower; older devices have fp16 but no bf16.",
+        _MODEL + "hardware: {accelerator: v100-32}\n" + _DATA + "training: {precision: bf16}\n",
+        _MODEL + "hardware: {accelerator: v100-32}\n" + _DATA + "training: {precision: fp16}\n",
+    ),
+    Rule(
+        "PT264",
+        "More pipeline stages than layers",
+        "A stage holds at least one layer.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 4}\n"
+        + _DATA
+        + "parallel: {pipeline: {stages: 4}}\n",
+        "model: {layers: 4, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 4}\n"
+        + _DATA
+        + "parallel: {pipeline: {stages: 4}}\n",
+    ),
+    Rule(
+        "PT265",
+        "Sequences or heads cannot be split over the sequence-parallel ranks",
+        "Ranks hold equal pieces of a sequence; Ulysses also gives each the same number of heads (arXiv 2309.14509).",
+        "model: {layers: 2, hidden: 60, heads: 3, head_dim: 20, vocab: 256}\n"
+        + _TWO_GPUS
+        + "parallel: {sequence: {degree: 2}}\n",
+        _gpus("parallel: {sequence: {degree: 2}}"),
+    ),
+    Rule(
+        "PT266",
+        "Experts cannot be split over the ranks",
+        "Expert parallelism gives every rank the same number of whole experts; a dense model has none.",
+        _gpus("parallel: {expert: 2}"),
+        _gpus("parallel: {expert: 1}"),
+    ),
+    Rule(
+        "PT267",
+        "The parallel degrees do not divide the devices",
+        "Tensor, pipeline and sequence degrees multiply to the ranks of one copy of the model; copies use all devices.",
+        _MODEL + "hardware: {accelerator: h100-sxm, per_node: 6}\n" + _DATA + "parallel: {tensor: 4}\n",
+        _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {tensor: 4}\n",
+    ),
+    Rule(
+        "PT268",
+        "There is nothing to share the state with",
+        "ZeRO spreads the state over data-parallel ranks; with one of them it changes nothing.",
+        _MODEL + _ONE_GPU + "parallel: {data: {zero: 2}}\n",
+        _gpus("parallel: {data: {zero: 2}}"),
+    ),
+    Rule(
+        "PT269",
+        "The shard group does not divide the data-parallel ranks",
+        "Hybrid sharding cuts the data-parallel ranks into equal groups that share one copy of the state each.",
+        _MODEL
+        + "hardware: {accelerator: h100-sxm, per_node: 8}\n"
+        + _DATA
+        + "parallel: {data: {zero: 3, shard: 3}}\n",
+        _MODEL
+        + "hardware: {accelerator: h100-sxm, per_node: 8}\n"
+        + _DATA
+        + "parallel: {data: {zero: 3, shard: 4}}\n",
+    ),
+    Rule(
+        "PT301",
+        "No layout fits into memory",
+        "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",
+        "model: llama3-8b\n" + _ONE_GPU,
+        "model: llama3.2-1b\n" + _ONE_GPU,
+    ),
+    Rule(
+        "PT302",
+        "The plan may not fit after all",
+        "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
+        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1}\n"
+        + _DATA
+        + "training: {sequence_length: 4096, global_batch: 8}\n"
+        "parallel: {micro_batch: 2, recompute: full}\n",
+        "model: llama3.2-1b\nhardware: {accelerator: a100-80, per_node: 1}\n"
+        + _DATA
+        + "training: {sequence_length: 4096, global_batch: 8}\n"
+        "parallel: {micro_batch: 2, recompute: full}\n",
+    ),
+    Rule(
+        "PT401",
+        "Tensor parallelism is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {tensor: 2}"),
+        _gpus("parallel: {data: {zero: 3}}"),
+    ),
+    Rule(
+        "PT402",
+        "Pipeline parallelism is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {pipeline: {stages: 2}}"),
+        _gpus("parallel: {data: {zero: 3}}"),
+    ),
+    Rule(
+        "PT403",
+        "Sequence parallelism is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {sequence: {degree: 2}}"),
+        _gpus("parallel: {recompute: full}"),
+    ),
+    Rule(
+        "PT404",
+        "Expert parallelism is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
+        + _TWO_GPUS
+        + "parallel: {expert: 2}\n",
+        _gpus("parallel: {expert: 1}"),
+    ),
+    Rule(
+        "PT405",
+        "Mixtures of experts are planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n" + _TWO_GPUS,
+        _gpus("name: dense"),
+    ),
+    Rule(
+        "PT406",
+        "Multi-head latent attention is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, "
+        "mla: {kv_rank: 16, nope_head_dim: 8, rope_head_dim: 8, v_head_dim: 16}}\n" + _TWO_GPUS,
+        _gpus("name: dense"),
+    ),
+    Rule(
+        "PT407",
+        "Optimizer states in host memory are planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {offload: {optimizer: cpu}}"),
+        _gpus("parallel: {data: {zero: 1}}"),
+    ),
+    Rule(
+        "PT408",
+        "AMD accelerators are planned, not run yet",
+        "The runtime has been tested on CPUs and on CUDA devices only.",
+        _MODEL + "hardware: {accelerator: mi300x}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm}\n" + _DATA,
+    ),
+    Rule(
+        "PT409",
+        "Runs on several nodes are planned, not started yet",
+        "The local target starts the ranks of one machine.",
+        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 2}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1}\n" + _DATA,
+    ),
+)

@@ -81,6 +81,13 @@ RULES: tuple[Rule, ...] = (
         "partool launch plan.json",
     ),
     _rule(
+        "PT511",
+        "The native kernels are missing",
+        "kernels.mode: native asks for the compiled library, which is built where there is a C++ compiler.",
+        "partool launch mine.yaml --set kernels.mode=native   # installed without a compiler",
+        "partool launch mine.yaml --set kernels.mode=auto",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",
@@ -170,13 +177,6 @@ RULES: tuple[Rule, ...] = (
         "Going on would lose or repeat samples without a word.",
         "partool launch --resume last --set training.seed=2",
         "partool launch --resume last",
-    ),
-    _rule(
-        "PT617",
-        "A duration cannot be read",
-        "Durations are a number and a unit: s, min, h or d.",
-        "checkpoint: {every: half an hour}",
-        "checkpoint: {every: 30min}",
     ),
     _rule(
         "PT620",

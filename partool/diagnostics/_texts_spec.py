@@ -16,8 +16,8 @@ RULES: tuple[Rule, ...] = (
         "PT201",
         "The model is given twice",
         "A preset and a configuration file both give every field. Which one is meant is not for partool to guess.",
-        "model: {preset: gpt2, config: ./config.json}\n" + _TAIL,
-        "model: {preset: gpt2}\n" + _TAIL,
+        "model: {preset: llama3.2-1b, config: ./config.json}\n" + _TAIL,
+        "model: {preset: llama3.2-1b}\n" + _TAIL,
     ),
     Rule(
         "PT202",

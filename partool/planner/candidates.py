@@ -16,8 +16,8 @@ from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.spec import Spec
 
-FITS = 0.99
-"""Probability of fitting that a layout must have; a CPU's memory is shared with the system and not a hard limit."""
+SURE = 0.95
+"""Probability of fitting from which a layout counts as safe; below it the plan carries a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class Candidate:
     def fits(self) -> bool:
         """True if the prediction stays under the capacity."""
         return self.memory.total_bytes <= self.memory.capacity_bytes
+
+    @property
+    def safe(self) -> bool:
+        """True if it fits with the uncertainty of the prediction as well."""
+        return self.fits and self.memory.fit_probability >= SURE
 
 
 def candidates(problem: Problem) -> Iterator[Layout]:

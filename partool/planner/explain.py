@@ -12,7 +12,6 @@ from partool.planner.candidates import Candidate, Problem, candidates, layout, m
 
 _GIB = 2**30
 _ALTERNATIVES = 3
-_TIGHT = 0.99
 
 
 def summary(work_layout: Layout) -> str:
@@ -118,9 +117,9 @@ def _alternative(problem: Problem, best: Candidate, other: Candidate) -> Alterna
 
 def tight(problem: Problem, best: Candidate) -> list[Diagnostic]:
     """Return a warning if the layout may not fit after all."""
-    probability = best.memory.fit_probability
-    if probability >= _TIGHT:
+    if best.safe:
         return []
+    probability = best.memory.fit_probability
     message = (
         f"the plan needs {best.memory.total_bytes / _GIB:.1f} of {problem.devices.memory_bytes / _GIB:.1f} GiB per rank; "
         f"with the uncertainty of the prediction it fits with a probability of {probability:.0%}"
@@ -208,5 +207,5 @@ def _savings(problem: Problem, best: Candidate) -> Iterator[str]:
         for recompute in ("none", "selective", "full"):
             for micro_batch in micro_batches(problem):
                 other = price(problem, layout(problem, zero, shard if zero else 1, micro_batch, recompute))  # type: ignore[arg-type]
-                if other.memory.fit_probability > _TIGHT:
+                if other.safe:
                     yield f"parallel: {{data: {{zero: {zero}}}, recompute: {recompute}, micro_batch: {micro_batch}}}"

@@ -87,10 +87,10 @@ def _failed(found: list[Diagnostic]) -> bool:
     return any(finding.severity == "error" for finding in found)
 
 
-def _preference(candidate: Candidate) -> tuple[bool, float, int]:
-    """Order layouts: those that fit first, then by time to a tenth of a percent, then by the simpler ZeRO stage."""
-    time_s = candidate.time.step_time_s
-    return not candidate.fits, float(f"{time_s:.3e}"), candidate.work.layout.zero
+def _preference(candidate: Candidate) -> tuple[bool, bool, float, int, int]:
+    """Order layouts: safe ones first, then those that fit, by time to a tenth of a percent, the simpler, the smaller."""
+    time_s, memory = candidate.time.step_time_s, candidate.memory.total_bytes
+    return not candidate.fits, not candidate.safe, float(f"{time_s:.3e}"), candidate.work.layout.zero, memory
 
 
 def _gap(code: str, what: str, path: tuple[str, ...]) -> Diagnostic:

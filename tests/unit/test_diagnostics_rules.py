@@ -1,14 +1,30 @@
-"""Every rule of the spec has an example that breaks it and one that does not."""
+"""Every rule has an example that breaks it and one that does not, and every code that is raised is documented."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from partool.diagnostics import _texts_files, _texts_spec
+from partool.diagnostics import _texts_files, _texts_planner, _texts_run, _texts_spec
+from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.rules import RULES, Rule, nearest
+from partool.planner import make_plan
 from partool.spec import load_text
 
+ROOT = Path(__file__).parents[2]
+TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_run)
 OF_A_SPEC = [rule for module in (_texts_files, _texts_spec) for rule in module.RULES if rule.example == "spec"]
+OF_THE_PLANNER = [rule for rule in _texts_planner.RULES if rule.example == "spec"]
+
+
+def planned(text: str) -> list[Diagnostic]:
+    """Return all findings of a spec's text, the planner's included."""
+    loaded = load_text(text)
+    if loaded.spec is None:
+        return loaded.diagnostics
+    return [*loaded.diagnostics, *make_plan(loaded.spec, base_dir=ROOT, default_name="example").diagnostics]
 
 
 @pytest.mark.parametrize("rule", OF_A_SPEC, ids=lambda rule: rule.code)
@@ -17,9 +33,35 @@ def test_examples(rule: Rule) -> None:
     assert load_text(rule.good).diagnostics == []
 
 
+@pytest.mark.parametrize("rule", OF_THE_PLANNER, ids=lambda rule: rule.code)
+def test_examples_of_the_planner(rule: Rule) -> None:
+    assert load_text(rule.bad).diagnostics == []
+    found = [d for d in planned(rule.bad) if d.code == rule.code]
+    assert len(found) == 1
+    assert found[0].help
+    assert rule.code not in {d.code for d in planned(rule.good)}
+    assert all(d.severity == "warning" for d in planned(rule.good))
+
+
+@pytest.mark.parametrize("rule", [r for r in OF_A_SPEC if r.code.startswith("PT2")], ids=lambda rule: rule.code)
+def test_good_examples_can_be_planned(rule: Rule) -> None:
+    # Some name files that only stand for the reader's own, or models that are larger than one machine.
+    assert not {d.code for d in planned(rule.good) if d.severity == "error"} - {"PT251", "PT301", "PT601"}
+
+
 def test_codes_are_unique_and_found_when_mistyped() -> None:
-    tables = [_texts_files.RULES, _texts_spec.RULES]
-    listed = [rule.code for table in tables for rule in table]
+    listed = [rule.code for table in TABLES for rule in table.RULES]
     assert len(listed) == len(set(listed))
-    assert set(listed) <= set(RULES)
+    assert set(listed) == set(RULES)
     assert "PT204" in nearest("pt204x")
+
+
+def test_every_code_is_documented_and_every_documented_code_is_raised() -> None:
+    """Codes are written out where they are raised, as ``"PT203"`` or at the start of a message."""
+    raised = set()
+    for package in ("partool", "runtime", "kernels"):
+        for path in (ROOT / package).rglob("*.py"):
+            if not path.name.startswith("_texts"):
+                raised |= set(re.findall(r'"(PT\d{3})(?:"|: )', path.read_text(encoding="utf-8")))
+    assert raised - set(RULES) == set()
+    assert set(RULES) - raised == {"PT509"} - raised

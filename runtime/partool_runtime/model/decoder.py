@@ -50,14 +50,15 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
 
-    Raises ``ConfigurationError`` PT401 for mixtures of experts and latent attention.
+    Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.moe is not None or config.mla is not None:
             what = "mixture-of-experts layers" if config.moe is not None else "multi-head latent attention"
-            raise ConfigurationError("PT401", f"the decoder has no {what}", "Plan it only, or use a dense model.")
+            code = "PT405" if config.moe is not None else "PT406"
+            raise ConfigurationError(code, f"the decoder has no {what}", "Plan it only, or use a dense model.")
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
             if length > self.config.max_position:
                 message = f"{length} tokens are more than the {self.config.max_position} learned positions"
                 help_text = "Raise model.max_position or shorten training.sequence_length."
-                raise ConfigurationError("PT401", message, help_text)
+                raise ConfigurationError("PT257", message, help_text)
             x_BSH = x_BSH + self.position(torch.arange(length, device=device))
         context = Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
         for layer in self.layers:
