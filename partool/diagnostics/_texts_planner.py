@@ -171,12 +171,12 @@ RULES: tuple[Rule, ...] = (
         "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
         "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1}\n"
         + _DATA
-        + "training: {sequence_length: 4096, global_batch: 8}\n"
-        "parallel: {micro_batch: 2, recompute: full}\n",
+        + "training: {sequence_length: 8192, global_batch: 8}\n"
+        "parallel: {micro_batch: 4, recompute: full}\n",
         "model: llama3.2-1b\nhardware: {accelerator: a100-80, per_node: 1}\n"
         + _DATA
-        + "training: {sequence_length: 4096, global_batch: 8}\n"
-        "parallel: {micro_batch: 2, recompute: full}\n",
+        + "training: {sequence_length: 8192, global_batch: 8}\n"
+        "parallel: {micro_batch: 4, recompute: full}\n",
     ),
     Rule(
         "PT401",

@@ -1,11 +1,12 @@
 """What the runtime runs, each entry with the test that holds it to a single process; and what it does not run yet.
 
-A plan that needs something outside this table is still priced and printed, with ``runnable: false`` and a rule code.
+A plan is cut into aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). One that the table lacks makes the plan
+``runnable: false`` with a rule code; it is still priced and printed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partool.spec.model import ModelConfig
@@ -40,12 +41,9 @@ class Needs:
 class Capability:
     """Something the runtime does."""
 
-    id: str
-    what: str
+    aspect: str
     parity_test: str
-    """``path::function`` of the test that compares it with a single process."""
-    applies: Callable[[Needs], bool]
-    """True if a plan uses it."""
+    """``path::function`` of the test that compares it with a single process, or with a plain reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,36 +55,87 @@ class Gap:
     what: str
     path: tuple[str, ...]
     """Place in the spec that asks for it."""
-    applies: Callable[[Needs], bool]
 
+
+def aspects(needs: Needs) -> Iterator[str]:
+    """Yield everything about a plan that the runtime must be able to do."""
+    model = needs.model
+    yield f"backend {needs.backend}"
+    yield "one node" if needs.nodes == 1 else "several nodes"
+    yield f"zero {needs.zero}"
+    yield f"precision {needs.precision}"
+    yield f"compile {needs.compile}"
+    yield from (f"recompute {policy}" for policy in sorted(needs.recompute))
+    yield f"norm {model.norm}"
+    yield f"activation {model.activation}"
+    yield f"position {model.position}"
+    yield from (f"attention {kind}" for kind in sorted(set(model.layer_types) or {"full"}))
+    wanted = {
+        "accumulation": needs.accumulation > 1,
+        "hybrid sharding": needs.zero > 0 and needs.replicas > 1,
+        "frozen parameters": needs.frozen,
+        "tied embeddings": model.tied_embeddings,
+        "grouped queries": model.kv_heads != model.heads,
+        "norms of queries and keys": model.qk_norm,
+        "biases": model.qkv_bias or model.out_bias or model.ffn_bias,
+        "scaled rope": model.rope_scaling is not None,
+        "tensor": needs.tensor > 1,
+        "pipeline": needs.stages > 1,
+        "sequence": needs.sequence > 1,
+        "expert": needs.expert > 1,
+        "moe": model.moe is not None,
+        "mla": model.mla is not None,
+        "offload": needs.offload_optimizer != "none",
+    }
+    yield from (aspect for aspect, applies in wanted.items() if applies)
+
+
+_LAYERS = f"{_MODEL}::test_decoder_is_the_reference"
+_STAGES = f"{_ZERO}::test_two_ranks_equal_one_process"
+_LOSSES = f"{_ZERO}::test_losses_of_lower_precision_are_near"
+_RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
 
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability(
-        "dense-decoder",
-        "dense decoders with full attention",
-        f"{_MODEL}::test_attention_matches_reference",
-        lambda n: n.model.moe is None,
-    ),
+    Capability("backend cpu", _STAGES),
+    Capability("backend cuda", "tests/parity/test_cuda.py::test_one_device_equals_the_cpu"),
+    Capability("one node", f"{_ZERO}::test_three_ranks_equal_one_process"),
+    *(Capability(f"zero {stage}", _STAGES) for stage in range(4)),
+    Capability("hybrid sharding", f"{_ZERO}::test_hybrid_sharding_equals_one_process"),
+    Capability("accumulation", _STAGES),
+    Capability("frozen parameters", f"{_ZERO}::test_frozen_parameters_stay_and_have_no_moments"),
+    Capability("tied embeddings", f"{_ZERO}::test_tied_embeddings"),
+    Capability("precision fp64", _STAGES),
+    Capability("precision fp32", "tests/parity/test_trainer.py::test_low_precision_stays_near_fp32"),
+    Capability("precision bf16", _LOSSES),
+    Capability("precision fp16", _LOSSES),
+    Capability("compile none", _STAGES),
+    Capability("compile block", f"{_ZERO}::test_compiled_blocks_equal_one_process"),
+    Capability("recompute none", _STAGES),
+    Capability("recompute selective", _RECOMPUTE),
+    Capability("recompute full", _RECOMPUTE),
+    *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
+    *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
+    *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
+    *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding")),
+    *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
 )
 
-GAPS: tuple[Gap, ...] = (
-    Gap("PT401", "tensor parallelism", ("parallel", "tensor"), lambda n: n.tensor > 1),
-    Gap("PT402", "pipeline parallelism", ("parallel", "pipeline", "stages"), lambda n: n.stages > 1),
-    Gap("PT403", "sequence parallelism", ("parallel", "sequence", "degree"), lambda n: n.sequence > 1),
-    Gap("PT404", "expert parallelism", ("parallel", "expert"), lambda n: n.expert > 1),
-    Gap("PT405", "mixture-of-experts layers", ("model",), lambda n: n.model.moe is not None),
-    Gap("PT406", "multi-head latent attention", ("model",), lambda n: n.model.mla is not None),
-    Gap(
-        "PT407",
-        "optimizer states in host memory",
-        ("parallel", "offload", "optimizer"),
-        lambda n: n.offload_optimizer != "none",
-    ),
-    Gap("PT408", "AMD accelerators (ROCm)", ("hardware", "accelerator"), lambda n: n.backend == "rocm"),
-    Gap("PT409", "starting ranks on more than one node", ("hardware", "nodes"), lambda n: n.nodes > 1),
-)
+GAPS: dict[str, Gap] = {
+    "tensor": Gap("PT401", "tensor parallelism", ("parallel", "tensor")),
+    "pipeline": Gap("PT402", "pipeline parallelism", ("parallel", "pipeline", "stages")),
+    "sequence": Gap("PT403", "sequence parallelism", ("parallel", "sequence", "degree")),
+    "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
+    "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
+    "mla": Gap("PT406", "multi-head latent attention", ("model",)),
+    "offload": Gap("PT407", "optimizer states in host memory", ("parallel", "offload", "optimizer")),
+    "backend rocm": Gap("PT408", "AMD accelerators (ROCm)", ("hardware", "accelerator")),
+    "several nodes": Gap("PT409", "ranks on more than one node", ("hardware", "nodes")),
+}
+"""By aspect; together with the capabilities these are all aspects there are."""
+
+_RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
 
 
 def gaps(needs: Needs) -> tuple[Gap, ...]:
     """Return what a plan needs and the runtime does not run yet; empty means runnable."""
-    return tuple(gap for gap in GAPS if gap.applies(needs))
+    return tuple(sorted((GAPS[aspect] for aspect in aspects(needs) if aspect not in _RUNS), key=lambda gap: gap.code))
