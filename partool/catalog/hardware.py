@@ -14,7 +14,7 @@ from partool.spec.training import Precision
 _GIB = 2**30
 _PATH = ("hardware", "accelerator")
 _CPU_BYTES_PER_S_PER_CORE = 8e9  # copies and element-wise torch operators on one core of a 2.3 GHz Xeon: 8 to 10 GB/s
-_CPU_LINK_GB_PER_S = 1.5  # gloo over the loopback device
+_CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4 MB between two ranks, 0.5 to 1.2 GB/s
 _CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}  # against fp32, without matrix extensions
 _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
 
@@ -111,7 +111,7 @@ def _fabric(spec: HardwareSpec, name: str, per_node: int) -> float:
 
 
 def _cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
-    """Price ranks on a CPU: they share the host's memory and cores. ``auto`` is two ranks, one where there is one core."""
+    """Price ranks on a CPU, which share its memory and cores; ``auto`` is two ranks, one where there is one core."""
     machine = this_machine()
     per_node = min(2, machine.cores) if spec.per_node == "auto" else spec.per_node
     per_node = min(per_node, max_devices or per_node)

@@ -1,6 +1,7 @@
 """Reading a Hugging Face ``config.json`` into the fields of a model; what cannot be represented is a finding.
 
-Meanings follow the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with ``rope_theta``, later ``rope_parameters``).
+Meanings follow the configuration classes of transformers 4.50 to 5.x (``rope_scaling`` with
+``rope_theta``, later ``rope_parameters``).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ _NO_EFFECT = {
     "activation_function", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "max_window_layers",
     "layer_types", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "mlp_only_layers", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
-    "moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-    "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group", "topk_method",
-    "scoring_func", "routed_scaling_factor", "rope_interleave", "aux_loss_alpha", "seq_aux", "n_ctx", "task_specific_params",
+    "moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
+    "v_head_dim", "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group", "topk_method",
+    "scoring_func", "routed_scaling_factor", "rope_interleave", "aux_loss_alpha", "seq_aux", "n_ctx",
+    "task_specific_params",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
 }  # fmt: skip
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout")

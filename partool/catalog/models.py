@@ -128,7 +128,7 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
 
 
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
-    """Return what the whole model breaks; codes and paths are those of the spec's own rules, which see only its fields."""
+    """Return what the whole model breaks, under the codes of the spec's own rules, which see only its fields."""
     found = []
     if config.heads % config.kv_heads:
         text = f"{config.heads} attention heads cannot share {config.kv_heads} key and value heads evenly"

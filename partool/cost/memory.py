@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import erf, sqrt
 
 from partool.cost.activations import activation_bytes
@@ -12,13 +13,17 @@ from partool.plan.types import MemoryPrediction
 _GIB = 2**30
 CHUNK_LOGITS = 2**26
 """The runtime's loss holds at most this many logits at once."""
-FRAMEWORK_BYTES = {"cpu": 300 * 2**20, "cuda": int(1.2 * _GIB), "rocm": int(1.5 * _GIB)}
-"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo: 220 to 330 MiB); device context
-and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large workspaces are kept)."""
+FRAMEWORK_BYTES = {"cpu": 290 * 2**20, "cuda": int(1.2 * _GIB), "rocm": int(1.5 * _GIB)}
+"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
+device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are kept)."""
 SIGMA = 0.15
 """Relative standard deviation of closed-form memory against published peaks, before any calibration."""
-FRAGMENTATION = {"cpu": 0.0, "cuda": 0.08, "rocm": 0.08}
-"""Allocator overhead as a share of what is allocated: 3 % with expandable segments, about 10 % without."""
+FRAGMENTATION = {"cpu": 0.75, "cuda": 0.08, "rocm": 0.08}
+"""Allocator overhead as a share of what is allocated: 3 % with expandable segments, about 10 % without. On a CPU the
+temporaries of the backward pass count here too: glibc keeps freed blocks of up to 32 MiB, and the peak is of resident
+memory."""
+FIRST_STEP_BYTES = {"cpu": 70 * 2**20, "cuda": 0, "rocm": 0}
+"""What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 
 
 def predict_memory(work: Work, headroom: float) -> MemoryPrediction:
@@ -34,7 +39,8 @@ def predict_memory(work: Work, headroom: float) -> MemoryPrediction:
         "framework": FRAMEWORK_BYTES[work.devices.backend],
     }
     allocated = sum(terms.values()) - terms["framework"]
-    terms["fragmentation"] = int(allocated * FRAGMENTATION[work.devices.backend])
+    backend = work.devices.backend
+    terms["fragmentation"] = int(allocated * FRAGMENTATION[backend]) + FIRST_STEP_BYTES[backend]
     total = sum(terms.values())
     return MemoryPrediction(
         rank=0,
@@ -63,24 +69,22 @@ def _parameters(work: Work) -> int:
 
 
 def _gathered(work: Work) -> int:
-    """Parameters gathered for the passes: all of them until ZeRO-2; two groups and the root in ZeRO-3.
+    """Parameters gathered for the passes: all of them until ZeRO-2; in ZeRO-3 a group, the next one and the root.
 
     With one rank per shard axis too: fully_shard copies the master weights before it computes.
     """
     if work.layout.zero < 3:
         return work.compute_bytes * work.stage_elements
-    *inner, last = work.gathered_groups
-    return work.compute_bytes * (sum(sorted(inner)[-2:]) + last)
+    *inner, root = work.gathered_groups
+    pairs = [sum(pair) for pair in pairwise(inner)]
+    return work.compute_bytes * (max(pairs, default=0) + root)
 
 
 def _gradients(work: Work) -> int:
-    """Whole gradients where they accumulate whole, else shards and the one group under way."""
+    """Whole gradients where they accumulate whole, else shards; the group under way is among the buffers."""
     trained = work.stage_elements * work.trained_share
     whole = _shards(work) == 1 or (work.layout.zero == 1 and work.layout.accumulation > 1)
-    if whole:
-        return int(work.master_bytes * trained)
-    under_way = max(work.gathered_groups) * work.compute_bytes
-    return int(work.master_bytes * trained / _shards(work)) + under_way
+    return int(work.master_bytes * trained / (1 if whole else _shards(work)))
 
 
 def _optimizer(work: Work) -> int:
@@ -99,7 +103,7 @@ def _loss(work: Work) -> int:
 
 
 def _communication(work: Work) -> int:
-    """Staging of the largest group's gathers (compute type) and reductions (master type)."""
+    """Return the bytes of the largest group: gathered, as gradients, and as the reduction takes these."""
     if work.layout.mesh.world_size == 1:
         return 0
-    return max(work.gathered_groups) * (work.compute_bytes + work.master_bytes)
+    return max(work.gathered_groups) * (2 * work.compute_bytes + work.master_bytes)

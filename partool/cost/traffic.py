@@ -6,7 +6,7 @@ from partool.cost.work import Work
 
 
 def traffic_bytes(work: Work) -> dict[str, int]:
-    """Return the bytes one rank sends per step, by term, for ring collectives: (n-1)/n of the whole per gather or scatter."""
+    """Return the bytes one rank sends per step, by term: (n-1)/n of the whole per ring gather or scatter."""
     gather, reduce = gather_rounds(work), reduce_rounds(work)
     shards, replicas = work.layout.mesh.dp_shard, work.layout.mesh.dp_replicate
     elements = work.stage_elements
@@ -39,3 +39,17 @@ def reduce_rounds(work: Work) -> int:
     if work.layout.mesh.dp_shard == 1:
         return 0
     return work.layout.accumulation if work.layout.zero >= 2 else 1
+
+
+def gather_calls(work: Work) -> int:
+    """Return the number of gathers per step; the last group is gathered once for both passes."""
+    groups = len(work.gathered_groups)
+    if work.layout.zero == 0 or work.layout.mesh.dp_shard == 1:
+        return 0
+    return groups if work.layout.zero < 3 else work.layout.accumulation * (2 * groups - 1)
+
+
+def reduce_calls(work: Work) -> int:
+    """Return the number of reductions per step: one per group and round, and the replicas' all-reduces."""
+    replicas = 1 if work.layout.mesh.dp_replicate > 1 else 0
+    return len(work.gathered_groups) * (reduce_rounds(work) + replicas)

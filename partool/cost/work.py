@@ -66,7 +66,7 @@ class Work:
         return 1.0 - frozen / count(infos)
 
     def on_rank(self, infos: Iterable[ParameterInfo]) -> int:
-        """Return the elements of parameters that one rank computes with: matrices are cut by tensor and expert parallelism."""
+        """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
         total = 0
         for info in infos:
             elements = info.elements

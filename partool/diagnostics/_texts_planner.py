@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT257",
         "Sequences are longer than the model's positions",
-        "Learned positions end at max_position; rotary ones go on, but a model that was trained on shorter texts does not.",
+        "Learned positions end at max_position; rotary ones go on, but a model trained on shorter texts does not.",
         "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 2048}\n",
         "model: gpt2\n" + _ONE_GPU + "training: {sequence_length: 1024}\n",
     ),
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT260",
         "No such accelerator",
-        "The catalog has no figures for the device. With memory_gib, peak_tflops and memory_gb_per_s any device can be planned.",
+        "The catalog has no figures for the device. With memory_gib, peak_tflops and memory_gb_per_s any can be planned.",
         _MODEL + "hardware: {accelerator: h999}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h999, memory_gib: 40, peak_tflops: 400, memory_gb_per_s: 1500}\n" + _DATA,
     ),
@@ -149,14 +149,8 @@ RULES: tuple[Rule, ...] = (
         "PT269",
         "The shard group does not divide the data-parallel ranks",
         "Hybrid sharding cuts the data-parallel ranks into equal groups that share one copy of the state each.",
-        _MODEL
-        + "hardware: {accelerator: h100-sxm, per_node: 8}\n"
-        + _DATA
-        + "parallel: {data: {zero: 3, shard: 3}}\n",
-        _MODEL
-        + "hardware: {accelerator: h100-sxm, per_node: 8}\n"
-        + _DATA
-        + "parallel: {data: {zero: 3, shard: 4}}\n",
+        _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {data: {zero: 3, shard: 3}}\n",
+        _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {data: {zero: 3, shard: 4}}\n",
     ),
     Rule(
         "PT301",
@@ -212,7 +206,8 @@ RULES: tuple[Rule, ...] = (
         "PT405",
         "Mixtures of experts are planned, not run yet",
         "The plan can be read and compared; launch refuses it.",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n" + _TWO_GPUS,
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"
+        + _TWO_GPUS,
         _gpus("name: dense"),
     ),
     Rule(

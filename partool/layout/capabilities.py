@@ -1,7 +1,7 @@
 """What the runtime runs, each entry with the test that holds it to a single process; and what it does not run yet.
 
-A plan is cut into aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). One that the table lacks makes the plan
-``runnable: false`` with a rule code; it is still priced and printed.
+A plan is cut into aspects (``zero 3``, ``precision bf16``, ``activation swiglu``). One that the table lacks makes the
+plan ``runnable: false`` with a rule code; it is still priced and printed.
 """
 
 from __future__ import annotations

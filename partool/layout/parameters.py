@@ -1,8 +1,10 @@
 """The parameters of a decoder as pure data: what the planner counts and the runtime's modules must match.
 
 Names follow docs/architecture.md. Expert and latent-attention parameters are planned, not run yet:
-``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a layer stacked),
-``layers.{i}.moe.shared.{gate,up,down}.weight``, ``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
+``layers.{i}.moe.router.weight [E,H]``, ``layers.{i}.moe.experts.{gate,up,down}.weight [E,..]`` (all experts of a
+layer stacked),
+``layers.{i}.moe.shared.{gate,up,down}.weight``,
+``layers.{i}.attention.{q_a,q_a_norm,q_b,kv_a,kv_a_norm,kv_b,o}.weight``.
 """
 
 from __future__ import annotations

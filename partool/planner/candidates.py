@@ -105,7 +105,7 @@ def price(problem: Problem, layout: Layout) -> Candidate:
 
 
 def micro_batches(problem: Problem) -> list[int]:
-    """Return the micro-batches to try: the pinned one, or the divisors of a rank's share that are powers of two or the share."""
+    """Return the micro-batches to try: the pinned one, or a rank's share and its divisors that are powers of two."""
     pinned = problem.spec.parallel.micro_batch
     if pinned != "auto":
         return [pinned]

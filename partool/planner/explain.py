@@ -9,6 +9,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.types import Alternative, Layout
 from partool.planner.candidates import Candidate, Problem, candidates, layout, micro_batches, needs, price
+from partool.planner.checks import check
 
 _GIB = 2**30
 _ALTERNATIVES = 3
@@ -121,8 +122,8 @@ def tight(problem: Problem, best: Candidate) -> list[Diagnostic]:
         return []
     probability = best.memory.fit_probability
     message = (
-        f"the plan needs {best.memory.total_bytes / _GIB:.1f} of {problem.devices.memory_bytes / _GIB:.1f} GiB per rank; "
-        f"with the uncertainty of the prediction it fits with a probability of {probability:.0%}"
+        f"the plan needs {best.memory.total_bytes / _GIB:.1f} of {problem.devices.memory_bytes / _GIB:.1f} GiB "
+        f"per rank; with the uncertainty of the prediction it fits with a probability of {probability:.0%}"
     )
     safer = next(_savings(problem, best), "a smaller sequence_length")
     return [Diagnostic("PT302", message, severity="warning", path=("hardware",), help=f"safer: {safer}")]
@@ -135,8 +136,8 @@ def does_not_fit(problem: Problem, priced: list[Candidate]) -> Diagnostic:
     largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
     terms = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in largest)
     message = (
-        f"no layout fits: the smallest ({summary(smallest.work.layout)}) needs {memory.total_bytes / _GIB:.1f} GiB per rank, "
-        f"{memory.capacity_bytes / _GIB:.1f} GiB are there (GiB: {terms})"
+        f"no layout fits: the smallest ({summary(smallest.work.layout)}) needs {memory.total_bytes / _GIB:.1f} GiB "
+        f"per rank, {memory.capacity_bytes / _GIB:.1f} GiB are there (GiB: {terms})"
     )
     ways = list(_what_would_fit(problem))
     help = "; or ".join(ways) if ways else "use devices with more memory"
@@ -150,7 +151,7 @@ def _what_would_fit(problem: Problem) -> Iterator[str]:
             yield text
     for nodes in _more_nodes(problem):
         changed = replace(problem, devices=problem.devices.model_copy(update={"nodes": nodes}))
-        if changed.spec.training.global_batch % changed.dp == 0 and _any_fits(_free(changed)):
+        if _any_fits(_free(changed)):
             yield f"nodes: {nodes}" + (
                 " with parallel.data.zero: auto" if problem.spec.parallel.data.zero != "auto" else ""
             )
@@ -189,6 +190,9 @@ def _free(problem: Problem) -> Problem:
 
 
 def _any_fits(problem: Problem) -> bool:
+    """Return True if the spec is legal and one of its layouts fits."""
+    if any(finding.severity == "error" for finding in check(problem, None)):
+        return False
     return any(price(problem, layout).fits for layout in candidates(problem))
 
 

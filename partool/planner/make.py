@@ -35,7 +35,8 @@ class PlanResult:
 def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
     """Plan a spec. ``base_dir`` is what relative paths in it start from, ``default_name`` the name of a nameless spec.
 
-    Never raises for bad input: what is wrong is among the diagnostics. The same spec, catalog and machine give the same plan.
+    Never raises for bad input: what is wrong is among the diagnostics. The same spec, catalog and machine give the
+    same plan.
     """
     data, tokenizer_vocab, found = resolve_data(spec, base_dir)
     model = resolve_model(spec.model, base_dir, tokenizer_vocab)
@@ -88,7 +89,7 @@ def _failed(found: list[Diagnostic]) -> bool:
 
 
 def _preference(candidate: Candidate) -> tuple[bool, bool, float, int, int]:
-    """Order layouts: safe ones first, then those that fit, by time to a tenth of a percent, the simpler, the smaller."""
+    """Order layouts: safe, then fitting ones; by time to a tenth of a percent; the simpler; the smaller."""
     time_s, memory = candidate.time.step_time_s, candidate.memory.total_bytes
     return not candidate.fits, not candidate.safe, float(f"{time_s:.3e}"), candidate.work.layout.zero, memory
 
