@@ -26,7 +26,7 @@ PLAN_VERSION = 1
 class Record(BaseModel):
     """A part of the plan: closed and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Mesh(Record):

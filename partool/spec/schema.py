@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from partool.spec.spec import Spec
 
@@ -12,7 +19,12 @@ _SHORTHAND = {"model": "preset", "hardware": "accelerator", "data": "source"}
 
 def json_schema() -> dict[str, Any]:
     """Return the schema of a spec."""
-    schema: dict[str, Any] = _draft7(Spec.model_json_schema())
+    raw = Spec.model_json_schema()
+    for model in dict.fromkeys(_sections(Spec)):
+        section = raw if model is Spec else raw["$defs"][model.__name__]
+        for field, text in _descriptions(model).items():
+            section["properties"][field]["description"] = text
+    schema: dict[str, Any] = _draft7(raw)
     for section, key in _SHORTHAND.items():
         properties = schema["properties"]
         word = {"type": "string", "description": f"Short for {{{key}: ...}}."}
@@ -20,6 +32,30 @@ def json_schema() -> dict[str, Any]:
         rest = {name: value for name, value in properties[section].items() if name not in full}
         properties[section] = {"anyOf": [word, full], **rest}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "partool spec"}
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections within a type, itself included."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from _sections(field.annotation)
+    for argument in get_args(annotation):
+        yield from _sections(argument)
+
+
+def _descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """Return the texts under a section's fields.
+
+    pydantic can collect them while it builds the models; that parses the source at every start of the command line.
+    """
+    tree = ast.parse(inspect.getsource(sys.modules[model.__module__]))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
+    found = {}
+    for field, after in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            found[field.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
+    return found
 
 
 def _draft7(value: Any, *, names: bool = False) -> Any:
