@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv quickstart test test-long lint format typecheck bench schema clean
+.PHONY: help venv quickstart test test-long lint format typecheck bench bench-gpu schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
 	@echo "make test         lint, types and tests (minutes)"
 	@echo "make test-long    the longer suites"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
+	@echo "make bench-gpu    correctness, speed and memory on one GPU (minutes)"
 	@echo "make format       ruff format and import order"
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
@@ -45,6 +46,9 @@ test-long: venv
 bench: venv
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/cli_time.py
+
+bench-gpu: venv
+	$(BIN)/python tests/bench/gpu.py
 
 format: venv
 	$(BIN)/ruff check --fix --select I .

@@ -51,10 +51,13 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
         raise ConfigurationError("PT510", f"the plan is for {planned} ranks, but {world_size} were started")
     device = _device(plan.devices.backend)
     backend = "gloo" if device.type == "cpu" else "nccl"
+    # With a device NCCL connects at once, so what is wrong shows here and not in the first step.
+    bound = device if device.type == "cuda" else None
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
-        dist.init_process_group(backend, store=in_memory_store(), rank=0, world_size=1, timeout=timeout)
+        store = in_memory_store()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
     return lay_mesh(plan, device)
 
 

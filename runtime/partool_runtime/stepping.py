@@ -79,6 +79,7 @@ class Stepper:
         loss_sum = self._accumulate(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
             check = check_gradients(self._optimizer.gradients(), loss_sum, self._ranks, self._kernels)
+            count = int(tokens)  # read where the host waits anyway, and not behind the update
             scale = self._scaler.scale
             norm = check.norm / scale
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
@@ -86,7 +87,6 @@ class Stepper:
                 self._optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
             self._scaler.update(check.finite)
         self._count_nonfinite(step, check.finite)
-        count = int(tokens)
         return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)
 
     @torch.no_grad()
@@ -116,7 +116,8 @@ class Stepper:
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)
-        return torch.tensor(count, dtype=torch.float64, device=self._ranks.device)
+        # Filled on the device: a copy from the host would wait for all work before it.
+        return torch.full((), count, dtype=torch.float64, device=self._ranks.device)
 
     def _count_nonfinite(self, step: int, finite: bool) -> None:
         self.nonfinite_in_row = 0 if finite else self.nonfinite_in_row + 1

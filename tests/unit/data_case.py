@@ -26,6 +26,7 @@ def plan(data: DataSpec, *, vocab: int = 256, micro_batch: int = 1, validation: 
             data=data,
             model=SimpleNamespace(**parts),
             layout=SimpleNamespace(micro_batch=micro_batch),
+            devices=SimpleNamespace(backend="cpu"),
         ),
     )
 

@@ -75,10 +75,15 @@ def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[str, Tensor]:
     """Return what this rank writes, on the CPU; with ``copy`` it shares nothing with ``state``."""
     names = {item.index.fqn for item in plan.items.items}
     local = {name: local_tensor(state[name]) for name in sorted(names)}
-    staged = {name: value.to("cpu", non_blocking=value.is_cuda, copy=copy) for name, value in local.items()}
+    staged = {name: _on_host(value) if value.is_cuda else value.to("cpu", copy=copy) for name, value in local.items()}
     if any(value.is_cuda for value in local.values()):
         torch.cuda.current_stream().synchronize()
     return staged
+
+
+def _on_host(value: Tensor) -> Tensor:
+    """Begin to copy a tensor from the GPU into page-locked memory, several times as fast as into any other."""
+    return torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
 
 
 def _is_empty_shard(item: WriteItem) -> bool:

@@ -47,6 +47,7 @@ def open_data(
         seed=training.seed,
         steps=training.steps,
         validation_samples=training.validation.samples,
+        pinned=plan.devices.backend != "cpu",
     )
     return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards))
 

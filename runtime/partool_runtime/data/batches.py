@@ -40,6 +40,8 @@ class Deal:
     steps: int
     """Length of the run: nothing is read ahead beyond it."""
     validation_samples: int
+    pinned: bool = False
+    """Whether batches lie in page-locked memory, from which a GPU copies while the host goes on."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.dp_rank < self.dp_size:
@@ -125,10 +127,11 @@ class Batches:
             if number is not None:
                 row[:] = samples.row(number)
         tokens, labels = rows[:, :-1], rows[:, 1:]
-        return MicroBatch(
-            torch.from_numpy(np.where(tokens == PADDING, 0, tokens)),
-            torch.from_numpy(np.where(labels == PADDING, IGNORED_LABEL, labels)),
-        )
+        tokens_BS = torch.from_numpy(np.where(tokens == PADDING, 0, tokens))
+        labels_BS = torch.from_numpy(np.where(labels == PADDING, IGNORED_LABEL, labels))
+        if self._deal.pinned:
+            return MicroBatch(tokens_BS.pin_memory(), labels_BS.pin_memory())
+        return MicroBatch(tokens_BS, labels_BS)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,6 +12,8 @@ from partool.spec.model import ModelConfig
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import Tables, rotate
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class AttentionLayout(NamedTuple):
     """Which positions see which, for implementations of :func:`attend` that need no mask."""
@@ -41,13 +43,20 @@ def attend(
     for the window of ``layout``; None means plain causal attention.
     """
     del layout
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    if grouped and q_BNSD.is_cuda and (mask_SS is not None or q_BNSD.dtype not in _HALF):
+        # Only the flash kernel takes fewer key heads, and it takes neither masks nor wide types: without copies the
+        # fallback would hold all N·S·S scores.
+        copies = q_BNSD.shape[1] // k_BKSD.shape[1]
+        k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
+        grouped = False
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKSD,
         v_BKSD,
         attn_mask=mask_SS,
         is_causal=mask_SS is None,
-        enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
+        enable_gqa=grouped,
     )
 
 

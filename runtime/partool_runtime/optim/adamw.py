@@ -61,7 +61,8 @@ class AdamW:
     def _update(self, names: list[str], lr: float, weight_decay: float) -> None:
         weights = [local(self._parameters[name]) for name in names]
         gradients = [_gradient(self._parameters[name]) for name in names]
-        count = torch.tensor(float(self.updates), dtype=torch.float32, device=weights[0].device)
+        # Filled on the device: a copy from the host would wait for all work before it.
+        count = torch.full((), float(self.updates), dtype=torch.float32, device=weights[0].device)
         fused_adamw(
             weights,
             gradients,

@@ -23,7 +23,7 @@ def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> 
     """Return the largest of the ranks' integers."""
     if group.size() == 1:
         return value
-    tensor = torch.tensor(value, dtype=torch.int64, device=device)
+    tensor = torch.full((), value, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return int(tensor.item())
 
