@@ -43,7 +43,8 @@ _NO_EFFECT = {
     "layer_types", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "decoder_sparse_step", "mlp_only_layers", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     "moe_layer_freq", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim",
-    "v_head_dim", "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group", "topk_method",
+    "v_head_dim", "router_aux_loss_coef", "router_jitter_noise", "norm_topk_prob", "n_group", "topk_group",
+    "topk_method",
     "scoring_func", "routed_scaling_factor", "rope_interleave", "aux_loss_alpha", "seq_aux", "n_ctx",
     "task_specific_params",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
@@ -71,7 +72,11 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, bytes, list[Diagnost
         return None, b"", [_error("PT251", f"{file} is not JSON: {error}", "give the path of a config.json")]
     if not isinstance(config, dict):
         return None, content, [_error("PT251", f"{file} does not hold a JSON object", "give the path of a config.json")]
-    fields, findings = convert(config)
+    try:
+        fields, findings = convert(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"{file} has a value of the wrong kind: {error}"
+        return None, content, [_error("PT251", message, "compare it with the model's original config.json")]
     return fields, content, findings
 
 
@@ -89,6 +94,9 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     }
     names = _GPT2 if kind == "gpt2" else _LLAMA_LIKE
     fields = {ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}
+    findings = _sizes(config, names)
+    if findings:
+        return None, findings
     findings = _unsupported(config, kind, names)
     fields.update(_gpt2_fields(fields) if kind == "gpt2" else _family_fields(config, kind, findings))
     if kind in ("mixtral", "qwen3_moe", "deepseek_v3"):
@@ -104,6 +112,14 @@ _NULLABLE = {"sliding_window", "q_lora_rank"}
 
 def _error(code: str, message: str, help_text: str = "") -> Diagnostic:
     return Diagnostic(code, message, path=_PATH, help=help_text)
+
+
+def _sizes(config: dict[str, Any], names: dict[str, str]) -> list[Diagnostic]:
+    """Return a finding for each size that is no whole number above zero."""
+    not_sizes = ("norm_eps", "init_std", "tied_embeddings")
+    sizes = {key: config.get(key) for key, ours in names.items() if ours not in not_sizes}
+    wrong = {key: value for key, value in sizes.items() if value is not None and (type(value) is not int or value < 1)}
+    return [_error("PT253", f"{key}: {value!r} is not a size", "whole numbers from 1") for key, value in wrong.items()]
 
 
 def _unsupported(config: dict[str, Any], kind: str, names: dict[str, str]) -> list[Diagnostic]:

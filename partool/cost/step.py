@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from partool.cost import compute
-from partool.cost.traffic import gather_calls, reduce_calls, traffic_bytes
+from partool.cost.traffic import gather_calls, reduce_calls, replica_bytes, traffic_bytes
 from partool.cost.work import Work
-from partool.layout.mesh import ranks_on_a_node
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import TimePrediction
 
 RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.2, "rocm": 0.25}
-"""One standard deviation of the step time without calibration. Published equations of this kind are 14 to 20 % optimistic
-on FSDP stacks; a CPU shares its cores and memory bandwidth with whatever else runs."""
+"""One standard deviation of the step time without calibration. Published equations of this kind are 14 to 20 %
+optimistic on FSDP stacks; a CPU shares its cores and memory bandwidth with whatever else runs."""
 _LATENCY_S = {"cpu": 300e-6, "cuda": 30e-6, "rocm": 60e-6}
 """Start of one collective."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
@@ -41,11 +40,9 @@ def predict_time(work: Work) -> TimePrediction:
         "data": 1e-4,
         "forward": forward,
         "backward": backward,
-        "gradient_sync": _exposed(
-            work, traffic["gradient_sync"] * _REDUCE_SLOWDOWN[backend], reduce_calls(work), backward
-        )
+        "gradient_sync": _gradient_s(work, traffic["gradient_sync"], backward)
         + _wait_s(work, backward if traffic["parameter_gather"] else forward + backward),
-        "parameter_gather": _exposed(work, traffic["parameter_gather"], gather_calls(work), forward)
+        "parameter_gather": _gather_s(work, traffic["parameter_gather"], forward)
         + (_wait_s(work, forward) if traffic["parameter_gather"] else 0.0),
         "optimizer": compute.optimizer_s(work, work.stage_elements * work.trained_share / shards),
         "pipeline_bubble": _bubble(work, (forward + backward) / k),
@@ -68,14 +65,23 @@ def predict_time(work: Work) -> TimePrediction:
     )
 
 
-def _exposed(work: Work, sent_bytes: float, calls: float, compute_s: float) -> float:
+def _gradient_s(work: Work, sent_bytes: float, backward_s: float) -> float:
+    """Return the exposed time of reductions: within a shard group at its rate, between replicas at theirs."""
+    backend, mesh = work.devices.backend, work.layout.mesh
+    between = replica_bytes(work)
+    whole = (sent_bytes - between) / _rate(work, mesh.dp_shard) + between / _rate(work, mesh.dp)
+    return _exposed(work, whole * _REDUCE_SLOWDOWN[backend] + reduce_calls(work) * _LATENCY_S[backend], backward_s)
+
+
+def _gather_s(work: Work, sent_bytes: float, forward_s: float) -> float:
+    """Return the exposed time of parameter gathers."""
+    whole = sent_bytes / _rate(work, work.layout.mesh.dp_shard)
+    return _exposed(work, whole + gather_calls(work) * _LATENCY_S[work.devices.backend], forward_s)
+
+
+def _exposed(work: Work, whole_s: float, compute_s: float) -> float:
     """Return the part of communication that compute does not hide."""
-    if not sent_bytes:
-        return 0.0
-    backend = work.devices.backend
-    whole = sent_bytes / _bytes_per_s(work) + calls * _LATENCY_S[backend]
-    hidden = min(whole, compute_s) * _OVERLAP[backend]
-    return whole - hidden
+    return whole_s - min(whole_s, compute_s) * _OVERLAP[work.devices.backend]
 
 
 def _wait_s(work: Work, compute_s: float) -> float:
@@ -83,13 +89,12 @@ def _wait_s(work: Work, compute_s: float) -> float:
     return _WAIT[work.devices.backend] * compute_s if work.layout.mesh.dp > 1 else 0.0
 
 
-def _bytes_per_s(work: Work) -> float:
-    """Return the rate of the data-parallel ring: the link inside a node, else the fabric."""
+def _rate(work: Work, group: int) -> float:
+    """Return the bytes per second of a ring over ``group`` ranks: the link inside a node, else the network."""
     mesh, devices = work.layout.mesh, work.devices
-    sizes = (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp)
-    inside = ranks_on_a_node("dp_shard", sizes, devices.per_node) >= mesh.dp_shard
-    alone = mesh.dp_replicate == 1 or mesh.world_size <= devices.per_node
-    return devices.link_bytes_per_s if inside and alone else min(devices.fabric_bytes_per_s, devices.link_bytes_per_s)
+    if group * mesh.cp * mesh.tp <= devices.per_node:
+        return devices.link_bytes_per_s
+    return min(devices.fabric_bytes_per_s, devices.link_bytes_per_s)
 
 
 def _tensor_s(work: Work) -> float:

@@ -37,31 +37,40 @@ def summary(work_layout: Layout) -> str:
 def reasons(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[str, ...]:
     """Return one sentence per decision."""
     found: list[str] = []
-    fitting = sum(candidate.fits for candidate in priced)
-    found.append(f"{len(priced)} layouts agree with the spec, {fitting} of them fit; this one is the fastest of those.")
+    safe, fitting = sum(candidate.safe for candidate in priced), sum(candidate.fits for candidate in priced)
+    if len(priced) == 1:
+        found.append("The spec leaves one layout.")
+    elif safe or not fitting:
+        found.append(
+            f"Of {len(priced)} layouts that agree with the spec {safe} fit safely; this is the fastest of them."
+        )
+    else:
+        found.append(
+            f"Of {len(priced)} layouts that agree with the spec {fitting} fit, none safely; this is the fastest."
+        )
     chosen = best.work.layout
     parallel = problem.spec.parallel
     if problem.dp > 1:
         found.append(_zero_reason(chosen, priced, pinned=parallel.data.zero != "auto"))
     elif parallel.data.zero == "auto":
-        found.append("ZeRO 0: there is one data-parallel rank, so there is nothing to share.")
+        found.append("ZeRO-0: there is one data-parallel rank, so there is nothing to share.")
     found.append(_recompute_reason(best, priced, pinned=parallel.recompute != "auto"))
     if parallel.micro_batch == "auto":
         share = chosen.micro_batch * chosen.accumulation
         found.append(
-            f"Micro-batch {chosen.micro_batch}: of the {share} sequences per rank and step, the best of those tried."
+            f"Micro-batch {chosen.micro_batch}: the fastest way to split the {share} sequences per rank and step."
         )
     return tuple(found)
 
 
 def _zero_reason(chosen: Layout, priced: list[Candidate], *, pinned: bool) -> str:
     if pinned:
-        return f"ZeRO {chosen.zero}: the spec asks for it."
-    fitting = {c.work.layout.zero for c in priced if c.fits}
+        return f"ZeRO-{chosen.zero}: the spec asks for it."
+    fitting = {c.work.layout.zero for c in priced if c.safe}
     lower = [stage for stage in range(chosen.zero) if stage not in fitting]
     if lower:
-        return f"ZeRO {chosen.zero}: stages {', '.join(map(str, lower))} do not fit."
-    return f"ZeRO {chosen.zero}: it fits and costs the least time of the stages that do."
+        return f"ZeRO-{chosen.zero}: stage{'s' * (len(lower) > 1)} {', '.join(map(str, lower))} would not fit safely."
+    return f"ZeRO-{chosen.zero}: the fastest of the stages that fit."
 
 
 def _recompute_reason(best: Candidate, priced: list[Candidate], *, pinned: bool) -> str:
@@ -70,20 +79,20 @@ def _recompute_reason(best: Candidate, priced: list[Candidate], *, pinned: bool)
         return f"Recompute {policy}: the spec asks for it."
     if policy == "none":
         return "Recompute none: all activations fit."
-    return f"Recompute {policy}: without it, layouts as fast as this one need more memory than there is."
+    return f"Recompute {policy}: of the layouts that keep more, none that fits is faster."
 
 
 def alternatives(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[Alternative, ...]:
     """Return the next best layouts, one per ZeRO stage and recompute policy, fastest first."""
-    seen = {_kind(best)}
-    found: list[Alternative] = []
-    # A faster layout that does not fit is as telling as a slower one that does.
-    for candidate in sorted(priced, key=lambda c: c.time.step_time_s):
-        if _kind(candidate) in seen or len(found) == _ALTERNATIVES:
-            continue
-        seen.add(_kind(candidate))
-        found.append(_alternative(problem, best, candidate))
-    return tuple(found)
+    by_kind: dict[tuple[object, ...], Candidate] = {}
+    # Within a kind the fitting ones come first; of those that do not fit, the one that misses by least says most.
+    for candidate in sorted(priced, key=lambda c: (not c.fits, c.time.step_time_s if c.fits else c.memory.total_bytes)):
+        by_kind.setdefault(_kind(candidate), candidate)
+    others = [candidate for kind, candidate in by_kind.items() if kind != _kind(best)]
+    fitting = sorted((c for c in others if c.fits), key=lambda c: c.time.step_time_s)
+    too_large = [c for c in others if not c.fits and c.time.step_time_s < best.time.step_time_s]
+    chosen = fitting[: _ALTERNATIVES - bool(too_large)] + too_large[:1]
+    return tuple(_alternative(problem, best, c) for c in sorted(chosen, key=lambda c: c.time.step_time_s))
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
@@ -99,6 +108,8 @@ def _alternative(problem: Problem, best: Candidate, other: Candidate) -> Alterna
         why = f"needs {over / _GIB:.1f} GiB more than there is"
     elif ratio > 1.0005:
         why = f"{(ratio - 1) * 100:.1f} % slower"
+    elif ratio < 0.9995:
+        why = f"fits with a probability of {other.memory.fit_probability:.0%} only"
     else:
         more = other.memory.total_bytes - best.memory.total_bytes
         why = f"as fast, with {abs(more) / _GIB:.2f} GiB {'more' if more > 0 else 'less'} memory"
