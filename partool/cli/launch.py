@@ -9,6 +9,7 @@ import typer
 
 from partool.cli._load import load_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
+from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
 from partool.launch.describe import display
 from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
@@ -16,6 +17,8 @@ from partool.launch.target import LaunchError
 from partool.plan.types import Plan
 
 _EXIT_JOB_FAILED = 5
+_ENVIRONMENT = 3
+_REFUSED = 78
 _PASSED_THROUGH = (0, 75, 78)
 
 
@@ -29,6 +32,12 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from a run's last checkpoint, in its folder.")
     ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", min=0, help="With --resume: from the checkpoint of this step; later ones are kept aside."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it runs; see status, logs and cancel.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
@@ -36,6 +45,8 @@ def command(
     """Plan a spec and train it on this machine."""
     if run is not None and not resume:
         raise typer.BadParameter("a run is named only together with --resume")
+    if step is not None and not resume:
+        raise typer.BadParameter("--step goes only together with --resume")
     previous = _previous_run(spec, run) if resume else None
     plan, spec_text = _plan(spec, previous, overrides or [], strict)
     if not plan.runnable:
@@ -45,24 +56,42 @@ def command(
         previous = _newest(plan.name)
     if previous is not None and previous.status().active:
         fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
-    target = LocalTarget()
+    if previous is not None and step is not None:
+        _check_step(previous, plan, step)
     if dry_run:
-        typer.echo(target.describe(plan, previous, resume=resume))
+        typer.echo(LocalTarget().describe(plan, previous, resume=resume, step=step))
         return
-    current = None
+    current, code = _start(plan, spec_text, previous, resume=resume, step=step, detach=detach)
+    if code == 75:
+        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
+    raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
+
+
+def _start(
+    plan: Plan, spec_text: str | None, previous: Run | None, *, resume: bool, step: int | None, detach: bool
+) -> tuple[Run, int | None]:
+    """Start the run, or go on with ``previous``; returns it with the agent's exit code, None if it is detached."""
+    target, current = LocalTarget(), None
     try:
         target.check()
         current = previous or RunStore().create(plan.name)
-        current.write_plan(plan, spec_text)
+        replaced = current.write_plan(plan, spec_text)
+        if step is not None:
+            for path in set_aside_after(checkpoint_folder(current, plan), step):
+                typer.echo(f"partool: kept aside: {display(path)}", err=True)
         typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
         code = target.launch(current, plan, resume=resume, detach=detach)
+        if code == _REFUSED and replaced:
+            current.take_back(replaced)
+            typer.echo(f"partool: {current.id} keeps the plan it had", err=True)
+        return current, code
     except LaunchError as error:
         if current is not None:
             current.give_up(error.message)
         fail(error.code, error.message, error.help, error.exit_code)
-    if code == 75:
-        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
-    raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
+    except OSError as error:
+        where = "PARTOOL_HOME says where runs are kept"
+        fail("PT512", f"the run's folder cannot be written: {error}", where, _ENVIRONMENT)
 
 
 def _previous_run(spec: Path, query: str | None) -> Run | None:
@@ -70,6 +99,14 @@ def _previous_run(spec: Path, query: str | None) -> Run | None:
     if query is not None:
         return find_run_or_exit(query)
     return None if spec.is_file() else find_run_or_exit(str(spec))
+
+
+def _check_step(run: Run, plan: Plan, step: int) -> None:
+    folder = checkpoint_folder(run, plan)
+    steps = list(complete(folder))
+    if step not in steps:
+        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
+        fail("PT509", f"no checkpoint of step {step} in {display(folder)}", there, 1)
 
 
 def _newest(name: str) -> Run:

@@ -88,6 +88,13 @@ RULES: tuple[Rule, ...] = (
         "partool launch mine.yaml --set kernels.mode=auto",
     ),
     _rule(
+        "PT512",
+        "The run's folder cannot be written",
+        "Every run needs a folder for its plan, logs and checkpoints, under .partool or PARTOOL_HOME.",
+        "partool launch mine.yaml   # in a folder that is read-only",
+        "PARTOOL_HOME=~/partool partool launch mine.yaml",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

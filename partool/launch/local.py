@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from partool.launch.store import Run
+from partool.launch.checkpoints import checkpoint_folder, complete
+from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
 from partool.plan.run import (
     LOGS,
@@ -44,9 +45,13 @@ class LocalTarget:
             message, fix = "training needs torch, which is not installed", "pip install 'partool[train]'"
             raise LaunchError("PT501", message, fix, exit_code=3)
 
-    def describe(self, plan: Plan, run: Run | None, *, resume: bool) -> str:
+    def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
         """Return files, environment and command lines, in the form of shell commands."""
-        run_dir = run.path if run else Path(f"<runs>/{plan.name}-<time>-<random>")
+        run_dir = run.path if run else RunStore().root / f"{plan.name}-<time>-<random>"
+        aside = []
+        if run is not None and step is not None:
+            later = [path for at, path in complete(checkpoint_folder(run, plan)).items() if at > step]
+            aside = [f"{path}  (kept aside)" for path in later]
         agent = agent_command(sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume)
         rank = rank_command(
             sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume, module="partool_runtime.worker"
@@ -59,6 +64,7 @@ class LocalTarget:
                 "# files",
                 f"{run_dir}/{PLAN_FILE}  (hash {plan.hash[:12]})",
                 f"{run_dir}/{SPEC_FILE}",
+                *aside,
                 f"# agent: up to {plan.launch.restarts} restarts, {plan.launch.shutdown_timeout_s} s to checkpoint",
                 _shell(agent),
                 f"# {plan.devices.per_node} ranks, started by the agent",

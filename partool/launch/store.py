@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from partool.plan.run import (
     PLAN_FILE,
     SPEC_FILE,
@@ -60,7 +58,7 @@ class Run:
         """
         try:
             status = read_status(self.path)
-        except (FileNotFoundError, ValidationError):
+        except (OSError, ValueError):  # pydantic's errors and those of UTF-8 are ValueErrors
             return RunStatus(state="failed", created=0.0, reason="no readable status.json")
         if not status.active or status.pid is None or status.host != socket.gethostname():
             return status
@@ -68,7 +66,7 @@ class Run:
             return status
         try:
             status = read_status(self.path)  # the agent may have ended properly between the two looks
-        except (FileNotFoundError, ValidationError):
+        except (OSError, ValueError):  # pydantic's errors and those of UTF-8 are ValueErrors
             return status
         return status.model_copy(update={"state": "failed", "reason": "agent gone"}) if status.active else status
 
@@ -77,11 +75,20 @@ class Run:
         ended = {"state": "failed", "ended": time.time(), "reason": reason}
         write_status(self.path, read_status(self.path).model_copy(update=ended))
 
-    def write_plan(self, plan: Plan, spec_text: str | None) -> None:
-        """Write what is launched next; an earlier plan and spec stay beside it as ``plan-1.json``, ``spec-1.yaml``."""
-        _put(self.path / PLAN_FILE, plan.to_json())
+    def write_plan(self, plan: Plan, spec_text: str | None) -> dict[Path, Path]:
+        """Write what is launched next; an earlier plan and spec stay beside it as ``plan-1.json``, ``spec-1.yaml``.
+
+        Returns, for every file that was replaced, where its earlier content is: what :meth:`take_back` undoes.
+        """
+        texts = {self.path / PLAN_FILE: plan.to_json()}
         if spec_text is not None:
-            _put(self.path / SPEC_FILE, spec_text)
+            texts[self.path / SPEC_FILE] = spec_text
+        return {file: kept for file, text in texts.items() if (kept := _put(file, text)) is not None}
+
+    def take_back(self, replaced: dict[Path, Path]) -> None:
+        """Put back the plan and spec of before: the run cannot go on with the new ones."""
+        for file, kept in replaced.items():
+            kept.replace(file)
 
 
 class RunStore:
@@ -129,21 +136,29 @@ class RunStore:
             return matches[0]
         if matches:
             raise RunNotFoundError(f"{query!r} is the beginning of {len(matches)} runs: {_ids(matches)}")
-        raise RunNotFoundError(f"no run {query!r} in {self.root}" + (f"; there are {_ids(runs)}" if runs else ""))
+        if not runs:
+            raise RunNotFoundError(f"no run {query!r}: there are no runs in {self.root}")
+        raise RunNotFoundError(f"no run {query!r} in {self.root}; there are {_ids(runs)}")
 
 
-def _put(file: Path, text: str) -> None:
-    """Write a file, keeping what it held under the next free number; nothing happens if it holds just that."""
+def _put(file: Path, text: str) -> Path | None:
+    """Write a file, keeping what it held under the next free number, which is returned; None if nothing had to go."""
+    kept: Path | None = None
     if file.exists():
         if file.read_text(encoding="utf-8") == text:
-            return
-        number = 1
-        while (kept := file.with_name(f"{file.stem}-{number}{file.suffix}")).exists():
-            number += 1
-        file.rename(kept)
+            return None
+        kept = file.rename(_free_number(file))
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
+    return kept
+
+
+def _free_number(file: Path) -> Path:
+    number = 1
+    while (candidate := file.with_name(f"{file.stem}-{number}{file.suffix}")).exists():
+        number += 1
+    return candidate
 
 
 def _ids(runs: list[Run]) -> str:

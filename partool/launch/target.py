@@ -28,8 +28,11 @@ class Target(Protocol):
         """Raise LaunchError if nothing can be launched there from here."""
         ...
 
-    def describe(self, plan: Plan, run: Run | None, *, resume: bool) -> str:
-        """Return exactly what :meth:`launch` would run, as text; ``run`` is None where it would make one."""
+    def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
+        """Return exactly what :meth:`launch` would run, as text; ``run`` is None where it would make one.
+
+        With ``step`` the checkpoints after it, which are set aside first, are named too.
+        """
         ...
 
     def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:

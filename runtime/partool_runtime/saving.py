@@ -53,7 +53,12 @@ class Saver:
         self._reported_step = -1
         folder = Path(spec.dir) / run_dir.name if spec.dir else run_dir / "checkpoints"
         self._checkpointer = Checkpointer(
-            folder, keep=spec.keep, mode=spec.mode, rank=ranks.rank, world_size=ranks.world_size
+            folder,
+            keep=spec.keep,
+            mode=spec.mode,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            run=run_dir.name,
         )
 
     def resume(self) -> int:

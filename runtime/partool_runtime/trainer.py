@@ -41,6 +41,8 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         first = saver.resume() if resume else 0
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
+        if first >= plan.training.steps and ranks.rank == 0:
+            print(f"nothing to do: the checkpoint holds {first} steps, training.steps is {plan.training.steps}")
         done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
         data.close()
         saver.close()

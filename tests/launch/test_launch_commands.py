@@ -14,6 +14,7 @@ import typer
 from launch_helpers import make_plan
 from typer.testing import CliRunner, Result
 
+from partool.launch.checkpoints import complete, set_aside_after
 from partool.launch.store import Run, RunStore
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
 
@@ -112,9 +113,78 @@ def test_dry_run_names_everything_and_does_nothing(run: Run) -> None:
     assert sorted(Path().rglob("*")) == sorted([*before, Path("plan.json")])
 
 
+def checkpoints(run: Run, *steps: int) -> Path:
+    folder = run.path / "checkpoints"
+    for step in steps:
+        (folder / f"step-{step:08d}").mkdir(parents=True)
+    (folder / "step-00000099.tmp").mkdir(exist_ok=True)
+    return folder
+
+
+def test_an_earlier_step_sets_later_checkpoints_aside(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints(run, 10, 20, 30)
+    (folder / "step-00000030.aside").mkdir()
+    missing = invoke("launch", run.id, "--resume", "--step", "15")
+    assert missing.exit_code == 1
+    assert "error[PT509]: no checkpoint of step 15" in missing.stderr
+    assert "steps 10, 20, 30" in missing.stderr
+    dry = invoke("launch", run.id, "--resume", "--step", "20", "--dry-run").stdout
+    assert "step-00000030  (kept aside)" in dry
+    assert "step-00000020" not in dry
+    assert len(list(folder.iterdir())) == 5
+    seen: list[list[str]] = []
+
+    def launch(*_: object, resume: bool, detach: bool) -> int:
+        assert resume
+        seen.append(sorted(entry.name for entry in folder.iterdir()))
+        return 0
+
+    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", launch)
+    assert invoke("launch", run.id, "--resume", "--step", "10").exit_code == 0
+    wanted = ["step-00000010", "step-00000020.aside", "step-00000030.aside", "step-00000030.aside2"]
+    assert seen == [[*wanted, "step-00000099.tmp"]]
+
+
+def test_setting_aside_begins_with_the_newest(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoints(run, 10, 20, 30, 40)
+    rename, calls = Path.rename, 0
+
+    def cut_off(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        set_aside_after(folder, 10)
+    assert list(complete(folder)) == [10, 20]
+
+
+def test_a_refused_plan_does_not_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **__: 78)
+    before = run.plan_file.read_text()
+    answer = invoke("launch", plan_file(kernels=make_plan().kernels.model_copy(update={"mode": "torch"})), "--resume")
+    assert answer.exit_code == 78
+    assert "keeps the plan it had" in answer.stderr
+    assert run.plan_file.read_text() == before
+    assert not (run.path / "plan-1.json").exists()
+
+
+def test_folders_that_cannot_be_used_are_findings(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.path / "status.json").write_bytes(b"\xff")
+    assert "no readable status.json" in invoke("list").stdout
+    monkeypatch.setenv("PARTOOL_HOME", plan_file())  # a file, not a folder
+    answer = invoke("launch", "plan.json")
+    assert answer.exit_code == 3
+    assert "error[PT512]" in answer.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "text"),
     [
+        (["plan.json", "--step", "3"], 2, "--step goes only together with --resume"),
         (["plan.json", "--resume"], 1, "error[PT502]: there is no run of 'dummy'"),
         (["unknown", "--resume"], 1, "error[PT502]: no run 'unknown'"),
         (["plan.json", "last"], 2, "only together with --resume"),

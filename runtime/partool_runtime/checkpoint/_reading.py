@@ -27,8 +27,10 @@ def tensor_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return _shapes(_checked_metadata(path, read_manifest(path)))
 
 
-def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None) -> dict[str, Any]:
+def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None, run: str = "last") -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
+
+    ``run`` is what errors call the run.
 
     ``state`` may leave out whole groups of names (a group is what stands before the first dot), but not parts of one.
     Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
@@ -37,7 +39,7 @@ def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None
     try:
         manifest = _checked_manifest(path, ranks)
     except ConfigurationError as error:
-        raise _with_older(path, error, ranks) from error
+        raise _with_older(path, error, ranks, run) from error
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     ranks.agree(lambda: _check_same_model(path, _shapes(metadata), state))
     ranks.agree(lambda: _read(path, metadata, state))
@@ -73,7 +75,7 @@ def _shapes(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]
     }
 
 
-def _with_older(path: Path, error: ConfigurationError, ranks: Ranks) -> ConfigurationError:
+def _with_older(path: Path, error: ConfigurationError, ranks: Ranks, run: str) -> ConfigurationError:
     """Add to the error how to go on from the newest checkpoint that is intact."""
     folder = path.parent
     damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)
@@ -82,11 +84,8 @@ def _with_older(path: Path, error: ConfigurationError, ranks: Ranks) -> Configur
     older = ranks.on_first(lambda: _newest_intact(folder, damaged))
     if older is None:
         return ConfigurationError(error.code, error.message, f"there is no older intact checkpoint in {folder}")
-    broken = [shlex.quote(str(step_folder(folder, later))) for later in steps_in(folder) if later > older]
-    commands = " && ".join(f"mv {name} {name}.aside" for name in broken)
-    return ConfigurationError(
-        error.code, error.message, f"step {older} is intact; to go on from it: {commands} and then --resume again"
-    )
+    command = f"partool launch --resume {shlex.quote(run)} --step {older}"
+    return ConfigurationError(error.code, error.message, f"step {older} is intact; to go on from it: {command}")
 
 
 def _newest_intact(folder: Path, before: int) -> int | None:

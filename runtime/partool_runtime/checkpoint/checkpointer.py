@@ -52,16 +52,18 @@ class Checkpointer:
         mode: Literal["async", "sync"],
         rank: int,
         world_size: int,
+        run: str = "last",
         timeout_s: float = 1800.0,
         files: Files | None = None,
     ) -> None:
         """Open ``folder``, made if needed, and clear it of what a dead run left half-written.
 
-        ``keep`` counts the checkpoints kept; ``timeout_s`` bounds how long ranks wait for each other while writing;
-        ``files`` is for tests. Raises ConfigurationError PT614 if another live run writes into the folder, PT615 if it
-        cannot be written to.
+        ``keep`` counts the checkpoints kept; ``run`` is what errors call the run; ``timeout_s`` bounds how long ranks
+        wait for each other while writing; ``files`` is for tests. Raises ConfigurationError PT614 if another live run
+        writes into the folder, PT615 if it cannot be written to.
         """
         self._folder = folder
+        self._run = run
         self._keep = keep
         self._mode = mode
         self._files = files or Files()
@@ -116,7 +118,7 @@ class Checkpointer:
         Raises ConfigurationError PT610 (none there), PT611 (damaged) or PT612 (of another model); deletes nothing.
         """
         self.wait()
-        return load_folder(step_folder(self._folder, step), state, self._ranks)
+        return load_folder(step_folder(self._folder, step), state, self._ranks, self._run)
 
     def close(self) -> None:
         """Wait for the write under way and release the folder; raises what :meth:`wait` raises."""

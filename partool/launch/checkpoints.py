@@ -1,0 +1,53 @@
+"""The checkpoints of a run, by their folders' names; what is in them is the runtime's affair."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from partool.launch.store import Run
+from partool.plan.types import Plan
+
+_STEP = re.compile(r"step-(\d{8,})")
+_ASIDE = ".aside"
+
+
+def checkpoint_folder(run: Run, plan: Plan) -> Path:
+    """Return where a run keeps its checkpoints under this plan."""
+    return Path(plan.checkpoint.dir) / run.id if plan.checkpoint.dir else run.path / "checkpoints"
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """Return the folders of the complete checkpoints by step, oldest first."""
+    if not folder.is_dir():
+        return {}
+    found = {int(match[1]): entry for entry in folder.iterdir() if (match := _STEP.fullmatch(entry.name))}
+    return dict(sorted(found.items()))
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints later than ``step``, so that ``step`` is the newest; returns their new paths.
+
+    The newest goes first: cut off at any point, this leaves the checkpoints of one line of training, and doing it
+    again does the rest.
+    """
+    moved = []
+    for later, path in reversed(complete(folder).items()):
+        if later > step:
+            moved.append(path.rename(_free_name(path)))
+    if moved:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return moved
+
+
+def _free_name(path: Path) -> Path:
+    candidate, number = path.with_name(path.name + _ASIDE), 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}{_ASIDE}{number}")
+    return candidate
