@@ -1,171 +1,110 @@
-"""Peak memory of one rank, by term. Each function is one equation; all results are bytes."""
+"""Peak memory of the rank that needs most, by term; one small function per term."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 from math import erf, sqrt
 
-from partool.cost.workload import GroupSize, Workload, shard_ranks, sizes_of
-from partool.plan.types import Layout, MemoryPrediction
-from partool.spec.parallel import Recompute
+from partool.cost.activations import activation_bytes
+from partool.cost.work import Work
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import MemoryPrediction
 
 _GIB = 2**30
-_MIB = 2**20
 CHUNK_LOGITS = 2**26
-"""Logits the runtime's loss holds at once."""
-_FRAMEWORK = {"cpu": 300 * _MIB, "cuda": _GIB, "rocm": int(1.5 * _GIB)}
-# CPU: resident size of a torch process with a gloo group, 220 to 300 MiB measured. Devices: context and libraries,
-# 0.5 to 1.3 GiB as nvidia-smi shows it beside the allocator.
-_FRAGMENTATION = {"cpu": 0.0, "cuda": 0.05, "rocm": 0.08}
-_SIGMA = {"cpu": 0.15, "cuda": 0.10, "rocm": 0.12}
-# Closed forms were within 15 % of published peaks of several stacks; this runtime's own sharding is priced exactly.
+"""The runtime's loss holds at most this many logits at once."""
+FRAMEWORK_BYTES = {"cpu": 290 * 2**20, "cuda": int(1.2 * _GIB), "rocm": int(1.5 * _GIB)}
+"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
+device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are
+kept)."""
+SIGMA = 0.15
+"""Relative standard deviation of closed-form memory against published peaks, before any calibration."""
+FRAGMENTATION = {"cpu": 0.75, "cuda": 0.08, "rocm": 0.08}
+"""Allocator overhead as a share of what is allocated: 3 % with expandable segments, about 10 % without. On a CPU the
+temporaries of the backward pass count here too: glibc keeps freed blocks of up to 32 MiB, and the peak is of resident
+memory."""
+FIRST_STEP_BYTES = {"cpu": 70 * 2**20, "cuda": 0, "rocm": 0}
+"""What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 
 
-def parameters_bytes(work: Workload, sizes: Sequence[GroupSize]) -> int:
-    """Return this rank's shard of the master weights (all of them on a shard axis of one)."""
-    return sum(size.shard for size in sizes) * work.master_bytes
-
-
-def gathered_bytes(work: Workload, layout: Layout, sizes: Sequence[GroupSize]) -> int:
-    """Return the compute copies at the peak: all groups for ZeRO 0 to 2; for ZeRO-3 the root and two layers.
-
-    fp32 and fp64 on a shard axis of one need no copy: forward uses the master weights themselves.
-    """
-    if shard_ranks(layout) == 1 and work.compute_bytes == work.master_bytes:
-        return 0
-    if layout.zero < 3:
-        return sum(size.whole for size in sizes) * work.compute_bytes
-    layers = sorted((size.whole for size in sizes[:-1]), reverse=True)
-    return (sizes[-1].whole + sum(layers[:2])) * work.compute_bytes
-
-
-def gradients_bytes(work: Workload, layout: Layout, sizes: Sequence[GroupSize]) -> int:
-    """Return gradients at the peak: whole and in the master type below ZeRO-2 (accumulated), shards from ZeRO-2 on.
-
-    With a single micro-batch every group is reduced as soon as its gradients exist; then, and from ZeRO-2 on, one group
-    exists whole beside the shards, in the compute type and as the master-type buffer of the reduction.
-    """
-    shards = sum(size.trained_shard for size in sizes) * work.master_bytes
-    if shard_ranks(layout) == 1:
-        return shards
-    if layout.zero < 2 and layout.accumulation > 1:
-        return sum(size.trained_whole for size in sizes) * work.master_bytes
-    largest = max((size.trained_whole for size in sizes), default=0)
-    return shards + largest * (work.compute_bytes + work.master_bytes)
-
-
-def optimizer_bytes(work: Workload, layout: Layout, sizes: Sequence[GroupSize]) -> int:
-    """Return AdamW's two moments of this rank's trained shard; none if they live in host memory."""
-    if layout.offload_optimizer == "cpu":
-        return 0
-    return 2 * sum(size.trained_shard for size in sizes) * work.master_bytes
-
-
-def layer_activation_bytes(work: Workload, layout: Layout, layer: int, policy: Recompute) -> int:
-    """Return what one layer keeps for the backward pass of one micro-batch.
-
-    Elements per token, with h hidden, q and k widths of queries and keys, f the feed-forward width in use:
-    full keeps the input, h. selective keeps results of matrix products and attention: h + q + 2k (projections) + q
-    (attention) + 2h (outputs of attention and network) + f per input projection. none keeps also norms in fp32 (2 h each way),
-    rotated queries and keys, and the activation and its product.
-    """
-    model, mesh = work.model, layout.mesh
-    tokens = layout.micro_batch * work.sequence_length / mesh.cp
-    hidden = model.hidden
-    query, key = model.heads * model.head_dim / mesh.tp, model.kv_heads * model.head_dim / mesh.tp
-    width = _ffn_width(work, layer) / mesh.tp
-    projections = 2 if model.gated else 1
-    kept = float(hidden)
-    if policy != "full":
-        kept += query + 2 * key + query + 2 * hidden + projections * width
-    if policy == "none":
-        wide = 4 / work.compute_bytes if work.compute_bytes < 4 else 1.0
-        kept += 2 * hidden * wide + query + key + projections * width
-    statistics = 4 * model.heads / mesh.tp if policy != "full" else 0.0
-    return int(tokens * (kept * work.compute_bytes + statistics))
-
-
-def activations_bytes(work: Workload, layout: Layout, stage: int = 0) -> int:
-    """Return what all layers of a stage keep, for the micro-batches in flight, plus one layer's working set.
-
-    1F1B keeps ``min(m, p - i)`` micro-batches on stage i, GPipe all m (Narayanan et al., arXiv 2104.04473).
-    """
-    first, last = layout.stages[stage]
-    kept = sum(layer_activation_bytes(work, layout, i, layout.recompute[i]) for i in range(first, last))
-    stages = len(layout.stages)
-    flight = layout.accumulation if layout.schedule == "gpipe" else min(layout.accumulation, stages - stage)
-    working = 0
-    if any(layout.recompute[i] != "none" for i in range(first, last)):
-        working = layer_activation_bytes(work, layout, first, "none")
-    transient = layout.micro_batch * work.sequence_length * work.model.hidden * work.compute_bytes // layout.mesh.cp
-    return kept * (flight if stages > 1 else 1) + working + 2 * transient
-
-
-def loss_bytes(work: Workload, layout: Layout) -> int:
-    """Return logits, their fp32 copy, its log-softmax and gradient, of at most :data:`CHUNK_LOGITS` at once; hidden gradients."""
-    tokens = layout.micro_batch * work.sequence_length // layout.mesh.cp
-    vocab = work.model.vocab
-    logits = min(tokens * vocab, max(CHUNK_LOGITS, vocab)) // layout.mesh.tp
-    wide = max(4, work.compute_bytes)
-    head_gradient = vocab * work.model.hidden * work.compute_bytes if tokens * vocab > CHUNK_LOGITS else 0
-    return logits * (2 * work.compute_bytes + 2 * wide) + head_gradient // layout.mesh.tp
-
-
-def communication_bytes(work: Workload, layout: Layout) -> int:
-    """Return buffers of the communicators: about 0.4 GiB per axis on devices with a library of their own; none on gloo."""
-    if work.devices.backend == "cpu":
-        return 0
-    mesh = layout.mesh
-    axes = sum(size > 1 for size in (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp, layout.expert))
-    return int(0.4 * _GIB) * axes
-
-
-def fit_probability(work: Workload, total_bytes: float) -> float:
-    """Return the probability that the true peak stays under the device's memory, for a normal relative error."""
-    sigma = _SIGMA[work.devices.backend]
-    margin = (work.devices.memory_bytes / total_bytes - 1.0) / sigma
-    return 0.5 * (1.0 + erf(margin / sqrt(2.0)))
-
-
-def predict_memory(work: Workload, layout: Layout) -> MemoryPrediction:
-    """Return the terms of the rank that needs most: the first rank of the fullest pipeline stage."""
-    worst: dict[str, int] = {}
-    at = 0
-    for stage in range(len(layout.stages)):
-        terms = _terms(work, layout, stage)
-        if not worst or sum(terms.values()) > sum(worst.values()):
-            worst, at = terms, stage
-    total = sum(worst.values())
+def predict_memory(work: Work, headroom: float) -> MemoryPrediction:
+    """Return the predicted peak of the fullest rank; ``headroom`` is the share of memory to keep free."""
+    terms = {
+        "parameters": _parameters(work),
+        "gathered": _gathered(work),
+        "gradients": _gradients(work),
+        "optimizer": _optimizer(work),
+        "activations": activation_bytes(work),
+        "loss": _loss(work),
+        "communication": _communication(work),
+        "framework": FRAMEWORK_BYTES[work.devices.backend],
+    }
+    allocated = sum(terms.values()) - terms["framework"]
+    backend = work.devices.backend
+    terms["fragmentation"] = int(allocated * FRAGMENTATION[backend]) + FIRST_STEP_BYTES[backend]
+    total = sum(terms.values())
     return MemoryPrediction(
-        rank=at * (layout.mesh.world_size // len(layout.stages)),
-        terms_bytes=worst,
+        rank=0,
+        terms_bytes={name: terms[name] for name in MEMORY_TERMS},
         total_bytes=total,
-        capacity_bytes=int(work.devices.memory_bytes * (1.0 - work.headroom)),
-        fit_probability=fit_probability(work, total),
+        capacity_bytes=int(work.devices.memory_bytes * (1.0 - headroom)),
+        fit_probability=fit_probability(total - terms["framework"], work.devices.memory_bytes - terms["framework"]),
     )
 
 
-def _terms(work: Workload, layout: Layout, stage: int) -> dict[str, int]:
-    sizes = sizes_of(work, layout, stage)
-    last = stage == len(layout.stages) - 1
-    terms = {
-        "parameters": parameters_bytes(work, sizes),
-        "gathered": gathered_bytes(work, layout, sizes),
-        "gradients": gradients_bytes(work, layout, sizes),
-        "optimizer": optimizer_bytes(work, layout, sizes),
-        "activations": activations_bytes(work, layout, stage),
-        "loss": loss_bytes(work, layout) if last else 0,
-        "communication": communication_bytes(work, layout),
-        "framework": _FRAMEWORK[work.devices.backend],
-    }
-    tensors = sum(terms.values()) - terms["framework"] - terms["communication"]
-    terms["fragmentation"] = int(tensors * _FRAGMENTATION[work.devices.backend])
-    return terms
+def fit_probability(predicted_bytes: float, capacity_bytes: float) -> float:
+    """Return the probability that the true peak stays under the capacity, for a normal error of :data:`SIGMA`."""
+    if capacity_bytes <= 0:
+        return 0.0
+    z = (capacity_bytes - predicted_bytes) / max(SIGMA * predicted_bytes, 1.0)
+    return round(0.5 * (1.0 + erf(z / sqrt(2.0))), 6)
 
 
-def _ffn_width(work: Workload, layer: int) -> float:
-    moe = work.model.moe
-    if moe is None or not work.model.is_moe_layer(layer):
-        return float(work.model.ffn_hidden)
-    # Routing is rarely even: a tenth more tokens on the fullest rank; each expert also keeps its copy of the input.
-    return 1.1 * (moe.top_k + moe.shared_experts) * (moe.ffn_hidden + work.model.hidden / 2)
+def _shards(work: Work) -> int:
+    return work.layout.mesh.dp_shard if work.layout.zero else 1
+
+
+def _parameters(work: Work) -> int:
+    """Master weights, in shards from ZeRO-1 on: the runtime keeps the master copy sharded in every stage."""
+    return work.master_bytes * -(-work.stage_elements // _shards(work))
+
+
+def _gathered(work: Work) -> int:
+    """Parameters gathered for the passes: all of them until ZeRO-2; in ZeRO-3 a group, the next one and the root.
+
+    With one rank per shard axis too: fully_shard copies the master weights before it computes.
+    """
+    if work.layout.zero < 3:
+        return work.compute_bytes * work.stage_elements
+    *inner, root = work.gathered_groups
+    pairs = [sum(pair) for pair in pairwise(inner)]
+    return work.compute_bytes * (max(pairs, default=0) + root)
+
+
+def _gradients(work: Work) -> int:
+    """Whole gradients where they accumulate whole, else shards; the group under way is among the buffers."""
+    trained = work.stage_elements * work.trained_share
+    whole = _shards(work) == 1 or (work.layout.zero == 1 and work.layout.accumulation > 1)
+    return int(work.master_bytes * trained / (1 if whole else _shards(work)))
+
+
+def _optimizer(work: Work) -> int:
+    """Two AdamW moments in the master type, in shards; none on the device when they live in host memory."""
+    if work.layout.offload_optimizer == "cpu":
+        return 0
+    return int(2 * work.master_bytes * work.stage_elements * work.trained_share / _shards(work))
+
+
+def _loss(work: Work) -> int:
+    """Logits of one chunk in the compute type, the same in fp32 or wider, and their gradient."""
+    logits = min(work.tokens_per_micro_batch * work.model.vocab // work.layout.mesh.tp, CHUNK_LOGITS)
+    wide = max(work.compute_bytes, 4)
+    narrow = work.compute_bytes if work.compute_bytes != wide else 0
+    return logits * (2 * wide + narrow)
+
+
+def _communication(work: Work) -> int:
+    """Return the bytes of the largest group: gathered, as gradients, and as the reduction takes these."""
+    if work.layout.mesh.world_size == 1:
+        return 0
+    return max(work.gathered_groups) * (2 * work.compute_bytes + work.master_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
 from partool.plan.types import Layout
@@ -46,7 +46,7 @@ class Work:
     @cached_property
     def gathered_groups(self) -> list[int]:
         """Elements of each group of parameters that is gathered at once, on one rank of the fullest stage."""
-        return [self.on_rank(group) for group in groups(self.model)]
+        return list(_group_elements(self.model, self.layout.mesh.tp, self.layout.expert))
 
     @cached_property
     def stage_elements(self) -> int:
@@ -61,16 +61,25 @@ class Work:
     @cached_property
     def trained_share(self) -> float:
         """Share of the parameters' elements that is trained."""
-        infos = parameters(self.model)
-        frozen = count(info for info in infos if is_frozen(info.name, self.frozen))
-        return 1.0 - frozen / count(infos)
+        return _trained_share(self.model, self.frozen)
 
-    def on_rank(self, infos: Iterable[ParameterInfo]) -> int:
-        """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
-        total = 0
-        for info in infos:
-            elements = info.elements
-            if info.kind == "expert":
-                elements //= self.layout.expert
-            total += elements if info.kind == "norm" else elements // self.layout.mesh.tp
-        return total
+
+# Planning prices hundreds of layouts of one model, whose parameters are a list of hundreds.
+@lru_cache(maxsize=64)
+def _group_elements(model: ModelConfig, tensor: int, expert: int) -> tuple[int, ...]:
+    return tuple(_on_rank(group, tensor, expert) for group in groups(model))
+
+
+@lru_cache(maxsize=8)
+def _trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    infos = parameters(model)
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
+
+
+def _on_rank(infos: Iterable[ParameterInfo], tensor: int, expert: int) -> int:
+    """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
+    total = 0
+    for info in infos:
+        elements = info.elements // expert if info.kind == "expert" else info.elements
+        total += elements if info.kind == "norm" else elements // tensor
+    return total

@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT260",
         "No such accelerator",
-        "The catalog has no figures for the device. With memory_gib, peak_tflops and memory_gb_per_s any can be planned.",
+        "The catalog has no figures for the device. memory_gib, peak_tflops and memory_gb_per_s describe any other.",
         _MODEL + "hardware: {accelerator: h999}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h999, memory_gib: 40, peak_tflops: 400, memory_gb_per_s: 1500}\n" + _DATA,
     ),

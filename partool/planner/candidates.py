@@ -100,8 +100,18 @@ def layout(problem: Problem, zero: ZeroStage, shard: int, micro_batch: int, reco
 
 def price(problem: Problem, layout: Layout) -> Candidate:
     """Return a layout with its predicted memory and time."""
-    work = Work(problem.model, layout, problem.spec.training, problem.devices, tuple(problem.spec.model.frozen))
+    work = _work(problem, layout)
     return Candidate(work, predict_memory(work, problem.spec.limits.memory_headroom), predict_time(work))
+
+
+def fits(problem: Problem, layout: Layout) -> bool:
+    """Return True if a layout's predicted memory stays under the capacity."""
+    memory = predict_memory(_work(problem, layout), problem.spec.limits.memory_headroom)
+    return memory.total_bytes <= memory.capacity_bytes
+
+
+def _work(problem: Problem, layout: Layout) -> Work:
+    return Work(problem.model, layout, problem.spec.training, problem.devices, tuple(problem.spec.model.frozen))
 
 
 def micro_batches(problem: Problem) -> list[int]:

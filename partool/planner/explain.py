@@ -8,7 +8,7 @@ from dataclasses import replace
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.types import Alternative, Layout
-from partool.planner.candidates import Candidate, Problem, candidates, layout, micro_batches, needs, price
+from partool.planner.candidates import Candidate, Problem, candidates, fits, layout, micro_batches, needs, price
 from partool.planner.checks import check
 
 _GIB = 2**30
@@ -204,7 +204,7 @@ def _any_fits(problem: Problem) -> bool:
     """Return True if the spec is legal and one of its layouts fits."""
     if any(finding.severity == "error" for finding in check(problem, None)):
         return False
-    return any(price(problem, layout).fits for layout in candidates(problem))
+    return any(fits(problem, layout) for layout in candidates(problem))
 
 
 def _more_nodes(problem: Problem) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.padding import Padding
@@ -13,23 +13,29 @@ from partool.plan.types import Plan
 from partool.report.units import amount, duration, gib, seconds
 
 _BAR = 24
+_SIDE_BY_SIDE = 110
+"""Columns from which memory and time stand beside each other."""
 
 
 def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
     """Print a plan; ``source`` is the file that ``partool launch`` takes to run it."""
-    for block in (_head(plan), *_layout(plan)):
-        console.print(block)
+    console.print(_head(plan))
+    console.print(_labelled(_layout(plan)))
     console.print()
-    console.print(_memory(plan, console.width))
-    console.print()
-    console.print(_time(plan))
+    memory, time = _memory(plan), _time(plan)
+    if console.width >= _SIDE_BY_SIDE:
+        both = Table.grid(padding=(0, 4, 0, 0))
+        both.add_row(memory, time)
+        console.print(both)
+    else:
+        console.print(memory, Text(), time, sep="\n")
     _lines(console, "Why", plan.reasons)
     if plan.alternatives:
         console.print()
         console.print(_alternatives(plan))
     _lines(console, "Warnings", tuple(f"{f.code} {f.message}" for f in plan.findings))
     console.print()
-    console.print(_next(plan, source))
+    console.print(_labelled([("Next", _next(plan, source))]))
 
 
 def _head(plan: Plan) -> Text:
@@ -48,22 +54,30 @@ def _parameters(plan: Plan) -> str:
     return amount(count(parameters(plan.model)))
 
 
-def _layout(plan: Plan) -> Iterator[Text]:
+def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return lines with a bold word before them; what wraps stays beside the word."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True, min_width=6)
+    grid.add_column()
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     devices, layout, mesh = plan.devices, plan.layout, plan.layout.mesh
     nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
-    yield Text.assemble(("Mesh    ", "bold"), f"{nodes} {unit}: {_axes(plan)}")
+    yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
     shard = "" if layout.zero == 0 else f", state shared by {mesh.dp_shard}"
     copies = f", {mesh.dp_replicate} copies" if layout.zero and mesh.dp_replicate > 1 else ""
-    yield Text.assemble(
-        ("Layout  ", "bold"),
-        f"ZeRO-{layout.zero}{shard}{copies}; micro-batch {layout.micro_batch} × {layout.accumulation} per step; ",
-        f"recompute {_recompute(plan)}; compile {layout.compile}",
-    )
+    batch = f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"
+    rest = f"recompute {_recompute(plan)}; compile {layout.compile}"
+    yield "Layout", f"ZeRO-{layout.zero}{shard}{copies}; {batch}; {rest}"
 
 
 def _axes(plan: Plan) -> str:
-    """Return the mesh as nested brackets, outermost axis first: ``dp 2 [ tp 4 ]``."""
+    """Return the axes of the mesh, outermost first: ``pp 2 × dp 2 × tp 4``."""
     mesh = plan.layout.mesh
     sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp))
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
@@ -77,7 +91,7 @@ def _recompute(plan: Plan) -> str:
     return ", ".join(kinds)
 
 
-def _memory(plan: Plan, width: int) -> Table:
+def _memory(plan: Plan) -> Table:
     memory = plan.prediction.memory
     table = Table(
         title="Memory per rank, at the peak", title_justify="left", title_style="bold", box=None, pad_edge=False
@@ -90,9 +104,7 @@ def _memory(plan: Plan, width: int) -> Table:
         if size:
             table.add_row(name, gib(size), "█" * max(round(_BAR * size / device), 0) or "▏")
     share = memory.total_bytes / plan.devices.memory_bytes
-    fits = (
-        f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits with probability {_probability(memory.fit_probability)}"
-    )
+    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits: {_probability(memory.fit_probability)}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
     return table
 
@@ -113,9 +125,13 @@ def _time(plan: Plan) -> Table:
     error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)
-    whole = f"{plan.training.steps} steps; {time.device_hours:.4g} device-hours"
+    whole = f"{plan.training.steps} steps; {_hours(time.device_hours)} device-hours"
     table.add_row(Text("training", "bold"), Text(duration(time.total_s), "bold"), whole)
     return table
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _alternatives(plan: Plan) -> Table:
@@ -127,7 +143,12 @@ def _alternatives(plan: Plan) -> Table:
     for other in plan.alternatives:
         step = seconds(other.step_time_s) if other.step_time_s is not None else "-"
         size = gib(other.memory_bytes) if other.memory_bytes is not None else "-"
-        table.add_row(other.summary, step, size, other.why_not + ("" if other.runnable else " (not runnable yet)"))
+        table.add_row(
+            other.summary,
+            step,
+            size,
+            other.why_not + ("" if other.runnable or not plan.runnable else " (not runnable yet)"),
+        )
     return table
 
 
@@ -139,12 +160,8 @@ def _lines(console: Console, title: str, lines: tuple[str, ...]) -> None:
             console.print(Padding(Text(f"• {line}"), (0, 0, 0, 1)))
 
 
-def _next(plan: Plan, source: str | None) -> Text:
-    if not plan.runnable:
-        codes = " ".join(plan.not_runnable)
-        return Text.assemble(
-            ("Next    ", "bold"),
-            f"this plan cannot be launched yet: partool explain {plan.not_runnable[0]}"
-            + (f" ({codes})" if len(plan.not_runnable) > 1 else ""),
-        )
-    return Text.assemble(("Next    ", "bold"), f"partool launch {source or 'SPEC'}")
+def _next(plan: Plan, source: str | None) -> str:
+    if plan.runnable:
+        return f"partool launch {source or 'SPEC'}"
+    commands = ", ".join(f"partool explain {code}" for code in plan.not_runnable)
+    return f"this plan cannot be launched yet: {commands}"

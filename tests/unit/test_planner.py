@@ -1,0 +1,251 @@
+"""Plans of whole specs: what always holds, what is found, and whether advice is true."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partool.cost import predict_memory
+from partool.layout.parameters import count, parameters
+from partool.plan.types import Plan
+from partool.planner import PlanResult, make_plan
+from partool.planner.candidates import Problem, candidates, price
+from partool.spec import load_text
+from partool.spec.spec import Spec
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def plan_of(text: str, overrides: list[str] | None = None) -> PlanResult:
+    loaded = load_text(text, overrides=overrides)
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=ROOT / "specs", default_name="test")
+
+
+def planned(text: str, overrides: list[str] | None = None) -> Plan:
+    result = plan_of(text, overrides)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def codes(result: PlanResult) -> list[str]:
+    return [finding.code for finding in result.diagnostics]
+
+
+SMALL = """\
+model: {layers: 4, hidden: 256, heads: 8, kv_heads: 4, vocab: 300}
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: python-stdlib
+training: {sequence_length: 512, global_batch: 64}
+"""
+
+models = st.sampled_from(
+    [
+        {"layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "vocab": 301},
+        {"layers": 3, "hidden": 64, "heads": 4, "vocab": 256, "norm": "layernorm", "activation": "gelu_tanh"},
+        {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "position": "learned", "tied_embeddings": True},
+        {"layers": 4, "hidden": 32, "heads": 2, "vocab": 999, "moe": {"experts": 4, "top_k": 2, "ffn_hidden": 48}},
+        {"preset": "llama3.2-1b"},
+        {"preset": "llama3-70b"},
+        {"preset": "deepseek-v3"},
+        {"preset": "gpt2-xl", "frozen": ["embed.*"]},
+    ]
+)
+accelerators = st.sampled_from(["h100-sxm", "a100-40", "mi300x", "t4", "cpu", "no-such"])
+degrees = st.sampled_from([1, 1, 1, 2, 3, 4])
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    """Return a spec with legal values; most can be planned, some break a rule of the planner."""
+    cpu = draw(accelerators)
+    document = {
+        "model": draw(models),
+        "hardware": {"accelerator": cpu, "nodes": draw(degrees), "per_node": draw(st.sampled_from([1, 2, 3, 4, 8]))},
+        "parallel": {
+            "data": {"zero": draw(st.sampled_from(["auto", 0, 1, 2, 3])), "shard": "auto"},
+            "tensor": draw(degrees),
+            "pipeline": {"stages": draw(degrees)},
+            "sequence": {"degree": draw(degrees)},
+            "recompute": draw(st.sampled_from(["auto", "none", "selective", "full"])),
+            "micro_batch": draw(st.sampled_from(["auto", "auto", 1, 2, 5])),
+        },
+        "training": {
+            "sequence_length": draw(st.sampled_from([16, 48, 1024])),
+            "global_batch": draw(st.sampled_from([1, 12, 48, 96])),
+            "precision": draw(st.sampled_from(["fp32", "bf16", "fp16", "fp64"])),
+        },
+        "data": {"source": "python-stdlib"},
+    }
+    return Spec.model_validate(document)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(specs())
+def test_any_spec_gives_a_sound_plan_or_findings(spec: Spec) -> None:
+    result = make_plan(spec, base_dir=ROOT, default_name="test")
+    errors = [finding for finding in result.diagnostics if finding.severity == "error"]
+    assert (result.plan is None) == bool(errors)
+    assert len({(f.code, f.path, f.message) for f in result.diagnostics}) == len(result.diagnostics)
+    if result.plan is None:
+        assert all(finding.help for finding in errors)
+        return
+    plan = result.plan
+    layout, mesh, devices = plan.layout, plan.layout.mesh, plan.devices
+    assert mesh.world_size == devices.nodes * devices.per_node
+    assert layout.micro_batch * layout.accumulation * mesh.dp == plan.training.global_batch
+    assert len(layout.recompute) == plan.model.layers
+    assert layout.stages[0][0] == 0
+    assert layout.stages[-1][1] == plan.model.layers
+    memory, time = plan.prediction.memory, plan.prediction.time
+    assert memory.total_bytes == sum(memory.terms_bytes.values()) <= memory.capacity_bytes
+    assert time.step_time_s == pytest.approx(sum(time.terms_s.values()))
+    assert all(value >= 0 for value in (*memory.terms_bytes.values(), *time.terms_s.values()))
+    assert plan.runnable == (not plan.not_runnable)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.hash == plan.hash
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(models, st.sampled_from([2, 4, 8]), st.sampled_from([1, 4]), st.sampled_from(["none", "full"]))
+def test_more_sharing_never_needs_more_memory(model: dict[str, Any], ranks: int, k: int, recompute: str) -> None:
+    """Higher stages and more ranks never mean more state on a rank."""
+
+    def memory(zero: int, per_node: int) -> dict[str, int]:
+        document = {
+            "model": model,
+            "hardware": {"accelerator": "h100-sxm", "per_node": per_node},
+            "parallel": {"data": {"zero": zero}, "micro_batch": 1, "recompute": recompute, "compile": "none"},
+            "training": {"sequence_length": 64, "global_batch": k * per_node},
+            "data": {"source": "python-stdlib"},
+        }
+        spec = Spec.model_validate(document)
+        work = price(_problem(spec), next(candidates(_problem(spec)))).work
+        return predict_memory(work, 0.0).terms_bytes
+
+    stages = [memory(zero, ranks) for zero in range(4)]
+    for lower, higher in pairwise(stages):
+        for term in (*STATE, "gathered"):
+            assert higher[term] <= lower[term]
+    for zero in (1, 2, 3):
+        fewer, more = memory(zero, ranks), memory(zero, 2 * ranks)
+        assert sum(more[term] for term in STATE) <= sum(fewer[term] for term in STATE)
+
+
+def _problem(spec: Spec) -> Problem:
+    from partool.catalog.hardware import resolve_hardware
+    from partool.catalog.models import resolve_model
+
+    model = resolve_model(spec.model, ROOT).config
+    devices = resolve_hardware(spec.hardware, spec.training.precision).devices
+    assert model is not None
+    assert devices is not None
+    return Problem(spec, model, devices)
+
+
+def test_planning_is_deterministic() -> None:
+    assert planned(SMALL).to_json() == planned(SMALL).to_json()
+
+
+def test_hash_follows_what_runs() -> None:
+    base = planned(SMALL)
+    assert planned(SMALL, ["limits.memory_headroom=0.05"]).hash == base.hash
+    assert planned(SMALL, ["training.seed=1"]).hash != base.hash
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+def test_examples_can_be_planned(path: Path) -> None:
+    plan = planned(path.read_text())
+    assert plan.reasons
+    assert plan.alternatives
+    assert plan.prediction.memory.terms_bytes["parameters"] > 0
+    assert plan.runnable == (path.stem in ("quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config"))
+
+
+def test_what_the_spec_pins_is_kept() -> None:
+    pins = ["parallel.data.zero=3", "parallel.data.shard=4", "parallel.micro_batch=2", "parallel.recompute=full"]
+    layout = planned(SMALL, [*pins, "parallel.compile=none"]).layout
+    assert (layout.zero, layout.mesh.dp_shard, layout.mesh.dp_replicate) == (3, 4, 2)
+    assert (layout.micro_batch, layout.accumulation, layout.compile) == (2, 4, "none")
+    assert set(layout.recompute) == {"full"}
+
+
+def test_tight_memory_leads_to_higher_stages() -> None:
+    text = SMALL.replace("{layers: 4, hidden: 256, heads: 8, kv_heads: 4, vocab: 300}", "llama3-8b")
+    roomy = planned(text, ["hardware.memory_gib=300"]).layout
+    narrow = planned(text, ["hardware.memory_gib=45"]).layout
+    assert roomy.zero < 3
+    assert narrow.zero == 3
+
+
+def test_several_problems_come_in_one_run() -> None:
+    result = plan_of(
+        SMALL.replace("accelerator: h100-sxm", "accelerator: h100-xsm").replace("python-stdlib", "/none/*.txt")
+        + "parallel: {tensor: 2}\n",
+        ["model.preset=lama3-8b"],
+    )
+    assert {"PT250", "PT260"} <= set(codes(result))
+    both = plan_of(SMALL, ["parallel.tensor=3", "parallel.expert=2", "model.vocab=7"])
+    assert {"PT203", "PT266", "PT258", "PT267"} <= set(codes(both))
+
+
+DOES_NOT_FIT = {
+    "pinned stage": "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
+    "training: {global_batch: 64}\nparallel: {data: {zero: 0}}\n",
+    "pinned micro-batch": "model: llama3.2-1b\nhardware: {accelerator: a100-40, per_node: 2}\ndata: python-stdlib\n"
+    "training: {global_batch: 64}\nparallel: {micro_batch: 32, recompute: none}\n",
+    "too few devices": "model: llama3-70b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
+    "training: {global_batch: 64}\n",
+    "long sequences": "model: {preset: llama3.2-1b, max_position: 1000000}\nhardware: {accelerator: a10g, per_node: 2}\n"
+    "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 262144}\n",
+}
+
+
+@pytest.mark.parametrize("text", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
+def test_advice_on_memory_is_true(text: str) -> None:
+    """Every change that the finding proposes, written into the spec, yields a plan."""
+    (finding,) = (d for d in plan_of(text).diagnostics if d.code == "PT301")
+    assert re.search(r"needs [\d.]+ GiB per rank", finding.message)
+    assert ": " in finding.help
+    for advice in finding.help.split("; or "):
+        overrides = []
+        for part in advice.split(" with "):
+            key, _, value = part.partition(": ")
+            overrides.append(f"{'hardware.nodes' if key == 'nodes' else key}={value}")
+        assert "PT301" not in codes(plan_of(text, overrides)), advice
+        assert plan_of(text, overrides).plan is not None
+
+
+def test_change_of_an_alternative_gives_that_alternative() -> None:
+    plan = planned(SMALL)
+    for other in plan.alternatives:
+        assert other.memory_bytes is not None
+        changed = planned(SMALL + other.change + "\n")
+        assert changed.prediction.memory.total_bytes == other.memory_bytes
+        assert changed.prediction.time.step_time_s == pytest.approx(other.step_time_s)
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    pins = ["parallel.data.zero=0", "parallel.micro_batch=1"]
+    whole, part = planned(SMALL, pins), planned(SMALL, [*pins, "model.frozen=[embed.*]"])
+    saved = 8 * 300 * 256
+    terms = (whole.prediction.memory.terms_bytes["optimizer"], part.prediction.memory.terms_bytes["optimizer"])
+    assert terms[0] == 8 * count(parameters(whole.model))
+    assert terms[0] - terms[1] == pytest.approx(saved, abs=8)
+
+
+def test_paths_are_absolute() -> None:
+    plan = planned(SMALL, ["data.source=a/*.txt", "checkpoint.dir=out"])
+    assert plan.data.source == str(ROOT / "specs" / "a/*.txt")
+    assert plan.checkpoint.dir == str(ROOT / "specs" / "out")
+    assert [finding.code for finding in plan.findings] == ["PT601"]
+    assert plan_of(SMALL.replace("h100-sxm", "cpu"), ["data.source=a/*.txt"]).plan is None
