@@ -95,6 +95,13 @@ RULES: tuple[Rule, ...] = (
         "PARTOOL_HOME=~/partool partool launch mine.yaml",
     ),
     _rule(
+        "PT513",
+        "The plan's accelerators are not here",
+        "The plan is for accelerators; this machine has fewer, or its torch was built without them.",
+        "partool launch specs/gpt2-xl-one-gpu.yaml   # on a machine without a GPU",
+        "partool launch specs/quickstart.yaml",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

@@ -43,7 +43,7 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
     """Join the process group that the environment describes and lay the plan's mesh over it.
 
     Without ``WORLD_SIZE`` in the environment this is a world of one rank. Raises :class:`ConfigurationError` (PT510)
-    if the plan is for another number of ranks.
+    if the plan is for another number of ranks, or (PT513) for accelerators that are not there.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     planned = plan.layout.mesh.world_size
@@ -83,6 +83,10 @@ def close_ranks() -> None:
 def _device(backend: str) -> torch.device:
     if backend == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= (found := torch.cuda.device_count()):
+        message = f"the plan is for accelerators, rank {index} of this node needs number {index}, torch sees {found}"
+        raise ConfigurationError("PT513", message, "launch it where the accelerators are, with a torch built for them")
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
