@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
         "PT513",
         "The plan's accelerators are not here",
         "The plan is for accelerators; this machine has fewer, or its torch was built without them.",
-        "partool launch specs/gpt2-xl-one-gpu.yaml   # on a machine without a GPU",
+        "partool launch specs/gpt2-xl.yaml   # on a machine without a GPU",
         "partool launch specs/quickstart.yaml",
     ),
     _rule(
