@@ -41,13 +41,9 @@ def reasons(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple
     if len(priced) == 1:
         found.append("The spec leaves one layout.")
     elif safe or not fitting:
-        found.append(
-            f"Of {len(priced)} layouts that agree with the spec {safe} fit safely; this is the fastest of them."
-        )
+        found.append(f"{safe} of {len(priced)} possible layouts fit safely; this is the fastest of them.")
     else:
-        found.append(
-            f"Of {len(priced)} layouts that agree with the spec {fitting} fit, none safely; this is the fastest."
-        )
+        found.append(f"{fitting} of {len(priced)} possible layouts fit, none safely; this is the fastest.")
     chosen = best.work.layout
     parallel = problem.spec.parallel
     if problem.dp > 1:
@@ -105,7 +101,7 @@ def _alternative(problem: Problem, best: Candidate, other: Candidate) -> Alterna
     ratio = other.time.step_time_s / best.time.step_time_s
     if not other.fits:
         over = other.memory.total_bytes - other.memory.capacity_bytes
-        why = f"needs {over / _GIB:.1f} GiB more than there is"
+        why = f"{over / _GIB:.1f} GiB too large"
     elif ratio > 1.0005:
         why = f"{(ratio - 1) * 100:.1f} % slower"
     elif ratio < 0.9995:

@@ -13,6 +13,8 @@ from partool.plan.types import Plan
 from partool.report.units import amount, duration, gib, seconds
 
 _BAR = 24
+_SMALL = 0.001
+"""Share of the step below which a term has no line of its own."""
 _SIDE_BY_SIDE = 110
 """Columns from which memory and time stand beside each other."""
 
@@ -119,7 +121,9 @@ def _time(plan: Plan) -> Table:
     table.add_column("term", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("share of the step", no_wrap=True)
-    for name, value in time.terms_s.items():
+    small = sum(value for value in time.terms_s.values() if value < _SMALL * time.step_time_s)
+    large = {name: value for name, value in time.terms_s.items() if value >= _SMALL * time.step_time_s}
+    for name, value in {**large, "all else": small}.items():
         if value:
             table.add_row(name, seconds(value), "█" * round(_BAR * value / time.step_time_s) or "▏")
     error = f"± {plan.prediction.relative_error:.0%}"

@@ -205,7 +205,7 @@ DOES_NOT_FIT = {
     "training: {global_batch: 64}\nparallel: {micro_batch: 32, recompute: none}\n",
     "too few devices": "model: llama3-70b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
     "training: {global_batch: 64}\n",
-    "long sequences": "model: {preset: llama3.2-1b, max_position: 1000000}\nhardware: {accelerator: a10g, per_node: 2}\n"
+    "long sequences": "model: {preset: llama3.2-1b, max_position: 999999}\nhardware: {accelerator: a10g, per_node: 2}\n"
     "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 262144}\n",
 }
 

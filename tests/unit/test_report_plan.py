@@ -1,0 +1,59 @@
+"""The text of a plan: whole screens at two widths, held by golden texts; and its numbers."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from partool.planner import make_plan
+from partool.report import render_plan
+from partool.report.units import amount, duration, gib, seconds
+from partool.spec import load_text
+
+GOLDEN = Path(__file__).parent / "golden"
+SPEC = """\
+model: llama3-8b
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: {source: /no/such/tokens/*.bin}
+training: {sequence_length: 8192, global_batch: 64, steps: 10000}
+"""
+
+
+def screen(width: int, text: str = SPEC) -> str:
+    loaded = load_text(text)
+    assert loaded.spec is not None
+    plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
+    assert plan is not None
+    out = io.StringIO()
+    render_plan(plan, Console(file=out, width=width, color_system=None), source="example.yaml")
+    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_screen(width: int) -> None:
+    """PARTOOL_GOLDEN=write renews the texts; look at them before they are committed."""
+    got = screen(width)
+    file = GOLDEN / f"plan-{width}.txt"
+    if os.environ.get("PARTOOL_GOLDEN") == "write":
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(got, encoding="utf-8")
+    assert got == file.read_text(encoding="utf-8")
+    assert max(map(len, got.splitlines())) <= width
+    assert len(got.splitlines()) <= 50
+
+
+def test_a_plan_that_cannot_run_says_so() -> None:
+    text = screen(100, SPEC.replace("h100-sxm", "mi300x"))
+    assert "cannot be launched yet: partool explain PT408" in text
+    assert "partool launch" not in text
+
+
+def test_units() -> None:
+    assert [gib(n * 2**30) for n in (0.0131, 4.713, 64.21)] == ["0.013", "4.71", "64.2"]
+    assert [seconds(s) for s in (4.3e-5, 1.2e-3, 3.4, 1234.0)] == ["43 us", "1.2 ms", "3.4 s", "1234 s"]
+    assert [duration(s) for s in (0.2, 105, 12000, 1051200)] == ["0 s", "1 min 45 s", "3 h 20 min", "12 d 4 h"]
+    assert [amount(n) for n in (952, 1.77e6, 8.03e9)] == ["952", "1.77 M", "8.03 B"]
