@@ -10,7 +10,7 @@ import typer
 from partool.cli._load import load_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
 from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
-from partool.launch.describe import display
+from partool.launch.describe import display, last_step
 from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
@@ -80,8 +80,9 @@ def _start(
             for path in set_aside_after(checkpoint_folder(current, plan), step):
                 typer.echo(f"partool: kept aside: {display(path)}", err=True)
         typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+        before = last_step(current)
         code = target.launch(current, plan, resume=resume, detach=detach)
-        if code == _REFUSED and replaced:
+        if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
             current.take_back(replaced)
             typer.echo(f"partool: {current.id} keeps the plan it had", err=True)
         return current, code

@@ -7,54 +7,72 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from launch_helpers import processes_of, trainable_plan, wait_until
 
 from partool.plan.run import agent_command, read_status
-from partool.plan.types import Plan
+from partool.spec.training import CheckpointSpec
 
-STEPS = 80
+STEPS, EVERY = 80, 30
 
 
 @pytest.mark.timeout(170)
-def test_killed_restarted_stopped_and_resumed_gives_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
+def test_every_way_of_stopping_and_going_on(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
-    plan = trainable_plan(text, STEPS, restarts=1)
-    unbroken = _start(tmp_path / "unbroken", plan)
-    assert _end(unbroken) == 0
-
+    shared = tmp_path / "shared"
+    foreign = shared / "other" / "step-00000500"
+    foreign.mkdir(parents=True)  # of another run: to be neither picked up nor touched
+    checkpoint = CheckpointSpec(every=EVERY, keep=3, dir=str(shared))
+    plan = trainable_plan(text, STEPS, restarts=2).model_copy(update={"checkpoint": checkpoint})
     folder = tmp_path / "broken"
-    agent = _start(folder, plan)
-    wait_until(lambda: _step(folder) >= 13, "step 13")
-    os.kill(_rank_pid(folder, 1), signal.SIGKILL)
+    own = shared / "broken"
+    folder.mkdir()
+    (folder / "plan.json").write_text(plan.to_json())
+
+    agent = _start(folder, *agent_command(sys.executable, folder / "plan.json", folder, resume=False))
+    _kill_when(folder, 1, lambda: _step(folder, attempt=1) >= 1)
     wait_until(lambda: _step(folder, attempt=2) >= 33, "step 33 of the second attempt")
-    assert _start_event(folder, 2)["resumed_from"] >= 10
     agent.send_signal(signal.SIGUSR2)
     assert _end(agent) == 75
     stopped_at = _step(folder, attempt=2)
-    assert (folder / f"checkpoints/step-{stopped_at:08}").is_dir()
+    assert _names(own) == ["step-00000030", f"step-{stopped_at:08}"]
     assert read_status(folder).state == "preempted"
 
-    assert _end(_start(folder, plan, resume=True)) == 0
-    assert _start_event(folder, 3)["resumed_from"] == stopped_at
-    assert read_status(folder).attempt == 3
+    launch = [sys.executable, "-m", "partool", "launch", "--resume", str(folder), "--step", str(EVERY)]
+    launcher = _start(folder, *launch)
+    _kill_when(folder, 3, lambda: _step(folder, attempt=3) > EVERY)
+    _kill_when(folder, 4, (own / "step-00000060").is_dir)
+    assert _end(launcher) == 0
+    assert [_start_event(folder, attempt)["resumed_from"] for attempt in range(1, 6)] == [0, 0, 30, 30, 60]
+    assert read_status(folder).attempt == 5
     assert processes_of(tmp_path) == []
-    last = f"checkpoints/step-{STEPS:08}"
-    states = sorted(file.name for file in (folder / last).glob("*.distcp"))
-    assert len(states) == 2
-    for name in states:
-        assert (folder / last / name).read_bytes() == (tmp_path / "unbroken" / last / name).read_bytes()
+    assert _names(own) == sorted(["step-00000030", "step-00000060", "step-00000080", f"step-{stopped_at:08}.aside"])
+    assert _names(shared) == ["broken", "other"]
+    assert list(foreign.iterdir()) == []
+    losses: dict[object, object] = {}
+    for attempt in range(1, 6):
+        for step in (event["data"] for event in _events(folder, attempt) if event["kind"] == "step"):
+            assert losses.setdefault(step["step"], step["loss"]) == step["loss"]  # type: ignore[index]
+    assert len(losses) == STEPS
 
 
-def _start(folder: Path, plan: Plan, *, resume: bool = False) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
-    (folder / "plan.json").write_text(plan.to_json())
-    with (folder / f"agent{'-again' * resume}.txt").open("wb") as output:
-        command = agent_command(sys.executable, folder / "plan.json", folder, resume=resume)
+def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+    with (folder / "agent.txt").open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+
+def _kill_when(folder: Path, attempt: int, condition: Callable[[], bool]) -> None:
+    """Kill rank 1 of an attempt as soon as the condition holds and the attempt has done a step."""
+    wait_until(lambda: condition() and _step(folder, attempt) > 0, f"the moment to kill attempt {attempt}")
+    os.kill(_rank_pid(folder, 1), signal.SIGKILL)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
 
 
 def _end(agent: subprocess.Popen[bytes]) -> int:
