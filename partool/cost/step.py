@@ -43,7 +43,7 @@ def predict_time(work: Work) -> TimePrediction:
         "gradient_sync": _gradient_s(work, traffic["gradient_sync"], backward)
         + _wait_s(work, backward if traffic["parameter_gather"] else forward + backward),
         "parameter_gather": _gather_s(work, traffic["parameter_gather"], forward)
-        + (_wait_s(work, forward) if traffic["parameter_gather"] else 0.0),
+        + (_wait_s(work, forward + backward * (work.layout.zero == 3)) if traffic["parameter_gather"] else 0.0),
         "optimizer": compute.optimizer_s(work, work.stage_elements * work.trained_share / shards),
         "pipeline_bubble": _bubble(work, (forward + backward) / k),
         "overhead": _OVERHEAD_S[backend],
