@@ -75,7 +75,7 @@ def _recompute_reason(best: Candidate, priced: list[Candidate], *, pinned: bool)
         return f"Recompute {policy}: the spec asks for it."
     if policy == "none":
         return "Recompute none: all activations fit."
-    return f"Recompute {policy}: of the layouts that keep more, none that fits is faster."
+    return f"Recompute {policy}: of the layouts that keep more, none that fits safely is faster."
 
 
 def alternatives(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[Alternative, ...]:
