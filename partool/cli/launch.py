@@ -62,6 +62,12 @@ def command(
         typer.echo(LocalTarget().describe(plan, previous, resume=resume, step=step))
         return
     current, code = _start(plan, spec_text, previous, resume=resume, step=step, detach=detach)
+    if code == 0:
+        typer.echo(
+            f"partool: done; plan, log and checkpoints are in {display(current.path)}\n"
+            f"partool: weights for other tools: partool export {current.id} --out FOLDER",
+            err=True,
+        )
     if code == 75:
         typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
     raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)

@@ -11,7 +11,15 @@ from partool_runtime.model import Decoder
 from partool_runtime.optim.adamw import AdamW
 
 CONFIG = ModelConfig(
-    layers=2, hidden=20, ffn_hidden=28, heads=5, kv_heads=1, head_dim=4, vocab=37, window=3, layer_types=("sliding", "full")
+    layers=2,
+    hidden=20,
+    ffn_hidden=28,
+    heads=5,
+    kv_heads=1,
+    head_dim=4,
+    vocab=37,
+    window=3,
+    layer_types=("sliding", "full"),
 )
 
 
