@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -69,8 +70,9 @@ class RankLogs(LogsSpecs):
         if self._source is not None:
             self._source.close()
         if self._terminal:
-            sys.stdout.write(_SHOW_CURSOR)
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the terminal may have been closed
+                sys.stdout.write(_SHOW_CURSOR)
+                sys.stdout.flush()
 
     def _follow(self, path: Path) -> None:
         if self._source is not None:

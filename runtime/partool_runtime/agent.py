@@ -8,6 +8,7 @@ kills them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import signal
@@ -86,7 +87,8 @@ def _run(plan_file: Path, run_dir: Path, resume: bool, worker: str, signals: lis
     summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
     keeper.end(supervision.exit_code, summary.reason)
     if summary.text:
-        print(summary.text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
+            print(summary.text, file=sys.stderr, flush=True)
     return supervision.exit_code
 
 

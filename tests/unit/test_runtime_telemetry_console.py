@@ -14,6 +14,7 @@ from rich.console import Console
 
 from partool_runtime.telemetry._console import Lines, LivePanel, open_display, sparkline
 from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._lasting import LastingDisplay
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -159,3 +160,19 @@ def test_sparklines_fit_and_reach_both_ends(values: list[float], width: int) -> 
 def test_sparkline_averages_neighbours() -> None:
     assert sparkline([0, 0, 7, 7, 3, 4], 3) == "▁█▅"
     assert sparkline([2.0, 2.0], 5) == "▁▁"
+
+
+def test_a_closed_terminal_does_not_end_the_run() -> None:
+    class Gone:
+        calls = 0
+
+        def message(self, text: str) -> None:
+            self.calls += 1
+            raise OSError(5, "Input/output error")
+
+    gone = Gone()
+    display = LastingDisplay(gone)  # type: ignore[arg-type]
+    display.message("one")
+    display.message("two")
+    display.close([])
+    assert gone.calls == 1

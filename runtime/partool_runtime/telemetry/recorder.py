@@ -25,6 +25,7 @@ from partool_runtime.telemetry._collectives import BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
 from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._tensorboard import TensorBoard
@@ -96,7 +97,7 @@ class Recorder:
         self._closed = False
         self._display: Display | None = display
         if rank == 0 and display is None:
-            self._display = open_display(plan.name, self._total_steps)
+            self._display = LastingDisplay(open_display(plan.name, self._total_steps))
         if self._collectives is not None:
             self._collectives.install()
         atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
