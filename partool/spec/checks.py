@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
+from partool.spec.duration import duration_s
 from partool.spec.model import LayerPattern
 from partool.spec.spec import Spec
 
 Check = Callable[[Spec], Iterator[Diagnostic]]
-
-_DURATION = re.compile(r"\d+(\.\d+)?\s*(s|sec|m|min|h|d)")
 
 
 def check(spec: Spec) -> list[Diagnostic]:
@@ -119,7 +118,7 @@ def _betas(spec: Spec) -> Iterator[Diagnostic]:
 
 def _duration(spec: Spec) -> Iterator[Diagnostic]:
     every = spec.checkpoint.every
-    if isinstance(every, str) and not _DURATION.fullmatch(every.strip()):
+    if isinstance(every, str) and duration_s(every) is None:
         message = f"{every!r} is neither a number of steps nor a duration"
         path = ("checkpoint", "every")
         yield Diagnostic("PT217", message, path=path, help="write 500 for steps, or 90s, 30min, 2h")
@@ -152,11 +151,12 @@ def _environment(spec: Spec) -> Iterator[Diagnostic]:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
             message = f"{key!r} cannot be the name of an environment variable"
             yield Diagnostic("PT221", message, path=("launch", "env", key), help="letters, digits and underscores")
-        if key in _OWNED:
+        if key in _OWNED or key.startswith(_OWNED_PREFIXES):
             message = f"{key} is set by partool for every rank"
             yield Diagnostic("PT222", message, path=("launch", "env", key), help="drop it")
 
 
+_OWNED_PREFIXES = ("PARTOOL_", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 _OWNED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
 

@@ -33,12 +33,12 @@ class LossScaler:
             self.scale *= GROWTH
             self._good_steps = 0
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, float | bool]:
         """Return what a checkpoint holds."""
-        return {"scale": self.scale, "good_steps": self._good_steps}
+        return {"enabled": self._enabled, "scale": self.scale, "good_steps": self._good_steps}
 
-    def load(self, state: dict[str, float]) -> None:
+    def load(self, state: dict[str, float | bool]) -> None:
         """Continue from a checkpoint; where precision has changed, its state says nothing and is left."""
-        if self._enabled and state["scale"] > 1.0:
+        if self._enabled and state["enabled"]:
             self.scale = state["scale"]
             self._good_steps = int(state["good_steps"])

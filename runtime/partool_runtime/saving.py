@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import torch
 from torch import nn
 
 from partool.plan.types import Plan
+from partool.spec.duration import duration_s
 from partool_runtime.checkpoint import Checkpointer, WriteStats
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.precision import LossScaler
-
-_UNITS_S = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+from partool_runtime.stepping import Stepper
 
 
 class Saver:
@@ -36,6 +35,7 @@ class Saver:
         model: nn.Module,
         optimizer: AdamW,
         scaler: LossScaler,
+        stepper: Stepper,
         fingerprint: str,
     ) -> None:
         # Taken before the first forward pass, after which modules may hold gathered parameters.
@@ -44,10 +44,11 @@ class Saver:
         self._ranks = ranks
         self._optimizer = optimizer
         self._scaler = scaler
+        self._stepper = stepper
         self._fingerprint = fingerprint
         spec = plan.checkpoint
         self._every_steps = spec.every if isinstance(spec.every, int) else 0
-        self._every_s = duration_s(spec.every) if isinstance(spec.every, str) else 0.0
+        self._every_s = duration_s(spec.every) or 0.0 if isinstance(spec.every, str) else 0.0
         self._saved_at_s = time.monotonic()
         self._saved_step = -1
         self._reported_step = -1
@@ -77,6 +78,7 @@ class Saver:
             raise ConfigurationError("PT616", message, _same_help("data, training.seed and training.global_batch"))
         self._optimizer.updates = extra["updates"]
         self._scaler.load(extra["scaler"])
+        self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
         self._saved_step = step
         return step
 
@@ -99,6 +101,7 @@ class Saver:
             "data": self._fingerprint,
             "updates": self._optimizer.updates,
             "scaler": self._scaler.state(),
+            "nonfinite_in_row": self._stepper.nonfinite_in_row,
         }
         with torch.no_grad():
             self._checkpointer.save(step, self._state, extra, wait=wait)
@@ -117,14 +120,6 @@ class Saver:
     def close(self) -> None:
         """Wait for the write under way."""
         self._checkpointer.close()
-
-
-def duration_s(text: str) -> float:
-    """Return the seconds of a duration such as ``90s``, ``30min`` or ``1.5h``; raises ConfigurationError PT217."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
-    if match is None or match[2] not in _UNITS_S:
-        raise ConfigurationError("PT217", f"checkpoint.every: {text!r} is no duration", "write it like 30min or 2h")
-    return float(match[1]) * _UNITS_S[match[2]]
 
 
 def _same_help(what: str) -> str:

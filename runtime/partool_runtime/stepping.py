@@ -11,6 +11,7 @@ from torch import nn
 
 from partool.spec.training import OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.optim.grad_norm import Mode, check_gradients, clip_factor
@@ -70,7 +71,8 @@ class Stepper:
     def step(self, step: int, batch: Sequence[MicroBatch], timer: Timer) -> StepResult:
         """Do step ``step``, counted from 0, with this rank's micro-batches.
 
-        Raises RuntimeError (PT630), on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a row.
+        Raises ConfigurationError PT630, on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a
+        row: starting again would only lead there again.
         """
         group = self._ranks.dp.get_group()
         with timer("overhead"):
@@ -90,11 +92,20 @@ class Stepper:
         return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)
 
     @torch.no_grad()
-    def validate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Return the mean loss over held-out tokens of all ranks, and their number."""
+    def validate(
+        self, batches: Iterable[MicroBatch], stopping: Callable[[], bool] = lambda: False
+    ) -> tuple[float, int] | None:
+        """Return the mean loss over held-out tokens of all ranks, and their number.
+
+        ``stopping`` is asked before each micro-batch and must answer the same on all ranks; None is returned if it
+        says yes.
+        """
         device = self._ranks.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for micro in batches:
+            if stopping():
+                self._sync.release()
+                return None
             sums[0] += self._model(micro.tokens_BS.to(device), micro.labels_BS.to(device)).double()
             sums[1] += self._count([micro])
         self._sync.release()
@@ -122,7 +133,8 @@ class Stepper:
     def _count_nonfinite(self, step: int, finite: bool) -> None:
         self.nonfinite_in_row = 0 if finite else self.nonfinite_in_row + 1
         if self.nonfinite_in_row >= self._training.max_nonfinite_steps:
-            raise RuntimeError(
-                f"PT630: gradients were not finite in {self.nonfinite_in_row} steps in a row, the last is step {step}; "
-                "a lower learning rate, a longer warm-up or bf16 instead of fp16 may help"
+            raise ConfigurationError(
+                "PT630",
+                f"gradients were not finite in {self.nonfinite_in_row} steps in a row, the last is step {step}",
+                "a lower learning rate, a longer warm-up, or bf16 instead of fp16",
             )

@@ -37,8 +37,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     stop.use(lambda value: maximum_over(value, ranks.dp.get_group(), ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
-        stepper, saver = _prepare(plan, run_dir, ranks, recorder, data.fingerprint)
-        first = saver.resume() if resume else 0
+        stepper, saver, first = _prepare(plan, run_dir, ranks, recorder, data.fingerprint, resume=resume)
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
         if first >= plan.training.steps and ranks.rank == 0:
@@ -66,6 +65,8 @@ class _Run:
     def steps(self, first: int) -> int:
         """Train from step ``first`` on; return how many steps are done at the end, all of them saved."""
         steps, recorder = self.plan.training.steps, self.recorder
+        if first > 0 and self._validates(first) and not self._validate(first):
+            return first  # a stop may have come between that step and its validation, so it is done again
         for step in range(first, steps):
             with recorder.timer("data"):
                 batch = self.data.step(step)
@@ -79,9 +80,19 @@ class _Run:
             if stopping and done < steps:
                 recorder.event("signal", name=self.stop.reason)
                 return done
-            if self._validates(done):
-                recorder.validation(done, *self.stepper.validate(self.data.validation()))
+            if self._validates(done) and not self._validate(done):
+                self.saver.save(done, wait=True)
+                return done
         return steps
+
+    def _validate(self, done: int) -> bool:
+        """Report the loss on held-out data; False, on all ranks, if a stop request came before the end of it."""
+        result = self.stepper.validate(self.data.validation(), lambda: self.stop.agree(done))
+        if result is None:
+            self.recorder.event("signal", name=self.stop.reason)
+            return False
+        self.recorder.validation(done, *result)
+        return True
 
     def _record(self, done: int, result: StepResult) -> None:
         recorder = self.recorder
@@ -105,7 +116,7 @@ def configure_process(plan: Plan) -> None:
             "kernels.mode is native, but the compiled library is missing",
             "install partool where there is a C++ compiler, or write mode: auto",
         )
-    if plan.devices.threads_per_rank:
+    if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in plan.launch.env:  # torch has read the user's number
         torch.set_num_threads(plan.devices.threads_per_rank)
     torch.manual_seed(plan.training.seed)
     if plan.training.deterministic:
@@ -114,12 +125,13 @@ def configure_process(plan: Plan) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _prepare(plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, fingerprint: str) -> tuple[Stepper, Saver]:
+def _prepare(
+    plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, fingerprint: str, *, resume: bool
+) -> tuple[Stepper, Saver, int]:
+    """Build everything that has state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
     sync = parallelize(model, plan, ranks)
     materialise(model, ranks.device)
-    fill(model, plan.weights, seed=plan.training.seed)
-    post_load(model)
     freeze(model, plan.frozen)
     optimizer = AdamW(trained_parameters(model), plan.optimizer)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
@@ -137,8 +149,21 @@ def _prepare(plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, finger
         spec=plan.optimizer,
         kernels=plan.kernels.mode,
     )
-    saver = Saver(plan, run_dir, ranks, model=model, optimizer=optimizer, scaler=scaler, fingerprint=fingerprint)
-    return stepper, saver
+    saver = Saver(
+        plan,
+        run_dir,
+        ranks,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        stepper=stepper,
+        fingerprint=fingerprint,
+    )
+    first = saver.resume() if resume else 0
+    if first == 0:  # a run that goes on needs the weights it started from no more
+        fill(model, plan.weights, seed=plan.training.seed)
+    post_load(model)
+    return stepper, saver, first
 
 
 def _report_write(saver: Saver, recorder: Recorder) -> None:
