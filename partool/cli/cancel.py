@@ -8,6 +8,7 @@ import typer
 
 from partool.cli._runs import fail, find_run_or_exit
 from partool.launch.local import LocalTarget
+from partool.launch.target import LaunchError
 
 
 def command(
@@ -16,6 +17,10 @@ def command(
 ) -> None:
     """Ask a run to write a checkpoint and stop."""
     found = find_run_or_exit(run)
-    if not LocalTarget().cancel(found, now=now):
+    try:
+        asked = LocalTarget().cancel(found, now=now)
+    except LaunchError as error:
+        fail(error.code, error.message, error.help, error.exit_code)
+    if not asked:
         fail("PT508", f"{found.id} is not running ({found.status().state})", "partool list shows the runs", 1)
     typer.echo(f"partool: asked {found.id} to stop" + (" at once" if now else " after a checkpoint"), err=True)

@@ -102,6 +102,13 @@ RULES: tuple[Rule, ...] = (
         "partool launch specs/quickstart.yaml",
     ),
     _rule(
+        "PT514",
+        "The run is on another machine",
+        "A run's folder may be shared between machines; its process can be signalled only where it runs.",
+        "partool cancel last   # started on another machine, seen through a shared folder",
+        "ssh there partool cancel last",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from partool.plan.run import (
     SPEC_FILE,
     RunStatus,
     agent_command,
+    process_start,
     rank_command,
     rank_environment,
     rank_log,
@@ -93,9 +95,16 @@ class LocalTarget:
         return run.status()
 
     def cancel(self, run: Run, *, now: bool) -> bool:
-        """Send the agent SIGTERM, and SIGINT too for ``now``, which makes the request a demand."""
+        """Send the agent SIGTERM, and SIGINT too for ``now``, which makes the request a demand.
+
+        Raises LaunchError PT514 for a run of another machine: its process numbers mean something else here.
+        """
         status = run.status()
         if not status.active or status.pid is None:
+            return False
+        if status.host != socket.gethostname():
+            raise LaunchError("PT514", f"{run.id} runs on {status.host}", "cancel it there", exit_code=3)
+        if process_start(status.pid) != status.process_start:
             return False
         with suppress(ProcessLookupError):
             os.kill(status.pid, signal.SIGTERM)

@@ -101,6 +101,15 @@ def test_cancel_signals_the_agent_or_says_why_not(run: Run, monkeypatch: pytest.
     assert sent == [(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)]
 
 
+def test_cancel_leaves_other_machines_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    RunStore().create("far")
+    monkeypatch.setattr("socket.gethostname", lambda: "here")  # the run was made on the machine's real name
+    monkeypatch.setattr("partool.launch.local.os.kill", lambda pid, number: pytest.fail("a signal was sent"))
+    answer = invoke("cancel", "far")
+    assert answer.exit_code == 3
+    assert "PT514" in answer.stderr
+
+
 def test_dry_run_names_everything_and_does_nothing(run: Run) -> None:
     before = sorted(Path().rglob("*"))
     answer = invoke("launch", plan_file(launch=make_plan(env={"A": "b c"}).launch), "--dry-run")

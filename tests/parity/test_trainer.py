@@ -16,6 +16,10 @@ from _plans import small_plan, write_text
 from _ranks import run_ranks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from partool.spec.model import Weights
+from partool_runtime.model import Decoder
+from partool_runtime.weights import fill
+
 STEPS = 6
 
 
@@ -72,6 +76,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     jobs.add("zero-3", double(zero=3, steps=8), run="crossed", resume=True)
     jobs.add("long", double(steps=10, accumulation=1), run="long")
     jobs.add("tied", small_plan(text, zero=3, model={"tied_embeddings": True}, recompute="full"), run="tied")
+    frozen = small_plan(text, zero=2).model_copy(update={"frozen": ("layers.0.*", "embed.weight")})
+    jobs.add("frozen", frozen, run="frozen")
     jobs.add("other data", small_plan(text, steps=9, training={"seed": 5}), run="fp32", resume=True)
     jobs.run(2)
     jobs.add("one rank", double(ranks=1, steps=10), run="crossed", resume=True)
@@ -146,3 +152,19 @@ def test_validation_and_learning(ran):
 def test_other_data_and_other_models_are_refused(ran):
     assert ran.ended("other data").startswith("ConfigurationError: PT616")
     assert ran.ended("other model").startswith("ConfigurationError: PT612")
+
+
+@pytest.mark.timeout(170)
+def test_frozen_parameters_keep_their_first_values_and_have_no_moments(ran):
+    assert ran.ended("frozen") == "done"
+    state, trained = ran.state("frozen"), ran.state("fp32-unbroken")
+    model = Decoder(small_plan(ran.folder / "text").model)
+    fill(model, Weights(), seed=small_plan(ran.folder / "text").training.seed)
+    first = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    kept = [name for name in first if torch.equal(state[name], first[name])]
+    frozen = [name for name in first if name.startswith(("model.layers.0.", "model.embed."))]
+    assert kept == frozen
+    assert not [name for name in state if name.startswith(("exp_avg.layers.0.", "exp_avg.embed."))]
+    assert not any(
+        torch.equal(trained[name], first[name]) for name in frozen
+    )  # unless frozen they move

@@ -1,0 +1,162 @@
+"""What the trainer decides, with stand-ins for what it drives; the real thing runs in tests/parity and tests/launch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partool.spec.model import ModelConfig
+from partool_runtime import saving, trainer
+from partool_runtime.model import Decoder
+from partool_runtime.parallel import compiling
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.precision import SMALLEST_SCALE, LossScaler
+from partool_runtime.stop import StopRequest
+
+CONFIG = ModelConfig(layers=3, hidden=12, ffn_hidden=20, heads=3, kv_heads=3, head_dim=4, vocab=17, max_position=8)
+
+
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(policy: Any) -> Counter[str]:
+    model = Decoder(CONFIG)
+    recompute(model, [policy] * CONFIG.layers)
+    tokens_BS = torch.arange(14).reshape(2, 7) % CONFIG.vocab
+    with Count() as count:
+        model(tokens_BS, tokens_BS).backward()
+    return count.calls
+
+
+def test_recomputation_does_again_what_its_policy_says() -> None:
+    none, selective, full = (operators(policy) for policy in ("none", "selective", "full"))
+    assert none["aten.silu.default"] == CONFIG.layers
+    assert selective["aten.silu.default"] == full["aten.silu.default"] == 2 * CONFIG.layers
+    assert selective["aten.mm.default"] == none["aten.mm.default"]
+    assert full["aten.mm.default"] > none["aten.mm.default"]
+
+
+def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def compiled(forward: Any) -> Any:
+        return lambda *args, **kwargs: (ran.append(1), forward(*args, **kwargs))[1]
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    model = Decoder(CONFIG)
+    compiling.compile_blocks(model)
+    tokens_BS = torch.zeros(1, 4, dtype=torch.int64)
+    model(tokens_BS, tokens_BS)
+    assert len(ran) == CONFIG.layers
+
+
+class Fakes:
+    """A run of 4 steps with a validation every 2; notes what happened, in order."""
+
+    def __init__(self, stop_in_validation_of: int | None = None) -> None:
+        self.log: list[str] = []
+        self.stop = StopRequest()
+        self._at = stop_in_validation_of
+
+    def run(self, first: int) -> int:
+        plan: Any = SimpleNamespace(
+            training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2)), data=SimpleNamespace(validation=0.1)
+        )
+        recorder: Any = SimpleNamespace(
+            timer=lambda term: nullcontext(),
+            step=lambda *args: None,
+            event=lambda kind, **data: self.log.append(kind),
+            validation=lambda step, loss, tokens: self.log.append(f"validated {step}"),
+        )
+        saver: Any = SimpleNamespace(due=lambda done: False, save=self.save, finished_write=lambda: None)
+        stepper: Any = SimpleNamespace(step=self.step, validate=self.validate)
+        data: Any = SimpleNamespace(step=lambda step: [], validation=lambda: iter([1, 2, 3]))
+        return trainer._Run(plan, stepper, data, saver, recorder, self.stop).steps(first)
+
+    def step(self, step: int, batch: Any, timer: Any) -> Any:
+        self.log.append(f"step {step + 1}")
+        self.done = step + 1
+        return SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, skipped=False)
+
+    def validate(self, batches: Any, stopping: Any) -> Any:
+        for micro in batches:
+            if stopping():
+                return None
+            if micro == 1 and self._at == self.done:
+                self.stop._signal = 15
+        return 1.0, 1
+
+    def save(self, step: int, *, wait: bool = False) -> None:
+        self.log.append(f"saved {step}" + " and waited" * wait)
+
+
+def test_a_stop_reaches_into_validation_and_the_state_is_saved() -> None:
+    fakes = Fakes(stop_in_validation_of=2)
+    assert fakes.run(0) == 2
+    assert fakes.log == ["step 1", "step 2", "signal", "saved 2 and waited"]
+
+
+def test_a_resumed_run_makes_up_for_the_validation_that_a_stop_cut_off() -> None:
+    fakes = Fakes()
+    fakes.done = 2
+    assert fakes.run(2) == 4
+    assert fakes.log == ["validated 2", "step 3", "step 4", "saved 4", "validated 4"]
+
+
+def test_scale_at_its_floor_is_resumed_and_other_precisions_are_not() -> None:
+    scaler = LossScaler(True)
+    while scaler.scale > SMALLEST_SCALE:
+        scaler.update(False)
+    for _ in range(5):
+        scaler.update(True)
+    again = LossScaler(True)
+    again.load(scaler.state())
+    assert again.state() == scaler.state()
+    fresh = LossScaler(True)
+    fresh.load(LossScaler(False).state())
+    assert fresh.state() == LossScaler(True).state()
+
+
+def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = saving.Saver.__new__(saving.Saver)
+    group: Any = SimpleNamespace(size=lambda: 1)
+    saver._ranks = SimpleNamespace(rank=0, dp=SimpleNamespace(get_group=lambda: group), device=torch.device("cpu"))  # type: ignore[assignment]
+    saver._every_steps, saver._every_s, saver._saved_at_s = 0, 60.0, 100.0
+    monkeypatch.setattr(saving.time, "monotonic", lambda: 159.0)
+    assert not saver.due(7)
+    monkeypatch.setattr(saving.time, "monotonic", lambda: 160.0)
+    assert saver.due(7)
+
+
+def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: called.update(threads=n))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: called.update(deterministic=on))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def plan(env: dict[str, str]) -> Any:
+        return SimpleNamespace(
+            kernels=SimpleNamespace(mode="auto"),
+            devices=SimpleNamespace(threads_per_rank=3),
+            launch=SimpleNamespace(env=env),
+            training=SimpleNamespace(seed=1, deterministic=True),
+        )
+
+    trainer.configure_process(plan({}))
+    assert called == {"threads": 3, "deterministic": True}
+    called.clear()
+    trainer.configure_process(plan({"OMP_NUM_THREADS": "2"}))
+    assert "threads" not in called
