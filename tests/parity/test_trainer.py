@@ -165,6 +165,4 @@ def test_frozen_parameters_keep_their_first_values_and_have_no_moments(ran):
     frozen = [name for name in first if name.startswith(("model.layers.0.", "model.embed."))]
     assert kept == frozen
     assert not [name for name in state if name.startswith(("exp_avg.layers.0.", "exp_avg.embed."))]
-    assert not any(
-        torch.equal(trained[name], first[name]) for name in frozen
-    )  # unless frozen they move
+    assert not any(torch.equal(trained[name], first[name]) for name in frozen)  # unless frozen they move
