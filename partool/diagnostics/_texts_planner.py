@@ -153,6 +153,13 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: h100-sxm, per_node: 8}\n" + _DATA + "parallel: {data: {zero: 3, shard: 4}}\n",
     ),
     Rule(
+        "PT270",
+        "Native kernels for an accelerator",
+        "The compiled kernels are for the CPU; on an accelerator the same work is done by torch.",
+        _MODEL + _ONE_GPU + "kernels: {mode: native}\n",
+        _MODEL + _ONE_GPU + "kernels: {mode: auto}\n",
+    ),
+    Rule(
         "PT301",
         "No layout fits into memory",
         "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",

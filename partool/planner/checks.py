@@ -136,7 +136,15 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT259", message, path=("training", "global_batch"), help=help)
 
 
-SIZES: tuple[Check, ...] = (_heads, _stages, _sequence, _experts, _position, _mesh)
+def _kernels(problem: Problem) -> Iterator[Diagnostic]:
+    if problem.spec.kernels.mode == "native" and problem.devices.backend != "cpu":
+        message = (
+            f"kernels.mode: native asks for the compiled CPU kernels, the plan is for {problem.devices.accelerator}"
+        )
+        yield Diagnostic("PT270", message, path=("kernels", "mode"), help="use mode: auto")
+
+
+SIZES: tuple[Check, ...] = (_kernels, _heads, _stages, _sequence, _experts, _position, _mesh)
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch)
 """Rules that need a mesh that works."""

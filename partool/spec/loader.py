@@ -106,11 +106,24 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
     spec, wrong = _validate(document)
     loaded = Loaded(None if any(f.severity == "error" for f in found) else spec, source)
     loaded.add(found + wrong)
-    if spec is not None:
-        loaded.add(check(spec))
+    loaded.add(check(spec) if spec is not None else _check_the_rest(document, wrong))
     if loaded.has_errors:
         loaded.spec = None
     return loaded
+
+
+_STAND_IN: dict[str, Any] = {"model": {"layers": 1, "hidden": 2, "heads": 1}, "data": "python-stdlib"}
+"""Sections that must be there, for looking at the others."""
+
+
+def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[Diagnostic]:
+    """Return what rules of combinations say about the sections whose keys and types are right."""
+    bad = {finding.path[0] for finding in wrong if finding.path}
+    rest = {key: value for key, value in document.items() if key not in bad}
+    spec, still_wrong = _validate(_STAND_IN | rest)
+    if spec is None or still_wrong:
+        return []
+    return [finding for finding in check(spec) if finding.path and finding.path[0] in rest]
 
 
 def _validate(document: dict[str, Any]) -> tuple[Spec | None, list[Diagnostic]]:

@@ -173,3 +173,11 @@ def test_a_pipe_is_refused_and_a_large_file_is_not_read(tmp_path: Path) -> None:
     with large.open("wb") as file:
         file.truncate(2**40)  # a hole of a tebibyte: reading it would fail
     assert [finding.code for finding in load(large).diagnostics] == ["PT003"]
+
+
+def test_combinations_are_checked_in_the_sections_that_are_sound() -> None:
+    sound = "model: {layers: 2, hidden: 63, heads: 4}\ndata: python-stdlib\ncheckpoint: {every: soon}\n"
+    found = load_text(sound + "optimizer: {lr: fast}\n").diagnostics
+    assert [finding.code for finding in found] == ["PT205", "PT217", "PT102"]
+    found = load_text("checkpoint: {every: soon}").diagnostics
+    assert [finding.code for finding in found] == ["PT103", "PT103", "PT217"]
