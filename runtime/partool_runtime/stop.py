@@ -39,6 +39,15 @@ class StopRequest:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS | {signal.SIGHUP})
 
+    def retire(self) -> None:
+        """Ignore stop signals from now on, for a rank that is about to end.
+
+        The interpreter gives signals their default action back while it shuts down, so that one which comes then would
+        kill a rank that has done everything right.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def use(self, maximum_over_ranks: Callable[[int], int]) -> None:
         """Give :meth:`agree` its all-reduce: a collective that returns the largest of the ranks' integers."""
         self._maximum_over_ranks = maximum_over_ranks

@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         plan = load_plan(arguments.plan)
         load_job(plan.job)(plan, arguments.run_dir, arguments.resume or restarted, stop)
+        stop.retire()
     except BaseException as error:  # torch's checkpoint errors are not Exceptions
+        stop.retire()
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next  # this function is of no interest
         _end(arguments.run_dir, error)

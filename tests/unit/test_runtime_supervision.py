@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +171,33 @@ def test_blocked_signals_are_not_lost() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_ENDING = """
+import builtins, sys, time
+from partool_runtime.stop import StopRequest
+
+class Slow:
+    def __del__(self, sleep=time.sleep):  # runs after the interpreter has given signals their default action back
+        sleep(0.6)
+
+stop = StopRequest()
+stop.install()
+stop.retire()
+builtins.slow = Slow()
+print("ending", flush=True)
+sys.exit(75)
+"""
+
+
+def test_a_rank_that_ends_is_not_killed_by_a_late_signal() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", _ENDING], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    with rank.stdout:
+        rank.stdout.readline()
+    time.sleep(0.25)
+    rank.send_signal(signal.SIGTERM)
+    assert rank.wait(timeout=30) == 75
 
 
 def test_ranks_agree_and_none_forgets(stop: StopRequest) -> None:
