@@ -54,7 +54,7 @@ def predict_time(work: Work) -> TimePrediction:
     world, peak = work.layout.mesh.world_size, work.devices.peak_flops
     total_s = step_s * work.training.steps
     return TimePrediction(
-        terms_s={name: terms[name] for name in TIME_TERMS},
+        terms_s={name: terms.get(name, 0.0) for name in TIME_TERMS},
         step_time_s=step_s,
         tokens_per_s=tokens / step_s,
         model_flops=flops,

@@ -21,6 +21,10 @@ TIME_TERMS: dict[str, str] = {
     "backward": "backward pass over all micro-batches, recomputation included",
     "gradient_sync": "exposed time of gradient reduction",
     "parameter_gather": "exposed time of parameter gathers",
+    "tensor_parallel": "exposed time of tensor parallelism's collectives",
+    "sequence_parallel": "exposed time of sequence parallelism's collectives",
+    "expert_parallel": "exposed time of dispatching tokens to experts and back",
+    "offload": "exposed time of moving state between device and host, and of the host's optimizer",
     "optimizer": "gradient norm, clipping and parameter update",
     "pipeline_bubble": "idle time of pipeline stages",
     "overhead": "trainer's own work between steps: logging, checks",
@@ -32,3 +36,24 @@ TRAFFIC_TERMS: dict[str, str] = {
     "parameter_gather": "bytes this rank sends to gather parameters",
 }
 """Traffic terms in bytes per rank and optimizer step."""
+
+TIME_PARTS: dict[str, str] = {
+    "matmul_forward": "matrix products, forward",
+    "matmul_backward": "matrix products, backward",
+    "attention_forward": "attention scores and values, forward",
+    "attention_backward": "attention scores and values, backward",
+    "elementwise_forward": "norms, activations, residuals and other memory-bound operators, forward",
+    "elementwise_backward": "the same, backward",
+    "head": "language-model head and loss, both passes",
+    "recompute": "layers run again in the backward pass",
+    "launch": "device waiting for the host to start operators",
+    "tensor_parallel": "collectives of tensor parallelism, hidden or not",
+    "sequence_parallel": "collectives of sequence parallelism, hidden or not",
+    "expert_parallel": "dispatch and return of tokens, hidden or not",
+    "gradient_sync": "gradient reduction, hidden or not",
+    "parameter_gather": "parameter gathers, hidden or not",
+    "pipeline_transfer": "activations and gradients between stages, hidden or not",
+    "host_transfer": "traffic over the host link, hidden or not",
+    "host_optimizer": "the host's optimizer step, hidden or not",
+}
+"""Finer parts of the time terms, in seconds per optimizer step of the slowest rank."""

@@ -63,10 +63,26 @@ class Layout(Record):
     """One policy per layer."""
     compile: Compile
     stages: tuple[tuple[int, int], ...]
-    """First and one-past-last layer of each pipeline stage."""
+    """First and one-past-last layer of each of the ``pp`` × ``chunks`` pipeline stages, in their order."""
     schedule: str = "1f1b"
+    """Name in :data:`partool.schedule.SCHEDULES`."""
+    chunks: int = 1
+    """Stages per pipeline rank (virtual stages of interleaved schedules)."""
     sequence_method: Literal["ulysses", "ring"] = "ulysses"
     offload_optimizer: Literal["none", "cpu"] = "none"
+    gpu_fraction: float = 0.0
+    """Share of the optimizer state that stays on the device while ``offload_optimizer`` is cpu."""
+    offload_parameters: Literal["none", "cpu"] = "none"
+    offload_activations: Literal["none", "cpu"] = "none"
+
+
+class RankMemory(Record):
+    """Predicted peak memory of the ranks of one pipeline position."""
+
+    pipeline_rank: int
+    terms_bytes: dict[str, int]
+    """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
+    total_bytes: int
 
 
 class MemoryPrediction(Record):
@@ -80,13 +96,21 @@ class MemoryPrediction(Record):
     """Device memory less the headroom."""
     fit_probability: float
     """Probability that the true peak stays under the device's memory."""
+    sigma_bytes: int = 0
+    """One standard deviation of the true peak around ``total_bytes``."""
+    verdict: Literal["green", "amber", "red"] = "green"
+    """green: sure to fit (at least 99 %); amber: may fit; red: predicted above the device's memory."""
+    ranks: tuple[RankMemory, ...] = ()
+    """One entry per pipeline rank: its terms."""
 
 
 class TimePrediction(Record):
     """Predicted time and traffic of one optimizer step."""
 
     terms_s: dict[str, float]
-    """Keys from :data:`partool.plan.terms.TIME_TERMS`."""
+    """Keys from :data:`partool.plan.terms.TIME_TERMS`; they sum to the step time."""
+    breakdown_s: dict[str, float] = {}
+    """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; parts that overlap do not sum up."""
     step_time_s: float
     tokens_per_s: float
     """Over all ranks."""

@@ -40,6 +40,9 @@ class LimitsSpec(Section):
     """Use at most this many of the devices."""
 
 
+Topology = Literal["switch", "mesh", "none"]
+
+
 class Devices(Section):
     """The machines, with the figures the predictions used."""
 
@@ -49,17 +52,42 @@ class Devices(Section):
     nodes: int
     per_node: int
     """Ranks per node."""
+    domain: int = 0
+    """Ranks that the fast link joins: 0 means a node; more on rack-scale machines (72 on GB200 NVL72)."""
     memory_bytes: int
     """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
     peak_flops: float | None
     """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
     achievable_flops: float
-    """What large matrix products reach on one rank."""
+    """What large matrix products reach on one rank, in the plan's precision."""
+    wide_flops: float | None = None
+    """The same in 16 bits where the plan's precision is fp8: the head and attention stay wide. None: as above."""
+    attention_flops: float | None = None
+    """What fused attention reaches; None: a share of the peak that the cost model assumes."""
+    units: int = 0
+    """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
     memory_bytes_per_s: float
+    topology: Topology = "switch"
+    """How the devices of a node are joined: all to all through a switch, each pair by its own link, or not at all."""
     link_bytes_per_s: float
-    """One direction, between ranks of a node."""
+    """One direction, all links of a rank to the others of its node together."""
+    pair_bytes_per_s: float | None = None
+    """One direction, between two ranks of a node; None: as ``link_bytes_per_s``. Less on a mesh (xGMI)."""
+    link_latency_s: float = 10e-6
+    """Start of one collective within a node."""
     fabric_bytes_per_s: float
     """One direction, per rank, between nodes."""
+    fabric_latency_s: float = 25e-6
+    """Start of one collective between nodes."""
+    host_link_bytes_per_s: float | None = None
+    """One direction, from a rank's device to host memory (PCIe, NVLink-C2C); None where device and host are one."""
     host_memory_bytes: int | None = None
+    """Of a node."""
+    host_memory_bytes_per_s: float = 200e9
+    """Of a node."""
+    host_cores: int = 0
+    """Of a node; 0 where it is not known."""
+    operator_s: float = 7e-6
+    """Host time to start one operator (kernel)."""
     threads_per_rank: int = 0
     """Intra-op threads; 0 leaves the choice to the framework."""

@@ -1,0 +1,115 @@
+"""What every cost function reads: a job, and layouts as columns of numbers.
+
+A column is one number or a numpy array with an entry per layout. Each equation is written once, with numpy's functions,
+and prices one layout or a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from partool.cost.stacks import PARTOOL, Stack
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig
+from partool.spec.training import Precision
+
+Column = Any
+"""A number, or a numpy array with one entry per layout."""
+
+RECOMPUTE = ("none", "attention", "selective", "full")
+"""Values of ``Layouts.recompute`` by index: nothing, the core of attention, all but matrix products, whole layers."""
+SEQUENCE_METHODS = ("ulysses", "ring")
+"""Values of ``Layouts.sequence_method`` by index."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+"""Values of ``Layouts.schedule`` by index; names of ``partool.schedule``."""
+
+COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes of one element of activations and of the parameters they are computed with (fp8 casts as it multiplies)."""
+MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
+"""Bytes of one element of master weights, moments and reduced gradients."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all layouts of one search share."""
+
+    model: ModelConfig
+    devices: Devices
+    sequence_length: int
+    global_batch: int
+    """Sequences per optimizer step, over all ranks."""
+    precision: Precision
+    stack: Stack = PARTOOL
+    """The code base that runs the plan: how it keeps states, what it fuses and overlaps."""
+    frozen: tuple[str, ...] = ()
+    padded_vocab: int | None = None
+    """Rows of the embedding where a code base pads it; None: the model's."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of one master element."""
+        return MASTER_BYTES[self.precision]
+
+    @cached_property
+    def domain(self) -> int:
+        """Ranks that the fast link joins."""
+        return self.devices.domain or self.devices.per_node
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts as columns. ``pp * replicas * shards * cp * tp`` ranks; ``micro_batch * accumulation * dp`` sequences."""
+
+    pp: Column = 1
+    replicas: Column = 1
+    """dp_replicate: copies of the sharded state."""
+    shards: Column = 1
+    """dp_shard: ranks that share one copy; with zero 0 always 1."""
+    cp: Column = 1
+    tp: Column = 1
+    ep: Column = 1
+    """Ranks that share the experts: a view of ``dp * cp`` ranks (and of ``tp`` with ``expert_tensor``)."""
+    zero: Column = 0
+    micro_batch: Column = 1
+    accumulation: Column = 1
+    """Micro-batches per rank and step (m)."""
+    recompute: Column = 0
+    """Index in :data:`RECOMPUTE`."""
+    recompute_share: Column = 1.0
+    """Share of the layers under that policy; the others recompute nothing."""
+    schedule: Column = 1
+    """Index in :data:`SCHEDULES`."""
+    chunks: Column = 1
+    """Stages per pipeline rank (v)."""
+    sequence_method: Column = 0
+    """Index in :data:`SEQUENCE_METHODS`."""
+    host_optimizer: Column = 0.0
+    """Share of the optimizer state in host memory."""
+    host_parameters: Column = 0
+    """1 where parameter shards live in host memory."""
+    host_activations: Column = 0
+    """1 where saved activations go to host memory."""
+    compiled: Column = 1
+    """1 where blocks are compiled."""
+
+    @property
+    def dp(self) -> Column:
+        """Data-parallel ranks."""
+        return self.replicas * self.shards
+
+    @property
+    def world(self) -> Column:
+        """Ranks of the mesh."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def take(self, index: Any) -> Layouts:
+        """Return the layouts at an index or mask; columns that are single numbers stay."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Layouts(**{name: value[index] if hasattr(value, "shape") else value for name, value in values.items()})
