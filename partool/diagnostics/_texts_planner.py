@@ -160,6 +160,40 @@ RULES: tuple[Rule, ...] = (
         _MODEL + _ONE_GPU + "kernels: {mode: auto}\n",
     ),
     Rule(
+        "PT271",
+        "The list of recompute policies does not fit the model",
+        "A list names one policy per layer; one word stands for all of them.",
+        _gpus("parallel: {recompute: [full]}"),
+        _gpus("parallel: {recompute: [full, none]}"),
+    ),
+    Rule(
+        "PT272",
+        "Inner width cannot be split over the tensor-parallel ranks",
+        "Tensor parallelism gives every rank the same number of columns of the feed-forward network (arXiv 1909.08053).",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 90}\nhardware: {accelerator: h100-sxm, "
+        "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
+        "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
+    ),
+    Rule(
+        "PT273",
+        "No layout meets all constraints at once",
+        "Each pinned value is legal by itself, but no choice of the open ones goes with all of them.",
+        "model: {layers: 2, hidden: 64, heads: 1, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 7}\n"
+        + _DATA
+        + "training: {sequence_length: 60, global_batch: 8}\n",
+        "model: {layers: 2, hidden: 64, heads: 1, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 7}\n"
+        + _DATA
+        + "training: {sequence_length: 60, global_batch: 14}\n",
+    ),
+    Rule(
+        "PT274",
+        "Offload where device and host share their memory",
+        "On the CPU there is no other memory that state could move to.",
+        _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: cpu}}\n",
+        _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: none}}\n",
+    ),
+    Rule(
         "PT301",
         "No layout fits into memory",
         "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",
@@ -245,5 +279,33 @@ RULES: tuple[Rule, ...] = (
         "The local target starts the ranks of one machine.",
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 2}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1}\n" + _DATA,
+    ),
+    Rule(
+        "PT410",
+        "Recomputation of attention alone is planned, not run yet",
+        "The plan can be read and compared; launch refuses it. Selective recomputation runs.",
+        _gpus("parallel: {recompute: attention}"),
+        _gpus("parallel: {recompute: selective}"),
+    ),
+    Rule(
+        "PT411",
+        "fp8 is planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("training: {precision: fp8}"),
+        _gpus("training: {precision: bf16}"),
+    ),
+    Rule(
+        "PT412",
+        "Parameters in host memory are planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {data: {zero: 3}, offload: {parameters: cpu}}"),
+        _gpus("parallel: {data: {zero: 3}}"),
+    ),
+    Rule(
+        "PT413",
+        "Activations in host memory are planned, not run yet",
+        "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {offload: {activations: cpu}}"),
+        _gpus("parallel: {recompute: full}"),
     ),
 )

@@ -160,4 +160,18 @@ RULES: tuple[Rule, ...] = (
         BASE + "launch: {env: {RANK: '0'}}\n",
         BASE + "launch: {env: {OMP_PROC_BIND: 'true'}}\n",
     ),
+    Rule(
+        "PT223",
+        "Chunks that the pipeline has no use for",
+        "Only the interleaved schedule gives a rank more than one chunk of layers (arXiv 2104.04473), and it needs two.",
+        BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, chunks: 2}}\n",
+        BASE + "parallel: {pipeline: {schedule: auto, chunks: auto}}\n",
+    ),
+    Rule(
+        "PT224",
+        "Offload settings that contradict each other",
+        "gpu_fraction splits an offloaded optimizer; parameters go to the host as ZeRO-3 shards, beside their optimizer.",
+        BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
+        BASE + "parallel: {offload: {optimizer: none}}\n",
+    ),
 )

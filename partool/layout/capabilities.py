@@ -31,6 +31,8 @@ class Needs:
     sequence: int
     expert: int
     offload_optimizer: str
+    offload_parameters: str
+    offload_activations: str
     accumulation: int
     recompute: frozenset[str]
     compile: str
@@ -86,6 +88,8 @@ def aspects(needs: Needs) -> Iterator[str]:
         "moe": model.moe is not None,
         "mla": model.mla is not None,
         "offload": needs.offload_optimizer != "none",
+        "offload of parameters": needs.offload_parameters != "none",
+        "offload of activations": needs.offload_activations != "none",
     }
     yield from (aspect for aspect, applies in wanted.items() if applies)
 
@@ -130,10 +134,19 @@ GAPS: dict[str, Gap] = {
     "offload": Gap("PT407", "optimizer states in host memory", ("parallel", "offload", "optimizer")),
     "backend rocm": Gap("PT408", "AMD accelerators (ROCm)", ("hardware", "accelerator")),
     "several nodes": Gap("PT409", "ranks on more than one node", ("hardware", "nodes")),
+    "recompute attention": Gap("PT410", "recomputation of attention alone", ("parallel", "recompute")),
+    "precision fp8": Gap("PT411", "matrix products in fp8", ("training", "precision")),
+    "offload of parameters": Gap("PT412", "parameters in host memory", ("parallel", "offload", "parameters")),
+    "offload of activations": Gap("PT413", "activations in host memory", ("parallel", "offload", "activations")),
 }
 """By aspect; together with the capabilities these are all aspects there are."""
 
 _RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
+
+
+def runs(aspect: str) -> bool:
+    """Return True if the runtime does this."""
+    return aspect in _RUNS
 
 
 def gaps(needs: Needs) -> tuple[Gap, ...]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from partool.plan.types import Plan
-
-_NOT_RUN = {"prediction", "alternatives", "reasons", "findings", "inputs", "spec", "partool_version"}
+from partool.plan.types import NOT_RUN, Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
     """Return one line per value that decides what runs and differs, as ``layout.zero: 1 → 2``; none if all agree."""
-    before, after = (_flat(plan.model_dump(mode="json", exclude=_NOT_RUN)) for plan in (old, new))
+    before, after = (_flat(plan.model_dump(mode="json", exclude=set(NOT_RUN))) for plan in (old, new))
     keys = list(dict.fromkeys([*before, *after]))
     return [
         f"{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
@@ -33,3 +31,27 @@ def _shown(value: Any) -> str:
     if isinstance(value, list) and len(value) > 3 and all(item == value[0] for item in value):
         return f"{json.dumps(value[0])} × {len(value)}"
     return json.dumps(value, ensure_ascii=False)
+
+
+def moved_inputs(old: Plan, new: Plan) -> list[str]:
+    """Return the names of inputs (spec, catalog, model configuration, ...) that are not those of the old plan."""
+    names = dict.fromkeys([*old.inputs, *new.inputs])
+    moved = [name for name in names if old.inputs.get(name) != new.inputs.get(name)]
+    if old.partool_version != new.partool_version:
+        moved.append(f"partool ({old.partool_version} → {new.partool_version})")
+    return moved
+
+
+def predictions(old: Plan, new: Plan) -> list[tuple[str, float, float]]:
+    """Return predicted figures of both plans as (name, old, new): step time and memory, then each of their terms."""
+    rows = [("step_time_s", old.prediction.time.step_time_s, new.prediction.time.step_time_s)]
+    rows += [("memory_bytes", float(old.prediction.memory.total_bytes), float(new.prediction.memory.total_bytes))]
+    for prefix, before, after in (
+        ("time", old.prediction.time.terms_s, new.prediction.time.terms_s),
+        ("memory", old.prediction.memory.terms_bytes, new.prediction.memory.terms_bytes),
+    ):
+        for name in dict.fromkeys([*before, *after]):
+            first, second = float(before.get(name, 0.0)), float(after.get(name, 0.0))
+            if first or second:
+                rows.append((f"{prefix}.{name}", first, second))
+    return rows

@@ -21,6 +21,13 @@ from partool.spec.training import (
 )
 
 PLAN_VERSION = 1
+NOT_RUN = frozenset(
+    {
+        "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
+        "partool_version",
+    }
+)  # fmt: skip
+"""Fields of a plan that do not decide what runs."""
 
 
 class Record(BaseModel):
@@ -146,6 +153,40 @@ class Alternative(Record):
     """What to write into the spec to get it."""
 
 
+class CandidateRow(Record):
+    """One priced layout, for tables and plots; the plan's own is among them."""
+
+    summary: str
+    step_time_s: float
+    memory_bytes: int
+    """Of the fullest rank."""
+    host_bytes: int = 0
+    """Of host memory, per node."""
+    devices: int
+    fit_probability: float
+    verdict: Literal["green", "amber", "red"]
+    runnable: bool
+    pareto: bool = False
+    """True if no other layout needs less of time, memory and devices together."""
+    why_not: str = ""
+    """Empty for the plan's own layout."""
+
+
+class SearchSummary(Record):
+    """How the layout was found. Counts are of layouts."""
+
+    enumerated: int
+    """Every combination of the choices that the spec leaves open."""
+    pruned: dict[str, int] = {}
+    """Left out before pricing, by reason."""
+    evaluated: int
+    """Priced with the closed equations: memory, and a lower bound of the step time."""
+    fitting: int
+    """Of those, how many fit."""
+    simulated: int
+    """Priced exactly: stages balanced, schedule simulated."""
+
+
 class Finding(Record):
     """A warning that travels with the plan."""
 
@@ -176,6 +217,11 @@ class Plan(Record):
     launch: LaunchSpec
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
+    candidates: tuple[CandidateRow, ...] = ()
+    """Priced layouts, fastest first, with all of the front over time, memory and devices."""
+    search: SearchSummary | None = None
+    limit: str = ""
+    """What holds the layout back: the constraint that binds, and the term that would have to shrink."""
     reasons: tuple[str, ...] = ()
     """Why this layout: one sentence each."""
     findings: tuple[Finding, ...] = ()
@@ -201,6 +247,6 @@ class Plan(Record):
         """SHA-256 of everything that decides what runs; predictions, reasons and alternatives do not count."""
         keep = self.model_dump(
             mode="json",
-            exclude={"prediction", "alternatives", "reasons", "findings", "inputs", "spec", "partool_version"},
+            exclude=set(NOT_RUN),
         )
         return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()

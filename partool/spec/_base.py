@@ -15,10 +15,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def shorthand(field: str) -> Any:
-    """Return a before-validator that reads a bare string as ``{field: string}`` (``model: llama3-8b``)."""
+def shorthand(field: str, kind: type = str) -> Any:
+    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``)."""
 
     def expand(value: Any) -> Any:
-        return {field: value} if isinstance(value, str) else value
+        return {field: value} if isinstance(value, kind) and not isinstance(value, bool) else value
 
     return expand

@@ -8,7 +8,13 @@ from partool.diagnostics.record import Diagnostic, Span
 from partool.spec import _pydantic, _yaml
 from partool.spec._source import Source, SpecPath
 
-_SHORTHAND: dict[SpecPath, str] = {("model",): "preset", ("hardware",): "accelerator", ("data",): "source"}
+_SHORTHAND: dict[SpecPath, str] = {
+    ("model",): "preset",
+    ("hardware",): "accelerator",
+    ("data",): "source",
+    ("parallel", "pipeline"): "stages",
+    ("parallel", "sequence"): "degree",
+}
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
@@ -58,7 +64,7 @@ def _write(document: dict[str, Any], path: SpecPath, value: Any) -> None:
     section: dict[str, Any] = document
     for length, part in enumerate(path[:-1], 1):
         inner = section.get(str(part))
-        if isinstance(inner, str) and path[:length] in _SHORTHAND:
+        if isinstance(inner, str | int) and path[:length] in _SHORTHAND:
             inner = {_SHORTHAND[path[:length]]: inner}  # `model: llama3-8b` with --set model.layers=4
         elif not isinstance(inner, dict):
             inner = {}

@@ -139,6 +139,36 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT219", message, path=path, help="use zero: 1, 2 or 3, or drop shard")
 
 
+def _pipeline(spec: Spec) -> Iterator[Diagnostic]:
+    pipeline = spec.parallel.pipeline
+    path = ("parallel", "pipeline", "chunks")
+    if pipeline.chunks not in ("auto", 1) and pipeline.schedule not in ("auto", "interleaved"):
+        message = f"chunks: {pipeline.chunks} belongs to the schedule interleaved, not to {pipeline.schedule}"
+        yield Diagnostic("PT223", message, path=path, help="set schedule: interleaved, or drop chunks")
+    if pipeline.chunks == 1 and pipeline.schedule == "interleaved":
+        message = "schedule: interleaved needs more than one chunk of layers per rank"
+        yield Diagnostic("PT223", message, path=path, help="use chunks: 2 or more, or schedule: 1f1b")
+    if pipeline.stages == 1 and pipeline.chunks not in ("auto", 1):
+        message = f"chunks: {pipeline.chunks} needs more than one pipeline stage"
+        yield Diagnostic("PT223", message, path=path, help="use stages: 2 or more, or drop chunks")
+
+
+def _offload(spec: Spec) -> Iterator[Diagnostic]:
+    offload, zero = spec.parallel.offload, spec.parallel.data.zero
+    if offload.gpu_fraction != "auto" and offload.optimizer == "none":
+        message = f"gpu_fraction: {offload.gpu_fraction} splits an optimizer state that offload leaves on the device"
+        path = ("parallel", "offload", "gpu_fraction")
+        yield Diagnostic("PT224", message, path=path, help="set optimizer: cpu, or drop gpu_fraction")
+    if offload.parameters == "cpu" and zero not in ("auto", 3):
+        message = f"parameters can be kept in host memory with zero: 3 only, not with zero: {zero}"
+        path = ("parallel", "offload", "parameters")
+        yield Diagnostic("PT224", message, path=path, help="set data: {zero: 3}, or parameters: none")
+    if offload.parameters == "cpu" and offload.optimizer == "none":
+        message = "parameters cannot be in host memory while the optimizer that updates them is not"
+        path = ("parallel", "offload", "parameters")
+        yield Diagnostic("PT224", message, path=path, help="set optimizer: cpu, or parameters: none")
+
+
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
     source = spec.data.source
     if not source or (isinstance(source, list) and "" in source):
@@ -177,6 +207,8 @@ CHECKS: tuple[Check, ...] = (
     _duration,
     _validation,
     _sharding,
+    _pipeline,
+    _offload,
     _sources,
     _environment,
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
-from partool.spec._base import Auto, Section
+from partool.spec._base import Auto, Section, shorthand
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "attention", "selective", "full"]
 Compile = Literal["none", "block"]
 ZeroStage = Literal[0, 1, 2, 3]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+SequenceMethod = Literal["ulysses", "ring"]
+Host = Literal["none", "cpu"]
 
 
 class DataParallel(Section):
@@ -25,33 +28,49 @@ class DataParallel(Section):
 class Pipeline(Section):
     """Pipeline parallelism."""
 
-    stages: PositiveInt = 1
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    stages: PositiveInt | Auto = "auto"
+    """Ranks that the layers are split over."""
+    schedule: Schedule | Auto = "auto"
+    """Order of forward and backward passes; ``interleaved`` gives each rank several chunks of layers."""
+    chunks: PositiveInt | Auto = "auto"
+    """Chunks of layers per rank; more than one only with ``interleaved``."""
 
 
 class Sequence(Section):
     """Sequence (context) parallelism."""
 
-    method: Literal["ulysses", "ring"] = "ulysses"
-    degree: PositiveInt = 1
+    method: SequenceMethod | Auto = "auto"
+    """ulysses: ranks trade sequence for heads around attention; ring: keys and values travel."""
+    degree: PositiveInt | Auto = "auto"
+    """Ranks that share one sequence."""
 
 
 class Offload(Section):
     """What is kept in host memory instead of device memory."""
 
-    optimizer: Literal["none", "cpu"] = "none"
+    optimizer: Host | Auto = "auto"
+    """Moments and master weights; the host then does the update."""
+    gpu_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
+    """Share of the optimizer state that stays on the device while ``optimizer`` is cpu."""
+    parameters: Host | Auto = "auto"
+    """Shards of the parameters, with zero: 3."""
+    activations: Host | Auto = "auto"
+    """Tensors saved for the backward pass."""
 
 
 class ParallelSpec(Section):
     """The parallel layout."""
 
     data: DataParallel = DataParallel()
-    tensor: PositiveInt = 1
-    pipeline: Pipeline = Pipeline()
-    sequence: Sequence = Sequence()
-    expert: PositiveInt = 1
+    tensor: PositiveInt | Auto = "auto"
+    """Ranks that share every matrix."""
+    pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int))] = Pipeline()
+    sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int))] = Sequence()
+    expert: PositiveInt | Auto = "auto"
+    """Ranks that share the experts of a layer."""
     offload: Offload = Offload()
-    recompute: Recompute | Auto = "auto"
+    recompute: Recompute | Auto | list[Recompute] = "auto"
+    """What the backward pass computes again, for all layers or as a list with one policy per layer."""
     compile: Compile | Auto = "auto"
     micro_batch: PositiveInt | Auto = "auto"
     """Sequences per rank and forward pass."""

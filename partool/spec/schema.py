@@ -13,8 +13,13 @@ from pydantic import BaseModel
 
 from partool.spec.spec import Spec
 
-_SHORTHAND = {"model": "preset", "hardware": "accelerator", "data": "source"}
-"""Sections that may be one word, and the key whose value the word then is."""
+_WORD = {"type": "string"}
+_NUMBER = {"type": "integer", "exclusiveMinimum": 0}
+_SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+    "Spec": (("model", "preset", _WORD), ("hardware", "accelerator", _WORD), ("data", "source", _WORD)),
+    "ParallelSpec": (("pipeline", "stages", _NUMBER), ("sequence", "degree", _NUMBER)),
+}
+"""By the section they are in: sections that may be one value, the key whose value that then is, and its type."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -25,12 +30,13 @@ def json_schema() -> dict[str, Any]:
         for field, text in _descriptions(model).items():
             section["properties"][field]["description"] = text
     schema: dict[str, Any] = _draft7(raw)
-    for section, key in _SHORTHAND.items():
-        properties = schema["properties"]
-        word = {"type": "string", "description": f"Short for {{{key}: ...}}."}
-        full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
-        rest = {name: value for name, value in properties[section].items() if name not in full}
-        properties[section] = {"anyOf": [word, full], **rest}
+    for owner, shorthands in _SHORTHAND.items():
+        properties = (schema if owner == "Spec" else schema["definitions"][owner])["properties"]
+        for section, key, kind in shorthands:
+            value = {**kind, "description": f"Short for {{{key}: ...}}."}
+            full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
+            rest = {name: item for name, item in properties[section].items() if name not in full}
+            properties[section] = {"anyOf": [value, full], **rest}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "partool spec"}
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from partool.spec._base import Section
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
 
 class Validation(Section):
@@ -28,7 +28,9 @@ class TrainingSpec(Section):
     """Sequences per optimizer step, over all ranks and micro-batches."""
     steps: PositiveInt = 1000
     precision: Precision = "bf16"
-    """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64)."""
+    """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64).
+
+    fp8: matrix products in 8 bits, everything else in bf16."""
     seed: NonNegativeInt = 0
     deterministic: bool = False
     """Use only algorithms that give the same bits every time; slower on accelerators."""
