@@ -46,6 +46,10 @@ class Job:
     frozen: tuple[str, ...] = ()
     padded_vocab: int | None = None
     """Rows of the embedding where a code base pads it; None: the model's."""
+    time_scalar: float = 1.0
+    """Measured over predicted step time on this machine, from its finished runs."""
+    memory_scalar: float = 1.0
+    """The same for memory."""
 
     @property
     def compute_bytes(self) -> int:

@@ -1,7 +1,7 @@
-"""Code bases as rows of facts: how each keeps training state, what it fuses and what it overlaps.
+"""Code bases as rows of facts: how fast each computes, what it fuses and what it overlaps.
 
 The planner prices partool's own runtime. The other rows serve replays of published runs, and plans for people who
-compare.
+compare. How each keeps training state stands in :mod:`partool.cost.memory_stacks`.
 """
 
 from __future__ import annotations
@@ -12,36 +12,67 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Stack:
-    """What a code base does. Bytes are per parameter."""
+    """What a code base does."""
 
     name: str
     sequence_parallel: bool = True
     """Norms, dropout and residuals are sharded over tensor ranks."""
-    fused: bool = True
-    """Norms, activations and rotary positions are single kernels (compiled or hand-written)."""
-    attention: Literal["flash2", "flash3", "unfused"] = "flash2"
+    attention: Literal["fused", "unfused"] = "fused"
+    attention_share: float = 1.0
+    """Of the device's best fused attention; older kernels are slower on newer devices."""
+    elementwise: float = 1.0
+    """Memory traffic of norms, residuals and activations against fused kernels: 1.6 to 1.8 eager."""
+    activation_passes: float = 1.0
+    logit_bytes: float = 16.0
+    """Memory traffic per logit of the loss, both passes."""
+    vocab_parallel: bool = True
+    """The head is sharded over tensor ranks."""
+    selective_matmul: float = 0.0
+    """Share of the matrix products that selective recomputation runs again."""
     gradient_bytes: float = 4.0
-    """Accumulated gradient per parameter."""
-    reduce_bytes: float = 4.0
     """On the wire, per gradient element."""
+    gather_bytes: float = 2.0
+    """On the wire, per parameter element."""
     overlap_gradients: float = 0.8
     """Share of the last micro-batch's backward pass that can hide gradient reduction."""
     overlap_gathers: float = 0.8
+    """Share of compute that can hide parameter gathers."""
     overlap_tensor: float = 0.0
     """Share of tensor parallelism's collectives that compute hides."""
-    contention: float = 1.1
-    """Slowdown of compute under ZeRO-3's collectives beside it."""
-    operators_forward: float = 14.0
+    overlap_expert: float = 0.0
+    contention: float = 1.08
+    """Slowdown of compute under collectives that run beside it."""
+    operators_forward: float = 16.0
     """Kernels that the host starts per layer, forward."""
-    operators_backward: float = 26.0
-    vocab_parallel: bool = True
-    """The head is sharded over tensor ranks."""
+    operators_backward: float = 30.0
+    host_slowdown: float = 1.0
+    """Host time per operator against the machine's figure."""
+    optimizer_bytes: float = 28.0
+    """Memory traffic of norm, clipping and update per parameter."""
+    overhead_s: float = 1e-3
+    """Per step: logging, data, checks."""
     derate: float = 1.0
     """Slowdown of everything the device does, against well-tuned kernels."""
 
 
-PARTOOL = Stack("partool")
-"""This project's own runtime."""
+PARTOOL = Stack("partool", elementwise=1.1, derate=1.1, logit_bytes=20.0)
+"""This project's own runtime, compiled blocks."""
 
-STACKS: dict[str, Stack] = {PARTOOL.name: PARTOOL}
+STACKS: dict[str, Stack] = {
+    stack.name: stack
+    for stack in (
+        PARTOOL,
+        Stack("megatron", overlap_tensor=0.3),
+        Stack(
+            "megatron-2021", sequence_parallel=False, attention="unfused", overlap_gradients=0.0, gradient_bytes=2.0,
+            operators_forward=28.0, operators_backward=50.0, host_slowdown=3.5, elementwise=1.2,
+        ),
+        Stack("deepspeed", elementwise=1.6, operators_forward=45.0, operators_backward=80.0, derate=1.15, gradient_bytes=2.0),
+        Stack("fsdp1", elementwise=1.6, operators_forward=35.0, operators_backward=60.0, derate=1.05),
+        Stack("fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.1, selective_matmul=0.5),
+        Stack("fsdp2-compiled", elementwise=1.1, derate=1.1, selective_matmul=0.5),
+        Stack("torchtune", elementwise=1.2, derate=1.1),
+        Stack("nanotron", elementwise=1.4, overlap_gradients=0.0, operators_forward=35.0, operators_backward=60.0),
+    )
+}  # fmt: skip
 """By name."""

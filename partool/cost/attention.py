@@ -1,0 +1,92 @@
+"""Seconds of attention's core (scores and values), and of what sequence parallelism sends for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.gemm import matmul_s
+
+_FLASH_SHARE = 0.50
+"""Of the peak that fused attention reaches, forward and backward together, where the machine gives no figure."""
+_START_S = 5e-6
+_BACKWARD = 2.5
+"""Fused backward against forward: five products instead of two."""
+_SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 17.0, 22.0
+"""Memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and the read
+by the second product; backward the same again with gradients."""
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Return how many keys a causal query sees on average, in a window or in all of the sequence."""
+    if window is None or window >= length:
+        return length / 2.0
+    return window - window * window / (2.0 * length)
+
+
+def widths(job: Job) -> tuple[float, float]:
+    """Return the widths per token of queries (and keys) and of values over all heads."""
+    model = job.model
+    if model.mla:
+        query = model.heads * (model.mla.nope_head_dim + model.mla.rope_head_dim)
+        return float(query), float(model.heads * model.mla.v_head_dim)
+    return float(model.heads * model.head_dim), float(model.heads * model.head_dim)
+
+
+def attention_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:
+    """Return the seconds of scores and values of one layer for one micro-batch on one rank."""
+    rows = layouts.micro_batch * job.sequence_length / layouts.cp
+    query, value = (width / layouts.tp for width in widths(job))
+    if job.stack.attention == "unfused":
+        return _unfused_s(job, layouts, rows, backward=backward)
+    flops = 2.0 * rows * keys_seen(job.sequence_length, window) * (query + value)
+    devices = job.devices
+    rate = devices.attention_flops or _FLASH_SHARE * (devices.peak_flops or devices.achievable_flops)
+    rate = rate * job.stack.attention_share * _head_share(job.model.head_dim)
+    return flops * (_BACKWARD if backward else 1.0) / rate + _START_S
+
+
+def _head_share(head_dim: int) -> float:
+    """Return how fast narrow heads are against 128: less work per element of the softmax."""
+    return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
+
+
+def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
+    """Return the seconds of batched products over all pairs, masked or not, and the scores' way through memory."""
+    model, length = job.model, job.sequence_length
+    heads = layouts.micro_batch * model.heads / layouts.tp / layouts.cp
+    both = matmul_s(job, length, length, model.head_dim, batch=heads, wide=True) + matmul_s(
+        job, length, model.head_dim, length, batch=heads, wide=True
+    )
+    scores = rows * length * model.heads / layouts.tp
+    passes = _SCORE_BYTES_BACKWARD if backward else _SCORE_BYTES_FORWARD
+    return (2.0 if backward else 1.0) * both + scores * passes * job.compute_bytes / 2 / (
+        0.80 * job.devices.memory_bytes_per_s
+    )
+
+
+def sequence_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:
+    """Return the seconds that sequence parallelism communicates per layer and pass.
+
+    Ulysses (arXiv 2309.14509): all-to-alls of queries, keys, values and the result. Ring (arXiv 2310.01889): keys and
+    values go once around, in the backward pass with their gradients; a window needs its neighbours' tokens only.
+    """
+    model = job.model
+    rows = layouts.micro_batch * job.sequence_length / layouts.cp
+    query, value = (width / layouts.tp for width in widths(job))
+    keys = query if model.mla else np.maximum(model.kv_heads / layouts.tp, 1.0) * model.head_dim
+    ranks = collective.axis_group(job, layouts, "cp")
+    parts = [query, keys, keys if not model.mla else value, value]
+    ulysses = sum(collective.all_to_all_s(job, rows * part * job.compute_bytes, ranks) for part in parts)
+    share = 1.0 if window is None else min(1.0, window / job.sequence_length + 1e-9)
+    steps = np.maximum(np.ceil((layouts.cp - 1) * share), 0)
+    block = 2.0 * rows * keys * job.compute_bytes * (2.0 if backward else 1.0)
+    ring = steps * (collective.latency(job, ranks) + block / collective.rate(job, ranks))
+    return np.where(layouts.cp > 1, np.where(layouts.sequence_method == 0, ulysses, ring), 0.0)
+
+
+def hidden_s(layouts: Layouts, attention_s: Column, sequence_s: Column) -> Column:
+    """Return how much of that a pass hides: a ring sends the next block while it works on this one."""
+    blocks = np.maximum(layouts.cp - 1, 1) / np.maximum(layouts.cp, 1)
+    return np.where(layouts.sequence_method == 1, np.minimum(sequence_s, 0.9 * blocks * attention_s), 0.0)

@@ -1,0 +1,126 @@
+"""Seconds of collectives by tier: the link inside a node (or rack), the network between nodes.
+
+``latency + g (n-1)/n bytes / rate``: rings and their hierarchical forms move (n-1)/n of the whole per gather or
+scatter and twice that per all-reduce (Thakur, Rabenseifner and Gropp, IJHPCA 2005). A ring that crosses nodes enters
+and leaves each of them once and uses the network adapters of all its members there, which bounds its rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+
+_LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
+"""Bus bandwidth of large collectives against the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100; RCCL
+0.70 (AMD Primus' projection defaults)."""
+_FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
+_REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
+"""Of reductions against gathers of the same bytes: gloo adds on the core that also sends (1.7 to 1.9 measured)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective: how many, and how many of them share a fast domain."""
+
+    size: Column
+    inside: Column
+    """Members per node or rack-scale domain (at least 1)."""
+
+    @property
+    def domains(self) -> Column:
+        """Nodes (or domains) that the group spans."""
+        return np.ceil(self.size / self.inside)
+
+
+def group(job: Job, size: Column, stride: Column) -> Group:
+    """Return a group of ``size`` ranks that lie ``stride`` apart in the order of the ranks."""
+    return Group(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
+
+
+def axis_group(job: Job, layouts: Layouts, axis: str) -> Group:
+    """Return the group along an axis of the mesh, or ``ep`` (its ranks lie among cp and the data-parallel ranks)."""
+    tp, cp = layouts.tp, layouts.cp
+    if axis == "tp":
+        return group(job, tp, 1)
+    if axis == "cp":
+        return group(job, cp, tp)
+    if axis == "ep":
+        return group(job, layouts.ep, tp)
+    if axis == "shards":
+        return group(job, layouts.shards * cp, tp)
+    if axis == "replicas":
+        return group(job, layouts.replicas, tp * cp * layouts.shards)
+    return group(job, layouts.pp, tp * cp * layouts.dp)
+
+
+def rate(job: Job, ranks: Group) -> Column:
+    """Return the bytes per second of a ring over a group: of the slowest tier that it crosses."""
+    devices = job.devices
+    inside = inside_rate(job, ranks.inside)
+    network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s * ranks.inside
+    within = np.where(ranks.inside > 1, inside, np.inf)
+    return np.where(ranks.domains > 1, np.minimum(within, network), inside)
+
+
+def inside_rate(job: Job, members: Column) -> Column:
+    """Return the bytes per second of a ring over some devices of one node; on a mesh only their own links count."""
+    devices = job.devices
+    pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
+    own = pair * np.maximum(members - 1, 1) if devices.topology == "mesh" else devices.link_bytes_per_s
+    return _LINK_SHARE[devices.backend] * np.minimum(own, devices.link_bytes_per_s)
+
+
+def latency(job: Job, ranks: Group) -> Column:
+    """Return the seconds before the last byte could move: a start, and hops inside and between nodes.
+
+    A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make it logarithmic.
+    """
+    devices = job.devices
+    hop = 0.4 * devices.link_latency_s
+    inside = devices.link_latency_s + hop * (ranks.inside - 1)
+    between = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
+    return inside + np.where(ranks.domains > 1, between, 0.0)
+
+
+def gather_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+    """Return the seconds of an all-gather or reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
+    moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
+    return np.where(ranks.size > 1, latency(job, ranks) + moved, 0.0)
+
+
+def reduce_scatter_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+    """Return the seconds of a reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
+    moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
+    return np.where(ranks.size > 1, latency(job, ranks) + moved, 0.0)
+
+
+def all_reduce_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+    """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank."""
+    slow = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend]
+    moved = slow * whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
+    return np.where(ranks.size > 1, 2.0 * latency(job, ranks) + moved, 0.0)
+
+
+def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group) -> Column:
+    """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
+
+    The share for members of other nodes goes through the rank's own adapter; the rest over its links at the same time.
+    """
+    devices = job.devices
+    inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
+    network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s
+    between = sent_bytes * (ranks.size - ranks.inside) / ranks.size / network
+    return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, between), 0.0)
+
+
+def send_s(job: Job, sent_bytes: Column, stride: Column) -> Column:
+    """Return the seconds of one transfer between ranks that lie ``stride`` apart: within a node over one pair's link."""
+    devices = job.devices
+    backend = devices.backend
+    pair = _LINK_SHARE[backend] * (devices.pair_bytes_per_s or devices.link_bytes_per_s)
+    network = _FABRIC_SHARE[backend] * devices.fabric_bytes_per_s
+    near = stride < job.domain
+    return np.where(near, devices.link_latency_s, devices.fabric_latency_s) + sent_bytes / np.where(near, pair, network)

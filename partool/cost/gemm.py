@@ -1,0 +1,54 @@
+"""Seconds of one matrix product by its shape."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost.case import Column, Job
+
+_TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
+"""Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
+small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in CUDA")."""
+_DEPTH_S = 0.7e-6
+"""Filling and draining one tile's pipeline over the inner dimension, independent of its length."""
+_START_S = 2.5e-6
+"""Gap between two kernels on a device: 2 to 5 us without graphs."""
+_MEMORY_SHARE = 0.85
+"""Of the memory's bandwidth that streaming kernels reach."""
+_MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
+"""Slowdown where widths are multiples of 64 elements, of 8, or of neither (NVIDIA, "Matrix Multiplication Background
+User's Guide": tensor cores want multiples of 8; whole 128-byte lines are best)."""
+
+
+def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
+    """Return the seconds of ``batch`` products [m, k] × [k, n] that run at once; ``wide``: in 16 bits under fp8."""
+    devices = job.devices
+    rate = devices.achievable_flops
+    if wide and devices.wide_flops:
+        rate = devices.wide_flops
+    m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
+    flops = 2.0 * batch * m * n * k
+    moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    if not devices.units:
+        return np.maximum(flops / rate, moved) + 0.0
+    share = _tile_share(devices.units, m, n, batch)
+    depth = _DEPTH_S * np.ceil(batch * m * n / (128 * 128) / devices.units)
+    seconds = flops / (rate * share) * misaligned(n) * misaligned(k) + depth
+    return np.maximum(seconds, moved) + _START_S
+
+
+def misaligned(width: Column) -> Column:
+    """Return the slowdown of a product whose inner or outer width is not a multiple of 64 elements."""
+    (whole, _), (eight, some), (_, none) = _MISALIGNED
+    return np.where(np.mod(width, whole) == 0, 1.0, np.where(np.mod(width, eight) == 0, some, none))
+
+
+def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
+    """Return the share of the best rate with the best tile: its own share, and how full its waves are."""
+    best: Column = 0.0
+    for rows, columns, share in _TILES:
+        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+        used = m * n * batch / (tiles * rows * columns)
+        waves = tiles / units
+        best = np.maximum(best, share * used * waves / np.ceil(waves))
+    return best

@@ -1,0 +1,259 @@
+"""Seconds of one layer, and of the head, for one micro-batch on one rank: forward, backward, and run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost import attention, collective
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.gemm import matmul_s
+from partool.spec.model import ModelConfig
+
+_STREAM_SHARE = 0.80
+"""Of the memory's bandwidth that element-wise kernels reach."""
+_IMBALANCE = 1.1
+"""Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
+
+
+class Kind(NamedTuple):
+    """What distinguishes layers of one model."""
+
+    window: int | None
+    """Tokens a sliding layer sees; None: all."""
+    moe: bool
+
+
+@lru_cache(maxsize=64)
+def kinds(model: ModelConfig) -> tuple[Kind, ...]:
+    """Return the kind of every layer."""
+    return tuple(
+        Kind(model.window if model.attention_kind(layer) == "sliding" else None, model.is_moe_layer(layer))
+        for layer in range(model.layers)
+    )
+
+
+@dataclass
+class Pass:
+    """Seconds of one pass of one layer (or of the head) over one micro-batch, by what is done."""
+
+    matmul_s: Column = 0.0
+    attention_s: Column = 0.0
+    elementwise_s: Column = 0.0
+    tensor_s: Column = 0.0
+    sequence_s: Column = 0.0
+    expert_s: Column = 0.0
+    host_s: Column = 0.0
+    """What the host needs to start the pass's operators."""
+    exposed: dict[str, Column] = field(default_factory=dict)
+    """Of the three kinds of communication, by time term: what compute does not hide."""
+
+    @property
+    def compute_s(self) -> Column:
+        """What the device computes."""
+        return self.matmul_s + self.attention_s + self.elementwise_s
+
+    @property
+    def device_s(self) -> Column:
+        """Compute, and the communication that it does not hide."""
+        return self.compute_s + sum(self.exposed.values())
+
+    def total_s(self, job: Job) -> Column:
+        """The slower of device and host; on a CPU both work on the same cores."""
+        if job.devices.backend == "cpu":
+            return self.device_s + self.host_s
+        return np.maximum(self.device_s, self.host_s)
+
+
+@dataclass
+class Layer:
+    """A layer's passes; ``again`` is what the backward pass runs once more under the recompute policy."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+
+
+def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
+    """Return the passes of one layer of a kind."""
+    forward, backward = _pass(job, layouts, kind, backward=False), _pass(job, layouts, kind, backward=True)
+    return Layer(forward, backward, _again(job, layouts, forward))
+
+
+def tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens of a micro-batch on one rank."""
+    return layouts.micro_batch * job.sequence_length / layouts.cp
+
+
+def _pass(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Pass:
+    stack = job.stack
+    operators = stack.operators_backward if backward else stack.operators_forward
+    if kind.moe:
+        operators = 1.7 * operators
+    derate = stack.derate
+    done = Pass(
+        matmul_s=derate * (_matmul_backward_s(job, layouts, kind) if backward else _matmul_s(job, layouts, kind)),
+        attention_s=derate * attention.attention_s(job, layouts, kind.window, backward=backward),
+        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward),
+        tensor_s=_tensor_s(job, layouts),
+        sequence_s=attention.sequence_s(job, layouts, kind.window, backward=backward),
+        expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
+        host_s=operators * job.devices.operator_s * stack.host_slowdown,
+    )
+    hidden = attention.hidden_s(layouts, done.attention_s, done.sequence_s)
+    done.exposed = {
+        "tensor_parallel": (1.0 - stack.overlap_tensor) * done.tensor_s,
+        "sequence_parallel": done.sequence_s - hidden,
+        "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
+    }
+    return done
+
+
+def _again(job: Job, layouts: Layouts, forward: Pass) -> Pass:
+    """Return what is run again: nothing, attention's core, all but (a share of) the products, or the whole layer."""
+    policy, share = layouts.recompute, layouts.recompute_share
+    core = np.where(policy >= 1, share, 0.0)
+    light = np.where(policy >= 2, share, 0.0)
+    whole = np.where(policy == 3, share, 0.0)
+    flash = job.stack.attention != "unfused"
+    # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
+    attends = np.where(policy == 2, 0.0 if flash else share, core)
+    matmuls = np.where(policy == 2, job.stack.selective_matmul * share, whole)
+    return Pass(
+        matmul_s=matmuls * forward.matmul_s,
+        attention_s=attends * forward.attention_s,
+        elementwise_s=light * forward.elementwise_s,
+        tensor_s=whole * forward.tensor_s,
+        sequence_s=whole * forward.sequence_s,
+        expert_s=whole * forward.expert_s,
+        host_s=(0.15 * core + 0.35 * light + 0.5 * whole) * forward.host_s,
+        exposed={name: whole * value for name, value in forward.exposed.items()},
+    )
+
+
+def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[tuple[Column, Column]]:
+    """Return output and input widths, on one tensor rank, of a layer's dense products over all tokens."""
+    t, hidden = layouts.tp, model.hidden
+    mla = model.mla
+    if mla:
+        query = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
+        found: list[tuple[Column, Column]] = []
+        if mla.q_rank is None:
+            found.append((query / t, hidden))
+        else:
+            found += [(mla.q_rank, hidden), (query / t, mla.q_rank)]
+        found.append((mla.kv_rank + mla.rope_head_dim, hidden))
+        found.append((model.heads * (mla.nope_head_dim + mla.v_head_dim) / t, mla.kv_rank))
+        found.append((hidden, model.heads * mla.v_head_dim / t))
+    else:
+        query, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+        # With fewer key heads than tensor ranks each rank holds a whole one.
+        found = [(query / t + np.maximum(keys / t, 2.0 * model.head_dim), hidden), (hidden, query / t)]
+    width = model.ffn_hidden
+    if moe and model.moe:
+        found.append((model.moe.experts, hidden))
+        width = model.moe.shared_experts * model.moe.ffn_hidden
+    if width:
+        found += [((1 + model.gated) * width / t, hidden), (hidden, width / t)]
+    return found
+
+
+def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
+    """Return experts per rank, tokens per expert, output and input width of the experts' grouped products."""
+    moe = model.moe
+    if moe is None:
+        return []
+    local = np.maximum(moe.experts / layouts.ep, 1.0)
+    each = _IMBALANCE * rows * moe.top_k / local
+    # Experts are cut by tensor parallelism only where no rank of their own shares them.
+    width = moe.ffn_hidden / np.where(layouts.ep > 1, 1, layouts.tp)
+    each = np.where(layouts.ep > 1, each / layouts.tp, each)
+    return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
+
+
+def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
+    rows = tokens(job, layouts)
+    total: Column = 0.0
+    for n, k in products(job.model, layouts, kind.moe):
+        total = total + matmul_s(job, rows, n, k)
+    if kind.moe:
+        for local, each, n, k in expert_products(job.model, layouts, rows):
+            total = total + matmul_s(job, each, n, k, batch=local)
+    return total
+
+
+def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
+    """Return the seconds of the gradients of inputs [m, k] = [m, n] × [n, k] and of weights [n, k] = [n, m] × [m, k]."""
+    rows = tokens(job, layouts)
+    total: Column = 0.0
+    for n, k in products(job.model, layouts, kind.moe):
+        total = total + matmul_s(job, rows, k, n) + matmul_s(job, n, k, rows)
+    if kind.moe:
+        for local, each, n, k in expert_products(job.model, layouts, rows):
+            total = total + matmul_s(job, each, k, n, batch=local) + matmul_s(job, n, k, each, batch=local)
+    return total
+
+
+def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
+    """Return the seconds of norms, residuals, rotary positions and activations.
+
+    Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
+    per token forward, the rotation twice queries and keys, the activation its inputs and result. Backward moves about
+    1.7 times that. Eager kernels move more (``Stack.elementwise``); all but the residual stream is cut by tensor ranks,
+    that one only with sequence parallelism.
+    """
+    model, stack, t = job.model, job.stack, layouts.tp
+    stream = 10.0 * model.hidden / (t if stack.sequence_parallel else 1)
+    turned = 2.0 * (model.heads + model.kv_heads) * model.head_dim / t if model.position == "rope" else 0.0
+    gates = (3.0 if model.gated else 2.0) * stack.activation_passes
+    if kind.moe and model.moe:
+        inner = (model.moe.top_k + model.moe.shared_experts) * model.moe.ffn_hidden / t
+        # Tokens are copied into the experts' order and summed back.
+        stream = stream + 4.0 * model.moe.top_k * model.hidden / t
+    else:
+        inner = model.ffn_hidden / t
+    elements = (stream + turned + gates * inner) * stack.elementwise * (1.7 if backward else 1.0)
+    if job.precision == "fp8":
+        # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
+        elements = elements + 1.5 * (2.0 * model.hidden + inner)
+    moved = elements * tokens(job, layouts) * job.compute_bytes
+    return moved / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+
+
+def _tensor_s(job: Job, layouts: Layouts) -> Column:
+    """Return the seconds of a pass's two all-reduces (or gathers and scatters, of the same volume; arXiv 2205.05198)."""
+    whole = tokens(job, layouts) * job.model.hidden * job.compute_bytes
+    return 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
+
+
+def _expert_s(job: Job, layouts: Layouts) -> Column:
+    """Return the seconds of dispatch and return: each token goes to ``top_k`` experts and back."""
+    if job.model.moe is None:
+        return 0.0
+    rows = tokens(job, layouts) / layouts.tp
+    sent = _IMBALANCE * rows * job.model.moe.top_k * job.model.hidden * job.compute_bytes
+    return 2.0 * collective.all_to_all_s(job, sent, collective.axis_group(job, layouts, "ep"))
+
+
+def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+    """Return the seconds of the head and the loss for one micro-batch on the last stage."""
+    model, stack = job.model, job.stack
+    rows = tokens(job, layouts)
+    vocab = (job.padded_vocab or model.vocab) / (layouts.tp if stack.vocab_parallel else 1)
+    product = matmul_s(job, rows, vocab, model.hidden, wide=True)
+    if backward:
+        product = matmul_s(job, rows, model.hidden, vocab, wide=True) + matmul_s(
+            job, vocab, model.hidden, rows, wide=True
+        )
+    moved = rows * vocab * stack.logit_bytes / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+    return stack.derate * (product + 0.5 * moved)
+
+
+def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+    """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
+    moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
+    reduced = collective.all_reduce_s(job, moved / 2.0, collective.axis_group(job, layouts, "tp"))
+    return moved / (_STREAM_SHARE * job.devices.memory_bytes_per_s) + (0.0 if backward else reduced)

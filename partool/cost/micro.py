@@ -1,0 +1,120 @@
+"""What one micro-batch costs a stage: layers by kind, embedding and head, and what of it is communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.layer import Kind, Layer, embedding_s, head_s, kinds, layer
+from partool.layout.parameters import ParameterInfo, layer_parameters, parameters
+from partool.spec.model import ModelConfig
+
+COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Seconds of a layer kind, of the embedding or of the head per micro-batch, communication that shows included."""
+
+    forward_s: Column
+    backward_s: Column
+    """With what is run again."""
+    weight_s: Column
+    """Of the backward pass, the gradients of weights: what a zero-bubble schedule may put off."""
+    exposed: dict[str, Column]
+    """Of both passes, by time term."""
+    dense: Column
+    """Parameters on the rank that every data-parallel rank shares."""
+    expert: Column
+    """Parameters of experts on the rank."""
+
+    @property
+    def both_s(self) -> Column:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Everything one micro-batch costs, by unit."""
+
+    layers: dict[Kind, Unit]
+    counts: dict[Kind, int]
+    """Layers of each kind."""
+    first: Unit
+    """The embedding."""
+    last: Unit
+    """Final norm, head and loss."""
+    passes: dict[Kind, Layer]
+    """The layers' passes in detail."""
+
+    def total(self, name: str) -> Column:
+        """Return the sum of a figure over the whole model."""
+        layers: Column = sum(count * getattr(self.layers[kind], name) for kind, count in self.counts.items())
+        return layers + getattr(self.first, name) + getattr(self.last, name)
+
+
+def micro(job: Job, layouts: Layouts) -> Micro:
+    """Return what one micro-batch costs under each layout."""
+    counts = Counter(kinds(job.model))
+    passes = {kind: layer(job, layouts, kind) for kind in counts}
+    units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
+    return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
+
+
+def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
+    backward = found.backward.total_s(job) + found.again.total_s(job)
+    exposed = {
+        name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
+        for name in COMMUNICATION
+    }
+    dense, expert = layer_elements(job.model, kind)
+    return Unit(
+        forward_s=found.forward.total_s(job),
+        backward_s=backward,
+        weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
+        exposed=exposed,
+        dense=dense / layouts.tp,
+        expert=expert / np.where(layouts.ep > 1, layouts.ep, layouts.tp),
+    )
+
+
+def _first(job: Job, layouts: Layouts) -> Unit:
+    elements = sum(info.elements for info in parameters_outside(job.model) if info.kind in ("embedding", "position"))
+    nothing = dict.fromkeys(COMMUNICATION, 0.0)
+    forward, backward = (embedding_s(job, layouts, backward=which) for which in (False, True))
+    return Unit(forward, backward, 0.0, nothing, elements / layouts.tp, 0.0)
+
+
+def _last(job: Job, layouts: Layouts) -> Unit:
+    elements = sum(info.elements for info in parameters_outside(job.model) if info.kind in ("head", "norm"))
+    if job.model.tied_embeddings:
+        # The last stage has a copy of its own.
+        elements = elements + np.where(layouts.pp > 1, job.model.vocab * job.model.hidden, 0)
+    forward, backward = (head_s(job, layouts, backward=which) for which in (False, True))
+    whole = 4.0 * layouts.micro_batch * job.sequence_length / layouts.cp
+    reduced = 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
+    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": reduced if job.stack.vocab_parallel else 0.0}
+    return Unit(forward + exposed["tensor_parallel"], backward, 0.5 * backward, exposed, elements / layouts.tp, 0.0)
+
+
+@lru_cache(maxsize=16)
+def parameters_outside(model: ModelConfig) -> tuple[ParameterInfo, ...]:
+    """Return the parameters that belong to no layer."""
+    return tuple(
+        info for info in parameters(model.model_copy(update={"layers": 1, "layer_types": ()})) if info.layer is None
+    )
+
+
+@lru_cache(maxsize=64)
+def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
+    """Return a layer's parameters: those outside its experts, and its experts'."""
+    index = kinds(model).index(kind)
+    infos = layer_parameters(model, index)
+    expert = sum(info.elements for info in infos if info.kind == "expert")
+    return sum(info.elements for info in infos) - expert, expert

@@ -1,0 +1,52 @@
+"""Seconds of host memory at work: moving gradients, weights and activations over the host link, and the host's AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+
+_LINK_SHARE = 0.8
+"""Of the host link's rate that copies from pinned memory reach."""
+_HOST_BYTES = 28.0
+"""Memory traffic of AdamW per parameter: gradient, weight and two moments read, three written back."""
+_HOST_SHARE = 0.75
+"""Of the host's memory bandwidth that AdamW reaches (a fused kernel on Grace: 13.2 G parameters/s, 370 GB/s)."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Seconds per optimizer step of one rank."""
+
+    transfer_s: Column
+    optimizer_s: Column
+    exposed_s: Column
+
+
+def offload(
+    job: Job, layouts: Layouts, elements: Column, saved_bytes: Column, passes_s: Column, last_s: Column
+) -> Offload:
+    """Return the cost of host memory for a rank that owns ``elements`` parameters of the optimizer.
+
+    ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
+    backward pass, beside which gradients leave (ZeRO-Offload, arXiv 2101.06840, section 4).
+    """
+    devices = job.devices
+    if not devices.host_link_bytes_per_s:
+        nothing = 0.0 * layouts.host_optimizer
+        return Offload(nothing, nothing, nothing)
+    link = _LINK_SHARE * devices.host_link_bytes_per_s
+    memory = _HOST_SHARE * devices.host_memory_bytes_per_s / devices.per_node
+    moved = layouts.host_optimizer * elements
+    down = moved * job.stack.gradient_bytes / link
+    up = moved * job.compute_bytes / link
+    adam = _HOST_BYTES * moved / memory
+    # Gradients leave during the last backward pass and the host starts on the first ones; then weights come back.
+    optimizer = np.maximum(0.0, np.maximum(down, adam) - 0.8 * last_s) + 0.1 * np.minimum(adam, last_s) + up
+    weights = layouts.host_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes / link
+    activations = layouts.host_activations * layouts.accumulation * 2.0 * saved_bytes / link
+    beside = np.maximum(weights + activations - 0.8 * passes_s, 0.05 * (weights + activations))
+    shown = np.where(moved > 0, optimizer, 0.0) + beside
+    return Offload(down + up + weights + activations, adam, shown)

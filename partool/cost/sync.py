@@ -1,0 +1,95 @@
+"""ZeRO's collectives: how long gradients and parameters travel, and how much of it compute hides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.collective import Group
+
+_ALWAYS_EXPOSED = 0.08
+"""Of gradient reduction even where backward is long: the first layers' gradients come last."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Seconds per optimizer step of one rank."""
+
+    gradient_s: Column
+    gradient_exposed_s: Column
+    gather_s: Column
+    gather_exposed_s: Column
+    slowdown_s: Column
+    """What compute loses to collectives that run beside it."""
+
+
+def sync(job: Job, layouts: Layouts, dense: Column, expert: Column, groups: Column, passes: Passes) -> Sync:
+    """Return the cost of sharing the state of ``dense`` and ``expert`` parameters on this rank, in ``groups`` units."""
+    stack, zero, m = job.stack, layouts.zero, layouts.accumulation
+    shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
+    whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
+    owners = _expert_group(job, layouts)
+    reduce_bytes, gather_bytes = _wire_bytes(job)
+    scatter = _groups_s(job, collective.reduce_scatter_s, dense, expert, reduce_bytes, shards, owners, groups)
+    gather = _groups_s(job, collective.gather_s, dense, expert, gather_bytes, shards, owners, groups)
+    between = collective.all_reduce_s(job, (dense + expert) / shards.size * reduce_bytes, replicas)
+    around = _groups_s(job, collective.all_reduce_s, dense, expert, reduce_bytes, whole, owners, groups)
+    rounds = np.where(zero >= 2, m, 1)
+    gradient = np.where(zero == 0, around, rounds * scatter + between)
+    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
+    # Reductions hide behind the backward passes that they follow, gathers behind what is computed meanwhile.
+    beside_gradient = np.where(zero >= 2, m, 1) * passes.backward_s * stack.overlap_gradients
+    beside_gather = np.where(zero == 3, m * passes.both_s, passes.forward_s) * stack.overlap_gathers
+    beside_gradient = beside_gradient - np.where(zero == 3, np.minimum(m * gather, 0.5 * beside_gradient), 0.0)
+    exposed = np.maximum(gradient - beside_gradient, _ALWAYS_EXPOSED * gradient)
+    shown = np.maximum(gathered - beside_gather, np.where(zero == 3, m * 2.0, 1.0) * gather / np.maximum(groups, 1))
+    shown = np.where(gathered > 0, np.minimum(shown, gathered), 0.0)
+    hidden = np.minimum(gradient - exposed + gathered - shown, m * passes.both_s)
+    return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a rank's passes over one micro-batch."""
+
+    forward_s: Column
+    backward_s: Column
+
+    @property
+    def both_s(self) -> Column:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+def _groups_s(
+    job: Job,
+    cost: object,
+    dense: Column,
+    expert: Column,
+    each_bytes: float,
+    ranks: Group,
+    owners: Group,
+    groups: Column,
+) -> Column:
+    """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
+    assert callable(cost)
+    per_group = cost(job, dense * each_bytes / groups, ranks)
+    experts = np.where(expert > 0, cost(job, expert * each_bytes / groups, owners), 0.0)
+    total: Column = groups * (per_group + experts)
+    return total
+
+
+def _expert_group(job: Job, layouts: Layouts) -> Group:
+    ranks = layouts.dp * layouts.cp
+    with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
+    size = np.maximum(ranks * with_tensor // np.maximum(layouts.ep, 1), 1)
+    return collective.group(job, size, layouts.tp * layouts.ep)
+
+
+def _wire_bytes(job: Job) -> tuple[float, float]:
+    if job.precision in ("fp32", "fp64"):
+        return float(job.master_bytes), float(job.compute_bytes)
+    return job.stack.gradient_bytes, job.stack.gather_bytes
