@@ -1,0 +1,144 @@
+"""What one pipeline rank holds: layers, parameters, micro-batches in flight; as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
+from partool.plan.types import Layout
+from partool.spec.model import ModelConfig
+
+DENSE, MOE = 0, 1
+"""Kinds of layers."""
+
+
+class Elements(NamedTuple):
+    """Elements of a group of parameters, by what cuts them."""
+
+    cut: int
+    """Cut by tensor parallelism."""
+    whole: int
+    """Norms and routers: the same on every tensor rank."""
+    expert: int
+    """Cut by expert and tensor parallelism."""
+
+    def times(self, factor: float) -> tuple[float, float, float]:
+        """Return the elements times a factor."""
+        return self.cut * factor, self.whole * factor, self.expert * factor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The model's parameters in the groups that are gathered together."""
+
+    embedding: Elements
+    layers: tuple[Elements, Elements]
+    """Of one dense layer and of one layer with experts; zeros where the model has no such layer."""
+    head: Elements
+    """Final norm and head; the norm alone with tied embeddings."""
+    trained: float
+    """Share of the elements that is trained."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One pipeline rank's share of a job; every field but ``rank`` is a column."""
+
+    layers: tuple[Column, Column]
+    """Dense layers and layers with experts."""
+    first: Column
+    """1 where the rank holds the embedding for the first layer."""
+    last: Column
+    """1 where it holds the head."""
+    in_flight: Column
+    """Micro-batches of all its layers whose activations exist at the peak."""
+    kept: dict[tuple[int, int], Column]
+    """Layers by (kind, index of the recompute policy)."""
+
+    @property
+    def layer_count(self) -> Column:
+        """Layers of both kinds."""
+        return self.layers[DENSE] + self.layers[MOE]
+
+
+@lru_cache(maxsize=16)
+def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...]) -> Groups:
+    """Return the model's groups of parameters."""
+    rows = model if padded_vocab is None else model.model_copy(update={"vocab": padded_vocab})
+    kinds: list[Elements] = []
+    for kind in (DENSE, MOE):
+        layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
+        kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
+    outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
+    return Groups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]), _trained(model, frozen))
+
+
+def _elements(infos: Sequence[ParameterInfo]) -> Elements:
+    whole = sum(info.elements for info in infos if info.kind in ("norm", "router", "position"))
+    expert = sum(info.elements for info in infos if info.kind == "expert")
+    return Elements(sum(info.elements for info in infos) - whole - expert, whole, expert)
+
+
+def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    if not frozen:
+        return 1.0
+    infos = [info for group in groups(model) for info in group]
+    held = sum(info.elements for info in infos)
+    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / held
+
+
+def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) -> Held:
+    """Return what a pipeline rank (a column) holds where layers are split as evenly as possible.
+
+    ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.in_flight.in_flight` does.
+    """
+    layers = job.model.layers
+    pp, chunks = layouts.pp, layouts.chunks
+    each, odd = np.divmod(layers, pp * chunks)
+    extra = np.clip(np.ceil((odd - rank) / pp), 0, chunks)
+    count = each * chunks + extra
+    moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
+    kinds = (count - moe, moe)
+    kept: dict[tuple[int, int], Column] = {}
+    for kind in (DENSE, MOE):
+        if job.model.moe is None and kind == MOE:
+            continue
+        for policy in range(4):
+            chosen = np.where(layouts.recompute == policy, layouts.recompute_share, 0.0)
+            chosen = chosen + np.where(layouts.recompute != 0, 1.0 - layouts.recompute_share, 0.0) * (policy == 0)
+            kept[kind, policy] = kinds[kind] * chosen
+    first = np.where(rank == 0, 1, 0)
+    last = np.where(rank == pp - 1, 1, 0)
+    return Held(kinds, first, last, in_flight / chunks, kept)
+
+
+def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
+    """Return the layers with experts of a rank, from a running count over the model's layers."""
+    running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
+    total: Column = 0
+    for chunk in range(int(np.max(layouts.chunks))):
+        stage = rank + chunk * layouts.pp
+        start = stage * each + np.minimum(stage, odd)
+        stop = start + each + (stage < odd)
+        found = running[np.clip(stop, 0, model.layers)] - running[np.clip(start, 0, model.layers)]
+        total = total + np.where(chunk < layouts.chunks, found, 0)
+    return total
+
+
+def held_by_layout(job: Job, layout: Layout, rank: int, in_flight: int) -> Held:
+    """Return what a pipeline rank of one layout holds, from its own stages and its policy per layer."""
+    pp, model = layout.mesh.pp, job.model
+    policies = ("none", "attention", "selective", "full")
+    kept: dict[tuple[int, int], Column] = {}
+    for start, stop in layout.stages[rank::pp]:
+        for layer in range(start, stop):
+            key = int(model.is_moe_layer(layer)), policies.index(layout.recompute[layer])
+            kept[key] = kept.get(key, 0) + 1
+    kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
+    return Held((kinds[0], kinds[1]), int(rank == 0), int(rank == pp - 1), in_flight / layout.chunks, kept)

@@ -1,0 +1,95 @@
+"""How code bases keep training state and activations: the memory side of :mod:`partool.cost.stacks`, by the same names.
+
+Bytes per parameter follow each project's own documentation: Megatron-LM's ``theoretical_memory_usage.py`` (18 bytes,
+or 6 + 12/N with the distributed optimizer), DeepSpeed's ZeRO estimators, and FSDP2's sharded fp32 parameters
+(https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html). What autograd keeps of a layer is counted from
+its operators, as Korthikanti et al. count it (arXiv 2205.05198, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MemoryStack:
+    """What a code base keeps on the device."""
+
+    name: str
+    wide_weights: bool = True
+    """Parameters that the optimizer updates are kept in fp32 (fp64 for fp64); False: in the compute type, with the
+    moments and gradients in that type too."""
+    resident_copy: bool = False
+    """A copy in the compute type is always on the device (Megatron, DeepSpeed); else one is made by gathering."""
+    copies_alone: bool = False
+    """Weights are copied into the compute type even where no other rank shares them."""
+    gradient_bytes: int | None = None
+    """Bytes of an accumulated gradient element; None: those of a master element."""
+    step_gradient_bytes: int = 0
+    """Bytes of a second, wide gradient that exists for the optimizer step, sharded with the optimizer."""
+    lasting_gradients: bool = False
+    """Gradients live in buffers made once; else they appear in the first backward pass of a step."""
+    bucket_elements: float = 0.0
+    """Size of a reduction bucket (two are under way); 0: the largest group of parameters is one bucket."""
+    live_elements: float = 0.0
+    """ZeRO-3: gathered parameters are released only beyond so many elements; 0: two groups are live."""
+    norm_passes: float = 1.0
+    """Tensors of the width of the model that a norm keeps besides its input and result, in units of fp32."""
+    gate_products: int = 2
+    """Tensors of the inner width that a gated activation keeps besides gate and up."""
+    dropout: bool = False
+    """Masks and inputs of dropout are kept (GPT recipes); flash attention draws its own."""
+    expanded_keys: bool = False
+    """Keys and values are repeated to the number of query heads before attention."""
+    selective: Literal["attention", "matmul", "half-matmul"] = "matmul"
+    """What recompute: selective means: the core of attention, all but matrix products, or all but every other one."""
+    recompiles: bool = False
+    """Blocks are always compiled, whatever the layout says."""
+    logit_wide: float = 3.0
+    """fp32 tensors of logits that exist at once in the loss, besides one in the compute type."""
+    logit_chunks: int = 1
+    """Parts that the loss is computed in."""
+    logit_limit: float = 0.0
+    """Most logits that the loss holds at once; 0: no limit."""
+    logits_kept: bool = True
+    """All logits exist in the compute type even where the loss is computed in parts."""
+    fragmentation: float = 0.06
+    """Allocator overhead as a share of what is allocated."""
+    sigma: float = 0.08
+    """Relative standard deviation of the true peak around the predicted one."""
+
+
+MEMORY_STACKS: dict[str, MemoryStack] = {
+    stack.name: stack
+    for stack in (
+        MemoryStack("partool", copies_alone=True, logit_wide=2.0, logit_limit=2.0**26, logits_kept=False, sigma=0.1),
+        MemoryStack(
+            "megatron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, gate_products=1,
+            selective="attention", logit_wide=2.0,
+        ),
+        MemoryStack(
+            "megatron-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, lasting_gradients=True,
+            norm_passes=0.0, dropout=True, selective="attention",
+        ),
+        MemoryStack(
+            "deepspeed", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            live_elements=1e9, selective="attention",
+        ),
+        MemoryStack("fsdp1", selective="half-matmul"),
+        MemoryStack("fsdp2", selective="half-matmul"),
+        MemoryStack("fsdp2-compiled", selective="half-matmul", recompiles=True),
+        MemoryStack("torchtune", wide_weights=False, expanded_keys=True, logit_chunks=8, recompiles=True),
+        MemoryStack("nanotron", resident_copy=True, gradient_bytes=4, lasting_gradients=True, selective="attention"),
+    )
+}  # fmt: skip
+"""By name."""
+
+
+def memory_stack(name: str) -> MemoryStack:
+    """Return the row of a code base; ``name+fused-loss`` is one whose loss never holds its logits (Liger kernels)."""
+    base, _, feature = name.partition("+")
+    stack = MEMORY_STACKS[base]
+    if feature == "fused-loss":
+        return replace(stack, logit_chunks=64, logits_kept=False)
+    return stack

@@ -1,0 +1,269 @@
+"""Peak memory of a rank, by term, with how far it may be off: for columns of layouts, or exactly for one.
+
+The peak is that of the fullest of a step's phases: the loss (all activations and the logits), the first layer of the
+backward pass (all activations and one layer at work), and the end of the backward pass (all gradients).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import erf, sqrt
+from typing import Literal
+
+import numpy as np
+
+from partool.cost import in_flight as closed
+from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Column, Job, Layouts
+from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
+from partool.cost.memory_stacks import MemoryStack, memory_stack
+from partool.cost.saved import gradients_per_token, norm_per_token, saved_per_token, widths
+from partool.cost.states import HOST_FACTOR, States, states
+from partool.plan.terms import MEMORY_TERMS
+from partool.plan.types import Layout, MemoryPrediction, RankMemory
+
+MIB, GIB = 2**20, 2**30
+FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
+"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
+device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are
+kept)."""
+COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
+"""Of each communicator (a group of more than one rank), outside of the framework's allocator."""
+CPU_FRAGMENTATION = 0.75
+"""On a CPU, of all that is allocated. The temporaries of the backward pass count here too: glibc keeps freed blocks of
+up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
+CPU_FIRST_STEP_BYTES = 70 * MIB
+"""What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
+Verdict = Literal["green", "amber", "red"]
+GREEN = 0.99
+"""Least probability of fitting that counts as sure."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of the rank that needs most; every value is a column."""
+
+    terms: dict[str, Column]
+    """Bytes, keys of :data:`partool.plan.terms.MEMORY_TERMS`."""
+    sigma_bytes: Column
+    """One standard deviation of the true peak around the total."""
+    host_bytes: Column
+    """Of host memory, per node."""
+    outside_bytes: Column
+    """Of the terms, what the framework's allocator does not see: context and communicators."""
+
+    @cached_property
+    def total_bytes(self) -> Column:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+
+def peak_memory(job: Job, layouts: Layouts) -> Memory:
+    """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
+
+    The first, the second and the last pipeline rank are evaluated: the first has most micro-batches in flight, and
+    where dense layers come before those with experts the second has more parameters.
+    """
+    last = layouts.pp - 1
+    found = [_of_rank(job, layouts, rank) for rank in (0 * last, np.minimum(1, last), last)]
+    if np.max(layouts.pp) == 1:
+        return found[0]
+    totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
+    worst = np.argmax(totals, axis=0)
+
+    def chosen(values: list[Column]) -> Column:
+        return np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1])
+
+    return Memory(
+        {name: chosen([memory.terms[name] for memory in found]) for name in MEMORY_TERMS},
+        chosen([memory.sigma_bytes for memory in found]),
+        np.maximum.reduce(np.broadcast_arrays(*(memory.host_bytes for memory in found))),
+        chosen([memory.outside_bytes for memory in found]),
+    )
+
+
+def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPrediction:
+    """Return the predicted peak of one layout, exact for each pipeline rank.
+
+    ``headroom`` is the share of memory to keep free.
+    """
+    memories = rank_memories(job, layout)
+    totals = [round(memory.total_bytes) for memory in memories]
+    worst = max(range(len(totals)), key=lambda rank: totals[rank])
+    ranks = tuple(_rank_memory(rank, memory) for rank, memory in enumerate(memories))
+    sigma = float(memories[worst].sigma_bytes)
+    capacity = job.devices.memory_bytes
+    probability = float(fit_probability(ranks[worst].total_bytes, sigma, capacity))
+    return MemoryPrediction(
+        rank=worst * (layout.mesh.world_size // layout.mesh.pp),
+        terms_bytes=ranks[worst].terms_bytes,
+        total_bytes=ranks[worst].total_bytes,
+        capacity_bytes=int(capacity * (1.0 - headroom)),
+        fit_probability=round(probability, 6),
+        sigma_bytes=round(sigma),
+        verdict=verdict(probability),
+        ranks=ranks,
+    )
+
+
+def host_bytes(job: Job, layout: Layout) -> int:
+    """Return the host memory that offloading takes on the fullest node."""
+    return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
+
+
+def rank_memories(job: Job, layout: Layout) -> list[Memory]:
+    """Return the memory of the ranks of each pipeline position."""
+    columns = layout_columns(layout)
+    counts = [int(closed.in_flight(columns, rank)) for rank in range(layout.mesh.pp)]
+    held = [held_by_layout(job, layout, rank, count) for rank, count in enumerate(counts)]
+    return [_memory(job, columns, each) for each in held]
+
+
+def layout_columns(layout: Layout) -> Layouts:
+    """Return one layout as columns of one number each; policies per layer do not fit in and stay out."""
+    mesh = layout.mesh
+    return Layouts(
+        pp=mesh.pp,
+        replicas=mesh.dp_replicate,
+        shards=mesh.dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=layout.expert,
+        zero=layout.zero,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        recompute=RECOMPUTE.index(layout.recompute[0]),
+        schedule=SCHEDULES.index(layout.schedule),
+        chunks=layout.chunks,
+        sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
+        host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
+        host_parameters=int(layout.offload_parameters == "cpu"),
+        host_activations=int(layout.offload_activations == "cpu"),
+        compiled=int(layout.compile == "block"),
+    )
+
+
+def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
+    """Return the probability that the true peak stays under the capacity, for a normal error."""
+    z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
+    if z.ndim == 0:
+        return 0.5 * (1.0 + erf(float(z)))
+    return 0.5 * (1.0 + _erf(z))
+
+
+def verdict(probability: float) -> Verdict:
+    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the memory."""
+    if probability >= GREEN:
+        return "green"
+    return "red" if probability < 0.5 else "amber"
+
+
+def largest_term(prediction: MemoryPrediction) -> str:
+    """Return the name of the term that takes most."""
+    return max(MEMORY_TERMS, key=lambda name: prediction.terms_bytes[name])
+
+
+def _erf(z: Column) -> Column:
+    """Return the error function (Abramowitz and Stegun, 7.1.26: within 1.5e-7)."""
+    t = 1.0 / (1.0 + 0.3275911 * np.abs(z))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.sign(z) * (1.0 - series * np.exp(-z * z))
+
+
+def _of_rank(job: Job, layouts: Layouts, rank: Column) -> Memory:
+    return _memory(job, layouts, held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)))
+
+
+def _rank_memory(rank: int, memory: Memory) -> RankMemory:
+    terms = {name: round(float(memory.terms[name])) for name in MEMORY_TERMS}
+    return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
+
+
+def _memory(job: Job, layouts: Layouts, held: Held) -> Memory:
+    stack, backend = memory_stack(job.stack.name), job.devices.backend
+    state = states(job, layouts, stack, held)
+    tokens = layouts.micro_batch * job.sequence_length / layouts.cp
+    saved, at_work = _activations(job, layouts, stack, held, tokens)
+    on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
+    saved = saved - on_host
+    loss = held.last * _loss(job, layouts, stack, tokens)
+    buffers = state.buffers + _exchange(job, layouts, stack, tokens)
+    if backend == "cpu":
+        activations, gradients = saved + at_work, state.gradients
+    else:
+        activations, gradients, loss = _fullest_phase(state, saved, at_work, loss)
+    outside = FRAMEWORK_BYTES[backend] + _communicators(layouts) * COMMUNICATOR_BYTES[backend]
+    terms = {
+        "parameters": state.parameters,
+        "gathered": state.gathered,
+        "gradients": gradients,
+        "optimizer": state.optimizer,
+        "activations": activations,
+        "loss": loss,
+        "communication": buffers + outside - FRAMEWORK_BYTES[backend],
+        "framework": FRAMEWORK_BYTES[backend] + 0.0,
+    }
+    allocated = sum(terms.values()) - outside
+    share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
+    terms["fragmentation"] = allocated * share + fixed
+    terms = {name: np.floor(terms[name]) for name in MEMORY_TERMS}
+    host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
+    return Memory(terms, stack.sigma * (sum(terms.values()) - outside), host, outside)
+
+
+def _fullest_phase(state: States, saved: Column, at_work: Column, loss: Column) -> tuple[Column, Column, Column]:
+    """Return activations, gradients and loss in the phase that needs most."""
+    at_loss = saved + loss + state.gradients_before
+    at_first = saved + at_work + state.gradients_before
+    at_end = at_work + state.gradients
+    phase = np.argmax(np.stack(np.broadcast_arrays(at_loss, at_first, at_end)), axis=0)
+    activations = np.where(phase == 0, saved, np.where(phase == 1, saved + at_work, at_work))
+    gradients = np.where(phase == 2, state.gradients, state.gradients_before)
+    return activations, gradients, np.where(phase == 0, loss, 0.0)
+
+
+def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, tokens: Column) -> tuple[Column, Column]:
+    """Return the bytes of saved tensors over all micro-batches in flight, and of the one layer that is at work."""
+    saved: Column = 0.0
+    at_work: Column = 0.0
+    whole = {kind: saved_per_token(job, layouts, stack, kind, 0) for kind in (DENSE, MOE) if kind < 1 or job.model.moe}
+    for (kind, policy), count in held.kept.items():
+        there = saved_per_token(job, layouts, stack, kind, policy) if policy else whole[kind]
+        saved = saved + there * count
+        backward = 0.0
+        if job.devices.backend != "cpu":
+            backward = gradients_per_token(job, layouts, stack, kind)
+        # One layer's tensors are rebuilt while its backward pass runs.
+        rebuilt = np.maximum(0.0, whole[kind] - there) + backward
+        at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
+    saved = saved * held.in_flight + held.last * norm_per_token(job, layouts, stack)
+    return saved * tokens, at_work * tokens
+
+
+def _loss(job: Job, layouts: Layouts, stack: MemoryStack, tokens: Column) -> Column:
+    """Return the bytes of logits, narrow and wide, and of their gradient."""
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
+    logits = tokens * vocab
+    at_once = logits / stack.logit_chunks
+    if stack.logit_limit:
+        at_once = np.minimum(at_once, stack.logit_limit)
+    narrow = small if small != wide else 0
+    kept = small * logits if stack.logits_kept and stack.logit_chunks > 1 else 0.0
+    return at_once * (stack.logit_wide * wide + narrow) + kept
+
+
+def _exchange(job: Job, layouts: Layouts, stack: MemoryStack, tokens: Column) -> Column:
+    """Return the bytes of buffers of tensor, sequence and expert parallelism."""
+    small, m = job.compute_bytes, job.model
+    tensor = np.where((layouts.tp > 1) & job.stack.sequence_parallel, 2.0 * m.hidden, 0.0)
+    sizes = widths(job, layouts, stack, MOE if m.moe else DENSE)
+    sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)
+    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
+    return small * tokens * (tensor + sequence + expert)
+
+
+def _communicators(layouts: Layouts) -> Column:
+    """Return the number of groups that a rank communicates in."""
+    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp, layouts.ep)
+    return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -1,0 +1,156 @@
+"""Training state of one pipeline rank: parameters, gathered parameters, gradients, optimizer; device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
+from partool.cost.memory_stacks import MemoryStack
+
+HOST_FACTOR = 1.5
+"""Host memory against the state kept there: pinned staging buffers and the allocator's rounding (DeepSpeed's
+``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank; each field is a column."""
+
+    parameters: Column
+    gathered: Column
+    gradients: Column
+    """When a step's last backward pass ends."""
+    gradients_before: Column
+    """Of them, those that exist when activations are at their most."""
+    optimizer: Column
+    buffers: Column
+    """Of gathers and reductions of parameters and gradients."""
+    host: Column
+    """In host memory."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements on one rank before ZeRO: those every data-parallel rank has, and experts."""
+
+    common: Column
+    expert: Column
+    pair: Column
+    """The two largest groups that follow each other."""
+    root: Column
+    largest: Column
+    """The largest group."""
+
+
+def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States:
+    """Return the state of a rank."""
+    sizes = _sizes(job, layouts, held)
+    trained = _groups(job).trained
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    zero, on_host = layouts.zero, layouts.host_optimizer
+    shards = _shards(layouts)
+
+    def sharded(stage: int) -> Column:
+        cut = np.where(zero >= stage, shards, 1)
+        experts = np.maximum(1, cut / layouts.ep)
+        return np.ceil(sizes.common / cut) + np.ceil(sizes.expert / experts)
+
+    everything = sizes.common + sizes.expert
+    kept_wide = master * sharded(1) * (1 - on_host)
+    if stack.resident_copy:
+        parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
+    else:
+        parameters = kept_wide + small * sharded(1) * on_host
+    parameters = np.where(layouts.host_parameters == 1, 0.0, parameters)
+    gradients, before = _gradients(job, layouts, stack, everything * trained, sharded(1) * trained)
+    moments = 2 * master * sharded(1) * trained
+    gathered = _gathered(job, layouts, stack, sizes, everything)
+    host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1) * trained)
+    host = host + np.where(layouts.host_parameters == 1, small * sharded(3), 0.0)
+    return States(
+        parameters, gathered, gradients, before, moments * (1 - on_host), _buffers(job, layouts, stack, sizes), host
+    )
+
+
+def _shards(layouts: Layouts) -> Column:
+    """Return the ranks that share one copy of the state: sequence parallelism's ranks hold the same parameters."""
+    return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+
+
+def _groups(job: Job) -> Groups:
+    return model_groups(job.model, job.padded_vocab, job.frozen)
+
+
+def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
+    groups, tp = _groups(job), layouts.tp
+    common: Column = 0.0
+    expert: Column = 0.0
+    largest_layer: Column = 0.0
+    for kind in (DENSE, MOE):
+        layer, count = groups.layers[kind], held.layers[kind]
+        one = layer.cut / tp + layer.whole
+        experts = layer.expert / (tp * layouts.ep)
+        common, expert = common + one * count, expert + experts * count
+        largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
+    cut = tp if job.stack.vocab_parallel else 1
+    embedding = groups.embedding.cut / cut + groups.embedding.whole
+    head = groups.head.cut / cut + groups.head.whole
+    # A tied matrix is held by the first and by the last stage.
+    tied = job.model.tied_embeddings
+    extra = embedding * held.last * (1 - held.first) if tied else 0.0
+    outer = embedding * held.first + head * held.last + extra
+    input_group = embedding * held.first
+    root = head * held.last + extra
+    follows = np.where(held.layer_count > 1, largest_layer, 0.0)
+    return _Sizes(
+        common=common + outer,
+        expert=expert,
+        pair=np.maximum(largest_layer + follows, input_group + largest_layer),
+        root=root,
+        largest=np.maximum(np.maximum(largest_layer, input_group), root),
+    )
+
+
+def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
+    """Parameters gathered for the passes: all until ZeRO-2, then a group, the next one and the root."""
+    small = job.compute_bytes
+    if stack.live_elements:
+        partial = np.minimum(everything, np.maximum(stack.live_elements, sizes.pair + sizes.root))
+    else:
+        partial = sizes.pair + sizes.root
+    whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
+    return small * np.where(layouts.zero == 3, partial, whole)
+
+
+def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column) -> tuple[Column, Column]:
+    """Return the gradients at the end of a step's backward passes, and those that exist when activations are most."""
+    master = job.master_bytes if stack.wide_weights else job.compute_bytes
+    size = stack.gradient_bytes or master
+    if stack.lasting_gradients or stack.resident_copy:
+        uncut = layouts.zero < 2
+    else:
+        # Reduced as soon as they are complete, unless they have to accumulate whole.
+        uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
+    gradients = size * np.where(uncut, whole, sharded)
+    lasting = stack.lasting_gradients | (layouts.accumulation > 1)
+    before = np.where(lasting, gradients, 0.0)
+    on_device = 1 - layouts.host_optimizer
+    return (gradients + stack.step_gradient_bytes * sharded) * on_device, before * on_device
+
+
+def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
+    """Return the bytes of buckets: gathered, as gradients, and as the reduction takes these."""
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    grouped = layouts.dp * layouts.cp > 1
+    if stack.bucket_elements:
+        buckets = 2 * small * np.minimum(stack.bucket_elements, sizes.common + sizes.expert)
+        return np.where(grouped & (layouts.zero > 0), buckets, 0.0)
+    if stack.resident_copy:
+        return 0.0 * sizes.largest
+    grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
+    return np.where(grouped, sizes.largest * (2 * small + master), 0.0)
