@@ -10,10 +10,18 @@ from partool.cost.gemm import matmul_s
 
 _FLASH_SHARE = 0.50
 """Of the peak that fused attention reaches, forward and backward together, where the machine gives no figure."""
+_GENERATIONS = {
+    "flash1": (0.62, 200e12, False),
+    "flash2": (1.0, 350e12, True),
+    "flash3": (1.0, float("inf"), True),
+}
+"""Share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than of 64. FlashAttention-2 is 1.5 to 2
+times as fast as its predecessor (arXiv 2307.08691) and reaches about 350e12 on Hopper, whose asynchronous tensor cores
+it does not use (arXiv 2407.08608, section 1)."""
 _START_S = 5e-6
 _BACKWARD = 2.5
 """Fused backward against forward: five products instead of two."""
-_SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 17.0, 22.0
+_SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
 """Memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and the read
 by the second product; backward the same again with gradients."""
 
@@ -43,7 +51,11 @@ def attention_s(job: Job, layouts: Layouts, window: int | None, *, backward: boo
     flops = 2.0 * rows * keys_seen(job.sequence_length, window) * (query + value)
     devices = job.devices
     rate = devices.attention_flops or _FLASH_SHARE * (devices.peak_flops or devices.achievable_flops)
-    rate = rate * job.stack.attention_share * _head_share(job.model.head_dim)
+    share, limit, wide_heads = _GENERATIONS[job.stack.attention]
+    rate = min(share * rate, limit) * (_head_share(job.model.head_dim) if wide_heads else 1.0)
+    if not job.stack.ring_balanced:
+        # The last rank sees all keys before its own tokens, half a share more than twice the mean.
+        flops = flops * np.where(layouts.sequence_method == 1, (2.0 * layouts.cp - 1.0) / layouts.cp, 1.0)
     return flops * (_BACKWARD if backward else 1.0) / rate + _START_S
 
 
@@ -64,6 +76,18 @@ def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> C
     return (2.0 if backward else 1.0) * both + scores * passes * job.compute_bytes / 2 / (
         0.80 * job.devices.memory_bytes_per_s
     )
+
+
+def extra_operators(job: Job, layouts: Layouts) -> Column:
+    """Return the factor on a layer's operators where unfused attention's softmax has no kernel of its own.
+
+    Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels
+    (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).
+    """
+    if job.stack.attention != "unfused":
+        return 1.0
+    rows = layouts.micro_batch * job.model.heads / layouts.tp
+    return np.where(np.mod(rows, 4) == 0, 1.0, 1.35)
 
 
 def sequence_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:

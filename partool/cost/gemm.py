@@ -9,9 +9,9 @@ from partool.cost.case import Column, Job
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
 small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in CUDA")."""
-_DEPTH_S = 0.7e-6
+_DEPTH_S = 0.8e-6
 """Filling and draining one tile's pipeline over the inner dimension, independent of its length."""
-_START_S = 2.5e-6
+_START_S = 2.8e-6
 """Gap between two kernels on a device: 2 to 5 us without graphs."""
 _MEMORY_SHARE = 0.85
 """Of the memory's bandwidth that streaming kernels reach."""
@@ -26,6 +26,7 @@ def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, b
     rate = devices.achievable_flops
     if wide and devices.wide_flops:
         rate = devices.wide_flops
+    rate = rate * devices.sustained_share
     m, n, k = (np.maximum(side, 1.0) for side in (m, n, k))
     flops = 2.0 * batch * m * n * k
     moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)

@@ -15,6 +15,8 @@ from partool.spec.model import ModelConfig
 
 _STREAM_SHARE = 0.80
 """Of the memory's bandwidth that element-wise kernels reach."""
+_KERNEL_GAP_S = 5e-6
+"""Least time of a small kernel with the gap after it."""
 _IMBALANCE = 1.1
 """Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
 
@@ -62,10 +64,17 @@ class Pass:
         return self.compute_s + sum(self.exposed.values())
 
     def total_s(self, job: Job) -> Column:
-        """The slower of device and host; on a CPU both work on the same cores."""
+        """The slower of device and host, and a part of the faster one; on a CPU both work on the same cores.
+
+        A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old
+        way of saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
+        """
         if job.devices.backend == "cpu":
             return self.device_s + self.host_s
-        return np.maximum(self.device_s, self.host_s)
+        power = job.stack.host_overlap
+        larger = np.maximum(np.maximum(self.device_s, self.host_s), 1e-12)
+        smaller = np.minimum(self.device_s, self.host_s)
+        return larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
 
 
 @dataclass
@@ -97,11 +106,11 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Pass:
     done = Pass(
         matmul_s=derate * (_matmul_backward_s(job, layouts, kind) if backward else _matmul_s(job, layouts, kind)),
         attention_s=derate * attention.attention_s(job, layouts, kind.window, backward=backward),
-        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward),
+        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
         tensor_s=_tensor_s(job, layouts),
         sequence_s=attention.sequence_s(job, layouts, kind.window, backward=backward),
         expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
-        host_s=operators * job.devices.operator_s * stack.host_slowdown,
+        host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
     )
     hidden = attention.hidden_s(layouts, done.attention_s, done.sequence_s)
     done.exposed = {
@@ -221,6 +230,11 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
     return moved / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+
+
+def _gap_s(job: Job) -> float:
+    """Return the device's idle time between two kernels; a CPU's is part of the host's time per operator."""
+    return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
 
 
 def _tensor_s(job: Job, layouts: Layouts) -> Column:

@@ -17,9 +17,10 @@ class Stack:
     name: str
     sequence_parallel: bool = True
     """Norms, dropout and residuals are sharded over tensor ranks."""
-    attention: Literal["fused", "unfused"] = "fused"
-    attention_share: float = 1.0
-    """Of the device's best fused attention; older kernels are slower on newer devices."""
+    attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
+    """Generation of its attention kernels; flash3 stands for the best there is on a device."""
+    ring_balanced: bool = True
+    """A ring gives each rank an early and a late part of the sequence (zigzag), so that all see as many keys."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations against fused kernels: 1.6 to 1.8 eager."""
     activation_passes: float = 1.0
@@ -47,6 +48,8 @@ class Stack:
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
     """Host time per operator against the machine's figure."""
+    host_overlap: float = 8.0
+    """How well the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0
     """Memory traffic of norm, clipping and update per parameter."""
     overhead_s: float = 1e-3
@@ -62,17 +65,32 @@ STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         PARTOOL,
-        Stack("megatron", overlap_tensor=0.3),
+        Stack("megatron", overlap_tensor=0.65, overlap_expert=0.3, logit_bytes=50.0, overhead_s=10e-3),
         Stack(
             "megatron-2021", sequence_parallel=False, attention="unfused", overlap_gradients=0.0, gradient_bytes=2.0,
-            operators_forward=28.0, operators_backward=50.0, host_slowdown=3.5, elementwise=1.2,
+            operators_forward=28.0, operators_backward=50.0, host_slowdown=4.4, host_overlap=4.0, elementwise=1.35,
         ),
-        Stack("deepspeed", elementwise=1.6, operators_forward=45.0, operators_backward=80.0, derate=1.15, gradient_bytes=2.0),
-        Stack("fsdp1", elementwise=1.6, operators_forward=35.0, operators_backward=60.0, derate=1.05),
-        Stack("fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.1, selective_matmul=0.5),
-        Stack("fsdp2-compiled", elementwise=1.1, derate=1.1, selective_matmul=0.5),
-        Stack("torchtune", elementwise=1.2, derate=1.1),
-        Stack("nanotron", elementwise=1.4, overlap_gradients=0.0, operators_forward=35.0, operators_backward=60.0),
+        Stack(
+            "deepspeed", elementwise=1.6, operators_forward=45.0, operators_backward=80.0, derate=1.15,
+            gradient_bytes=2.0, attention="flash2",
+        ),
+        Stack(
+            "fsdp1", elementwise=1.6, operators_forward=35.0, operators_backward=60.0, derate=1.14,
+            attention="flash1", gradient_bytes=2.0, logit_bytes=30.0,
+        ),
+        Stack(
+            "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15, selective_matmul=0.5,
+            attention="flash2", ring_balanced=False, logit_bytes=30.0,
+        ),
+        Stack(
+            "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
+            ring_balanced=False, logit_bytes=20.0,
+        ),
+        Stack("torchtune", elementwise=1.2, derate=1.1, attention="flash2"),
+        Stack(
+            "nanotron", elementwise=1.4, overlap_gradients=0.0, operators_forward=35.0, operators_backward=60.0,
+            attention="flash2",
+        ),
     )
 }  # fmt: skip
 """By name."""

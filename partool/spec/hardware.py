@@ -60,6 +60,8 @@ class Devices(Section):
     """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
     achievable_flops: float
     """What large matrix products reach on one rank, in the plan's precision."""
+    sustained_share: float = 1.0
+    """Of that, what a device keeps up over a whole step: power limits clock some down under load."""
     wide_flops: float | None = None
     """The same in 16 bits where the plan's precision is fp8: the head and attention stay wide. None: as above."""
     attention_flops: float | None = None
