@@ -54,7 +54,7 @@ def widths(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Widths:
         query = result = m.heads * m.head_dim
         heads = m.heads if stack.expanded_keys else np.maximum(m.kv_heads, tp)
         key = value = heads * m.head_dim
-    fused = job.stack.attention == "fused"
+    fused = job.stack.attention != "unfused"
     inner, routed = m.ffn_hidden / tp, 0.0
     if kind == MOE and m.moe:
         visits = m.moe.top_k * IMBALANCE
