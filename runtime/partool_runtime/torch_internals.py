@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -105,3 +105,14 @@ def fused_adamw(
         amsgrad=False,
         maximize=False,
     )
+
+
+def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return an fp8 product [m, k] × [k, n] with one scale per tensor, ready to be repeated.
+
+    ``torch.nn.functional.scaled_mm`` is younger than the oldest torch that is supported.
+    """
+    a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)

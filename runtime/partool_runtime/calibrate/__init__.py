@@ -1,0 +1,1 @@
+"""Measuring this machine: ``python -m partool_runtime.calibrate``. Imported by nothing else."""

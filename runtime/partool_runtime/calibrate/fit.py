@@ -1,0 +1,108 @@
+"""From timings to figures: medians, spreads, and lines through the times of collectives. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+Json = dict[str, Any]
+
+
+def summary(samples: Sequence[float]) -> tuple[int, float, float]:
+    """Return count, median, and median absolute deviation from the median."""
+    median = statistics.median(samples)
+    return len(samples), median, statistics.median(abs(sample - median) for sample in samples)
+
+
+def alpha_beta(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Fit ``seconds = alpha + beta * size`` to (size, seconds) with the least sum of squared relative errors.
+
+    Neither is negative: a start time below 0 becomes 0 and the slope is fitted again. Raises ValueError for fewer than
+    two sizes or times that do not grow with the size.
+    """
+    found = [(size, seconds) for size, seconds in points if seconds > 0]
+    if len({size for size, _ in found}) < 2:
+        raise ValueError("a line needs two sizes")
+    weights = [seconds**-2 for _, seconds in found]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, found, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, found, strict=True)) / total
+    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, found, strict=True))
+    beta = over / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, found, strict=True))
+    alpha = mean_y - beta * mean_x
+    if alpha < 0:
+        alpha = 0.0
+        squares = sum(w * x * x for w, (x, _) in zip(weights, found, strict=True))
+        beta = sum(w * x * y for w, (x, y) in zip(weights, found, strict=True)) / squares
+    if beta <= 0:
+        raise ValueError("times do not grow with the size")
+    return alpha, beta
+
+
+def figures(measurements: Sequence[Mapping[str, Any]], backend: str, ranks: int) -> Json:
+    """Return the figures that plans use, from what was measured; those without a measurement are missing.
+
+    Rates are those of one rank while all ranks work. On accelerators the rate of matrix products and of attention is
+    the best shape's, because the cost model takes the loss of smaller shapes into account; on the CPU it is the median
+    over shapes, because it does not.
+    """
+    best = backend != "cpu"
+    found: Json = {}
+    for name, kind in (("achievable_flops", "gemm"), ("attention_flops", "attention")):
+        of_kind = _of(measurements, kind)
+        precisions = sorted({m["precision"] for m in of_kind})
+        if precisions:
+            found[name] = {p: _rate([m for m in of_kind if m["precision"] == p], best) for p in precisions}
+    for name, kind in (("stream_bytes_per_s", "memory"), ("adam_parameters_per_s", "adam")):
+        if of_kind := _of(measurements, kind):
+            found[name] = _rate(of_kind, best=False)
+    if of_kind := _of(measurements, "operator"):
+        times = [m["seconds"] / m["work"] for m in of_kind]
+        n, median, mad = summary(times)
+        spread = mad if n > 1 else of_kind[0]["mad_s"] / of_kind[0]["work"]
+        found["operator_s"] = _figure(median, "s", sum(m["n"] for m in of_kind), spread)
+    if of_kind := _of(measurements, "host_link"):
+        # The slower direction: gradients go one way, parameters the other, and the plan has one figure.
+        found["host_link_bytes_per_s"] = _rate(of_kind, best=False, worst=True)
+    lines = {name: line for name in COLLECTIVES if (line := _line(measurements, name, ranks)) is not None}
+    if lines:
+        found["collectives"] = lines
+    return found
+
+
+def _of(measurements: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
+    return [m for m in measurements if m["kind"] == kind and m["seconds"] > 0]
+
+
+def _rate(of_kind: Sequence[Mapping[str, Any]], best: bool, worst: bool = False) -> Json:
+    """Return the median (best, worst) rate over shapes; its spread is over shapes, or over repeats for a single one."""
+    rates = [m["work"] / m["seconds"] for m in of_kind]
+    n = sum(m["n"] for m in of_kind)
+    unit = of_kind[0]["work_unit"] + "/s"
+    if best or worst or len(rates) == 1:
+        index = rates.index(min(rates) if worst else max(rates))
+        return _figure(rates[index], unit, n, rates[index] * of_kind[index]["mad_s"] / of_kind[index]["seconds"])
+    _, median, mad = summary(rates)
+    return _figure(median, unit, n, mad)
+
+
+def _line(measurements: Sequence[Mapping[str, Any]], name: str, ranks: int) -> Json | None:
+    """Return start time and rate of a collective; the rate counts whole x (ranks - 1) / ranks bytes, once."""
+    of_kind = [m for m in _of(measurements, "collective") if m["name"].startswith(name + " ")]
+    try:
+        alpha, beta = alpha_beta((m["work"] * (ranks - 1) / ranks, m["seconds"]) for m in of_kind)
+    except (ValueError, ZeroDivisionError):
+        return None
+    n = sum(m["n"] for m in of_kind)
+    off = [abs(m["seconds"] - alpha - beta * m["work"] * (ranks - 1) / ranks) / m["seconds"] for m in of_kind]
+    relative = statistics.median(off)
+    return {
+        "latency_s": _figure(alpha, "s", n, alpha * relative),
+        "bytes_per_s": _figure(1 / beta, "byte/s", n, relative / beta),
+    }
+
+
+def _figure(value: float, unit: str, n: int, mad: float) -> Json:
+    return {"value": value, "unit": unit, "n": n, "mad": mad}

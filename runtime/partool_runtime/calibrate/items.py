@@ -1,0 +1,222 @@
+"""What is measured: each item makes its tensors and returns the work to repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from partool_runtime.torch_internals import scaled_product
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One measurement."""
+
+    kind: str
+    """gemm, attention, memory, operator, collective, host_link, adam."""
+    name: str
+    precision: str
+    work: float
+    """Done by one call, on one rank."""
+    work_unit: str
+    """flop, byte, operator, parameter; of collectives the whole tensor's bytes."""
+    prepare: Callable[[], Work]
+    host_clock: bool = False
+    """True where the host's time counts also on an accelerator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the measured work is."""
+
+    layers: tuple[tuple[int, int, int], ...]
+    """Rows, output width and input width of linear layers: three products each, forward and two backward."""
+    sequences: tuple[tuple[int, int, int], ...]
+    """Batch, heads and length of causal attention; heads are 128 wide."""
+    stream_elements: int
+    """Of each tensor of the bandwidth measurement (4 bytes each), well above the caches."""
+    collective_bytes: tuple[int, ...]
+    adam_parameters: int
+    link_bytes: int = 1 << 28
+
+
+_KB, _MB = 1 << 10, 1 << 20
+_CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
+_GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
+CPU_SIZES = {
+    "full": Sizes(
+        _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024), (1, 4, 2048)), 16 * _MB,
+        (64 * _KB, 512 * _KB, 4 * _MB, 16 * _MB, 64 * _MB), 16 * _MB,
+    ),
+    "quick": Sizes(
+        _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024)), 8 * _MB, (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB), 4 * _MB
+    ),
+    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64),), 64 * _KB, (4 * _KB, 64 * _KB), 64 * _KB),
+}  # fmt: skip
+GPU_SIZES = {
+    "full": Sizes(
+        _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192), (1, 32, 16384)), 128 * _MB,
+        (_MB, 8 * _MB, 64 * _MB, 256 * _MB, 1024 * _MB), 128 * _MB,
+    ),
+    "quick": Sizes(
+        _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192)), 64 * _MB,
+        (_MB, 8 * _MB, 32 * _MB, 128 * _MB, 256 * _MB), 32 * _MB,
+    ),
+    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128),), _MB, (64 * _KB, _MB), _MB, _MB),
+}  # fmt: skip
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_HEAD_DIM = 128
+_BACKWARD = 2.5  # fused attention recomputes the scores: five products instead of two (arXiv 2205.14135)
+_CHAIN = 100
+
+
+def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
+    """Return all measurements for a device, the same on every rank."""
+    cuda = device.type == "cuda"
+    found: list[Item] = []
+    for precision in [*DTYPES, *(["fp8"] if cuda and _has_fp8() else [])]:
+        found += _gemms(sizes, device, precision)
+    for precision in ("bf16", "fp16") if cuda else ("fp32", "bf16"):
+        found += [_attention(shape, device, precision) for shape in sizes.sequences]
+    found += _streams(sizes, device)
+    found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
+                      partial(_operators, device), host_clock=True))  # fmt: skip
+    if world > 1:
+        found += _collectives(sizes, device, world)
+    if cuda:
+        found += [
+            Item("host_link", name, "", sizes.link_bytes, "byte", partial(_link, sizes.link_bytes, device, name))
+            for name in ("host to device", "device to host")
+        ]
+    count = sizes.adam_parameters
+    found.append(Item("adam", f"fused AdamW on the CPU, {count} parameters", "fp32", count, "parameter",
+                      partial(_adam, count), host_clock=True))  # fmt: skip
+    return found
+
+
+def _has_fp8() -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def _gemms(sizes: Sizes, device: torch.device, precision: str) -> Iterator[Item]:
+    """Yield the products of linear layers: output, gradient of the input, gradient of the weight."""
+    for rows, out, width in sizes.layers:
+        flops = 2.0 * rows * out * width
+        for name, (m, n, k) in (
+            ("forward", (rows, out, width)),
+            ("input gradient", (rows, width, out)),
+            ("weight gradient", (out, width, rows)),
+        ):
+            make = partial(_gemm, m, n, k, device, precision)
+            yield Item("gemm", f"{name} {m}x{n}x{k}", precision, flops, "flop", make)
+
+
+def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
+    if precision == "fp8":
+        return scaled_product(m, n, k, device)
+    a = torch.randn(m, k, device=device).to(DTYPES[precision])
+    b = torch.randn(n, k, device=device).to(DTYPES[precision])
+    return partial(torch.matmul, a, b.t())
+
+
+def _attention(shape: tuple[int, int, int], device: torch.device, precision: str) -> Item:
+    batch, heads, length = shape
+    # Two products per pair of tokens; a causal query sees half of the keys.
+    flops = 2.0 * batch * length * (length / 2) * 2 * heads * _HEAD_DIM * (1 + _BACKWARD)
+
+    def prepare() -> Work:
+        dtype = DTYPES[precision]
+        q, k, v = (
+            torch.randn(batch, heads, length, _HEAD_DIM, device=device).to(dtype).requires_grad_() for _ in range(3)
+        )
+        grad = torch.randn(batch, heads, length, _HEAD_DIM, device=device).to(dtype)
+
+        def work() -> object:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return torch.autograd.grad(out, (q, k, v), grad)
+
+        return work
+
+    return Item("attention", f"{batch}x{heads}x{length}x{_HEAD_DIM}", precision, flops, "flop", prepare)
+
+
+def _streams(sizes: Sizes, device: torch.device) -> Iterator[Item]:
+    count = sizes.stream_elements
+
+    def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.randn(count, device=device), torch.randn(count, device=device), torch.empty(count, device=device)
+
+    def copy() -> Work:
+        a, _, c = tensors()
+        return partial(c.copy_, a)
+
+    def add() -> Work:
+        a, b, c = tensors()
+        return partial(torch.add, a, b, out=c)
+
+    def multiply() -> Work:
+        a, b, c = tensors()
+        return partial(torch.mul, a, b, out=c)
+
+    yield Item("memory", "copy", "fp32", 8.0 * count, "byte", copy)
+    yield Item("memory", "add", "fp32", 12.0 * count, "byte", add)
+    yield Item("memory", "multiply", "fp32", 12.0 * count, "byte", multiply)
+
+
+def _operators(device: torch.device) -> Work:
+    """Return a chain of operators on a few numbers, forward and backward: all of their time is the start."""
+    start = torch.randn(8, 8, device=device, requires_grad=True)
+
+    def work() -> object:
+        x = start
+        for _ in range(_CHAIN):
+            x = F.silu(x)
+        grads = torch.autograd.grad(x, start, start.detach())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return grads
+
+    return work
+
+
+def _collectives(sizes: Sizes, device: torch.device, world: int) -> Iterator[Item]:
+    for size in sizes.collective_bytes:
+        part = size // 4 // world
+
+        def gather(part: int = part) -> Work:
+            mine, whole = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
+            return partial(getattr(dist, _GATHER), whole, mine)
+
+        def scatter(part: int = part) -> Work:
+            mine, whole = torch.zeros(part, device=device), torch.zeros(part * world, device=device)
+            return partial(getattr(dist, _SCATTER), mine, whole)
+
+        def reduce(part: int = part) -> Work:
+            return partial(dist.all_reduce, torch.zeros(part * world, device=device))
+
+        for name, prepare in (("all_gather", gather), ("reduce_scatter", scatter), ("all_reduce", reduce)):
+            yield Item("collective", f"{name} {size}", "fp32", 4.0 * part * world, "byte", prepare)
+
+
+def _link(size: int, device: torch.device, name: str) -> Work:
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    if name == "host to device":
+        return partial(there.copy_, host, non_blocking=True)
+    return partial(host.copy_, there, non_blocking=True)
+
+
+def _adam(count: int) -> Work:
+    parameter = torch.nn.Parameter(torch.randn(count))
+    parameter.grad = torch.randn(count)
+    return torch.optim.AdamW([parameter], fused=True).step
