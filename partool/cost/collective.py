@@ -117,7 +117,7 @@ def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group) -> Column:
 
 
 def send_s(job: Job, sent_bytes: Column, stride: Column) -> Column:
-    """Return the seconds of one transfer between ranks that lie ``stride`` apart: within a node over one pair's link."""
+    """Return the seconds of one transfer between ranks that lie ``stride`` apart; in a node it uses one pair's link."""
     devices = job.devices
     backend = devices.backend
     pair = _LINK_SHARE[backend] * (devices.pair_bytes_per_s or devices.link_bytes_per_s)

@@ -64,7 +64,7 @@ class Pass:
         return self.compute_s + sum(self.exposed.values())
 
     def total_s(self, job: Job) -> Column:
-        """The slower of device and host, and a part of the faster one; on a CPU both work on the same cores.
+        """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
 
         A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old
         way of saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
@@ -195,7 +195,7 @@ def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
 
 
 def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
-    """Return the seconds of the gradients of inputs [m, k] = [m, n] × [n, k] and of weights [n, k] = [n, m] × [m, k]."""
+    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k]."""
     rows = tokens(job, layouts)
     total: Column = 0.0
     for n, k in products(job.model, layouts, kind.moe):
@@ -238,7 +238,7 @@ def _gap_s(job: Job) -> float:
 
 
 def _tensor_s(job: Job, layouts: Layouts) -> Column:
-    """Return the seconds of a pass's two all-reduces (or gathers and scatters, of the same volume; arXiv 2205.05198)."""
+    """Return the seconds of a pass's two all-reduces; gathers and scatters move the same (arXiv 2205.05198)."""
     whole = tokens(job, layouts) * job.model.hidden * job.compute_bytes
     return 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
 

@@ -28,6 +28,8 @@ class Unit:
     """Of the backward pass, the gradients of weights: what a zero-bubble schedule may put off."""
     exposed: dict[str, Column]
     """Of both passes, by time term."""
+    exposed_forward_s: Column
+    """Of the forward pass, all of them."""
     dense: Column
     """Parameters on the rank that every data-parallel rank shares."""
     expert: Column
@@ -74,13 +76,15 @@ def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
         for name in COMMUNICATION
     }
     dense, expert = layer_elements(job.model, kind)
+    owners: Column = np.where(layouts.ep > 1, layouts.ep, layouts.tp)
     return Unit(
         forward_s=found.forward.total_s(job),
         backward_s=backward,
         weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
         exposed=exposed,
+        exposed_forward_s=sum(found.forward.exposed.values()),
         dense=dense / layouts.tp,
-        expert=expert / np.where(layouts.ep > 1, layouts.ep, layouts.tp),
+        expert=expert / owners,
     )
 
 
@@ -88,11 +92,12 @@ def _first(job: Job, layouts: Layouts) -> Unit:
     elements = sum(info.elements for info in parameters_outside(job.model) if info.kind in ("embedding", "position"))
     nothing = dict.fromkeys(COMMUNICATION, 0.0)
     forward, backward = (embedding_s(job, layouts, backward=which) for which in (False, True))
-    return Unit(forward, backward, 0.0, nothing, elements / layouts.tp, 0.0)
+    return Unit(forward, backward, 0.0, nothing, 0.0, elements / layouts.tp, 0.0)
 
 
 def _last(job: Job, layouts: Layouts) -> Unit:
-    elements = sum(info.elements for info in parameters_outside(job.model) if info.kind in ("head", "norm"))
+    outside = parameters_outside(job.model)
+    elements: Column = sum(info.elements for info in outside if info.kind in ("head", "norm"))
     if job.model.tied_embeddings:
         # The last stage has a copy of its own.
         elements = elements + np.where(layouts.pp > 1, job.model.vocab * job.model.hidden, 0)
@@ -100,7 +105,8 @@ def _last(job: Job, layouts: Layouts) -> Unit:
     whole = 4.0 * layouts.micro_batch * job.sequence_length / layouts.cp
     reduced = 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
     exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": reduced if job.stack.vocab_parallel else 0.0}
-    return Unit(forward + exposed["tensor_parallel"], backward, 0.5 * backward, exposed, elements / layouts.tp, 0.0)
+    shown = exposed["tensor_parallel"]
+    return Unit(forward + shown, backward, 0.5 * backward, exposed, shown, elements / layouts.tp, 0.0)
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Seconds of host memory at work: moving gradients, weights and activations over the host link, and the host's AdamW."""
+"""Seconds of host memory at work: gradients, weights and activations on the host link, and the host's AdamW."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Offload:
 
 
 def offload(
-    job: Job, layouts: Layouts, elements: Column, saved_bytes: Column, passes_s: Column, last_s: Column
+    job: Job, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
 ) -> Offload:
     """Return the cost of host memory for a rank that owns ``elements`` parameters of the optimizer.
 

@@ -79,8 +79,8 @@ STACKS: dict[str, Stack] = {
             attention="flash1", gradient_bytes=2.0, logit_bytes=30.0,
         ),
         Stack(
-            "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15, selective_matmul=0.5,
-            attention="flash2", ring_balanced=False, logit_bytes=30.0,
+            "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
+            selective_matmul=0.5, attention="flash2", ring_balanced=False, logit_bytes=30.0,
         ),
         Stack(
             "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +27,26 @@ class Sync:
     """What compute loses to collectives that run beside it."""
 
 
-def sync(job: Job, layouts: Layouts, dense: Column, expert: Column, groups: Column, passes: Passes) -> Sync:
-    """Return the cost of sharing the state of ``dense`` and ``expert`` parameters on this rank, in ``groups`` units."""
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank: outside and inside of experts, and in how many groups they are sent."""
+
+    dense: Column
+    expert: Column
+    groups: Column
+
+
+def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
+    """Return the cost of sharing the state of a rank's parameters with the other data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
     whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
-    scatter = _groups_s(job, collective.reduce_scatter_s, dense, expert, reduce_bytes, shards, owners, groups)
-    gather = _groups_s(job, collective.gather_s, dense, expert, gather_bytes, shards, owners, groups)
-    between = collective.all_reduce_s(job, (dense + expert) / shards.size * reduce_bytes, replicas)
-    around = _groups_s(job, collective.all_reduce_s, dense, expert, reduce_bytes, whole, owners, groups)
+    scatter = _groups_s(job, collective.reduce_scatter_s, held, reduce_bytes, (shards, owners))
+    gather = _groups_s(job, collective.gather_s, held, gather_bytes, (shards, owners))
+    between = collective.all_reduce_s(job, (held.dense + held.expert) / shards.size * reduce_bytes, replicas)
+    around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
@@ -45,7 +55,9 @@ def sync(job: Job, layouts: Layouts, dense: Column, expert: Column, groups: Colu
     beside_gather = np.where(zero == 3, m * passes.both_s, passes.forward_s) * stack.overlap_gathers
     beside_gradient = beside_gradient - np.where(zero == 3, np.minimum(m * gather, 0.5 * beside_gradient), 0.0)
     exposed = np.maximum(gradient - beside_gradient, _ALWAYS_EXPOSED * gradient)
-    shown = np.maximum(gathered - beside_gather, np.where(zero == 3, m * 2.0, 1.0) * gather / np.maximum(groups, 1))
+    shown = np.maximum(
+        gathered - beside_gather, np.where(zero == 3, m * 2.0, 1.0) * gather / np.maximum(held.groups, 1)
+    )
     shown = np.where(gathered > 0, np.minimum(shown, gathered), 0.0)
     hidden = np.minimum(gradient - exposed + gathered - shown, m * passes.both_s)
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
@@ -65,21 +77,13 @@ class Passes:
 
 
 def _groups_s(
-    job: Job,
-    cost: object,
-    dense: Column,
-    expert: Column,
-    each_bytes: float,
-    ranks: Group,
-    owners: Group,
-    groups: Column,
+    job: Job, cost: Callable[[Job, Column, Group], Column], held: Held, each_bytes: float, ranks: tuple[Group, Group]
 ) -> Column:
     """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
-    assert callable(cost)
-    per_group = cost(job, dense * each_bytes / groups, ranks)
-    experts = np.where(expert > 0, cost(job, expert * each_bytes / groups, owners), 0.0)
-    total: Column = groups * (per_group + experts)
-    return total
+    everyone, owners = ranks
+    dense = cost(job, held.dense * each_bytes / held.groups, everyone)
+    expert = cost(job, held.expert * each_bytes / held.groups, owners)
+    return held.groups * (dense + np.where(held.expert > 0, expert, 0.0))
 
 
 def _expert_group(job: Job, layouts: Layouts) -> Group:

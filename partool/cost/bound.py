@@ -1,0 +1,112 @@
+"""Time of one optimizer step of a hundred thousand layouts at once: a lower bound of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import SCHEDULES, Column, Job, Layouts
+from partool.cost.micro import Micro, micro
+from partool.cost.offload import Offload, offload
+from partool.cost.sync import Held, Passes, Sync, sync
+
+_STREAM_SHARE = 0.80
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything of a step but the pipeline's order: for the mean pipeline rank of each layout."""
+
+    micro: Micro
+    sync: Sync
+    offload: Offload
+    optimizer_s: Column
+    send_s: Column
+    """One transfer between neighbouring stages."""
+    extra_s: Column
+    """What a step takes beside its micro-batches."""
+
+
+def step(job: Job, layouts: Layouts) -> Step:
+    """Return the parts of a step; parameters and collectives are those of a pipeline rank's fair share."""
+    costs = micro(job, layouts)
+    pp, m = layouts.pp, layouts.accumulation
+    dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
+    passes = Passes(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
+    groups = np.maximum((job.model.layers + 2) / pp, 1.0)
+    shared = sync(job, layouts, Held(dense, expert, groups), passes)
+    owned = (dense + expert) / np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+    moved = offload(
+        job,
+        layouts,
+        owned,
+        saved_bytes=saved_bytes(job, layouts),
+        passes_s=m * passes.both_s,
+        last_s=passes.backward_s,
+    )
+    memory = _STREAM_SHARE * job.devices.memory_bytes_per_s
+    stays = 1.0 - layouts.host_optimizer
+    width = job.master_bytes / 4.0
+    optimizer = width * job.stack.optimizer_bytes * owned * stays / memory + 50e-6
+    boundary = layouts.micro_batch * job.sequence_length / layouts.cp * job.model.hidden * job.compute_bytes
+    cut = layouts.tp if job.stack.sequence_parallel else 1
+    send = np.where(pp > 1, collective.send_s(job, boundary / cut, layouts.tp * layouts.cp * layouts.dp), 0.0)
+    extra = (
+        shared.gradient_exposed_s + shared.gather_exposed_s + shared.slowdown_s + moved.exposed_s + optimizer
+        + job.stack.overhead_s
+    )  # fmt: skip
+    return Step(costs, shared, moved, optimizer, send, extra)
+
+
+def bound_s(job: Job, layouts: Layouts) -> Column:
+    """Return a lower bound of the step time of each layout.
+
+    The busiest rank works on all micro-batches; the last one also waits until the first has come through, and the first
+    gradients until they have gone back (a zero-bubble schedule fills that with weight gradients).
+    """
+    parts = step(job, layouts)
+    costs, m = parts.micro, layouts.accumulation
+    total, forward = costs.total("forward_s") + costs.total("backward_s"), costs.total("forward_s")
+    stages = layouts.pp * layouts.chunks
+    largest, final = _largest_stage(job, costs, stages, total)
+    busiest = np.where(layouts.chunks > 1, total / layouts.pp, largest)
+    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - forward / total * final, total - final)
+    through = np.where(layouts.chunks > 1, 0.0, m * final + fill)
+    bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
+    return job.time_scalar * (bound + parts.extra_s)
+
+
+def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column]:
+    """Return the least possible time of the largest stage, and the least of the last stage in such a split.
+
+    Exact where all layers cost the same; else only what follows from the mean and from the head.
+    """
+    head, embedding = costs.last.both_s, costs.first.both_s
+    if len(costs.layers) > 1:
+        return np.maximum(total / stages, head), head
+    each, layers = next(iter(costs.layers.values())).both_s, job.model.layers
+    smallest = np.maximum(np.floor(total / stages / each) - 1, 0)
+    best: Column = np.full(np.shape(total), np.inf)
+    for more in range(4):
+        for extra in (0.0, embedding, head):
+            limit = (smallest + more) * each + extra
+            inner = np.floor(limit / each + 1e-9)
+            room = np.floor((limit - embedding) / each + 1e-9) + np.floor((limit - head) / each + 1e-9)
+            enough = (room + np.maximum(stages - 2, 0) * inner >= layers) & (limit >= head) & (limit >= embedding)
+            best = np.minimum(best, np.where(enough & (stages > 1), limit, np.inf))
+    best = np.where(np.isfinite(best), best, total / stages)
+    others = np.floor((best - embedding) / each + 1e-9) + np.maximum(stages - 2, 0) * np.floor(best / each + 1e-9)
+    return best, np.maximum(layers - others, 0) * each + head
+
+
+def saved_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
+    rows = layouts.micro_batch * job.sequence_length / layouts.cp
+    model = job.model
+    whole = (8.0 * model.hidden + (4.0 * model.heads * model.head_dim + 8.0 * model.ffn_hidden) / 2) / layouts.tp
+    kept = np.where(
+        layouts.recompute == 3, model.hidden / layouts.tp, np.where(layouts.recompute == 2, 0.6 * whole, whole)
+    )
+    return rows * kept * job.compute_bytes * model.layers / layouts.pp

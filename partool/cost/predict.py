@@ -1,0 +1,180 @@
+"""Time of one layout, exactly: its own stages, its own schedule, its slowest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.bound import Step, step
+from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.flops import model_flops
+from partool.cost.layer import Layer, Pass, kinds
+from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
+from partool.cost.sync import Held, Passes, sync
+from partool.cost.wire import traffic_bytes
+from partool.plan.terms import TIME_PARTS, TIME_TERMS
+from partool.plan.types import Layout, TimePrediction
+from partool.schedule import makespan
+from partool.spec.parallel import Recompute
+
+_DATA_S = 1e-4
+
+
+def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
+    """Return a layout as columns of single numbers, as if all layers had one recompute policy (default: the first)."""
+    mesh = layout.mesh
+    return Layouts(
+        pp=mesh.pp,
+        replicas=mesh.dp_replicate,
+        shards=mesh.dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=layout.expert,
+        zero=layout.zero,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        recompute=RECOMPUTE.index(policy or layout.recompute[0]),
+        schedule=SCHEDULES.index(layout.schedule),
+        chunks=layout.chunks,
+        sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
+        host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
+        host_parameters=int(layout.offload_parameters == "cpu"),
+        host_activations=int(layout.offload_activations == "cpu"),
+        compiled=int(layout.compile == "block"),
+    )
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds and parameters of each stage, per micro-batch."""
+
+    units: tuple[tuple[Unit, ...], ...]
+    """What each stage runs: embedding, layers, head."""
+
+    def total(self, name: str) -> list[float]:
+        """Return the sum of a figure over each stage's units."""
+        return [float(sum(getattr(unit, name) for unit in stage)) for stage in self.units]
+
+    def exposed(self, name: str) -> list[float]:
+        """Return the exposed seconds of one kind of communication per stage."""
+        return [float(sum(unit.exposed[name] for unit in stage)) for stage in self.units]
+
+
+def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePrediction:
+    """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
+    costs = {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys(layout.recompute)}
+    base = step(job, columns(layout))
+    stages = _stages(job, layout, costs)
+    terms = _terms(job, layout, base, stages)
+    terms = {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
+    step_s = sum(terms.values())
+    tokens = job.global_batch * job.sequence_length
+    flops = model_flops(job)
+    peak, world = job.devices.peak_flops, layout.mesh.world_size
+    total_s = step_s * training_steps
+    return TimePrediction(
+        terms_s=terms,
+        breakdown_s=_parts(job, layout, base, costs),
+        step_time_s=step_s,
+        tokens_per_s=tokens / step_s,
+        model_flops=flops,
+        mfu=flops / (step_s * peak * world) if peak else None,
+        total_s=total_s,
+        device_hours=total_s * world / 3600.0,
+        traffic_bytes=traffic_bytes(job, layout),
+    )
+
+
+def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
+    found = []
+    of_layer = kinds(job.model)
+    any_cost = next(iter(costs.values()))
+    for index, (start, stop) in enumerate(layout.stages):
+        units = [costs[layout.recompute[at]].layers[of_layer[at]] for at in range(start, stop)]
+        if index == 0:
+            units.insert(0, any_cost.first)
+        if index == len(layout.stages) - 1:
+            units.append(any_cost.last)
+        found.append(tuple(units))
+    return Stages(tuple(found))
+
+
+def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, float]:
+    """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
+    m, pp = layout.accumulation, layout.mesh.pp
+    forward, backward = stages.total("forward_s"), stages.total("backward_s")
+    on_rank = [list(range(rank, len(layout.stages), pp)) for rank in range(pp)]
+    f_rank, b_rank = _per_rank(forward, on_rank), _per_rank(backward, on_rank)
+    busiest = int(np.argmax(np.array(f_rank) + np.array(b_rank)))
+    busy = m * (f_rank[busiest] + b_rank[busiest])
+    span = busy
+    if pp > 1:
+        weight = stages.total("weight_s")
+        inputs = [whole - part for whole, part in zip(backward, weight, strict=True)]
+        args = (layout.schedule, pp, m, layout.chunks, np.array(forward), np.array(backward), np.array(inputs))
+        span = max(busy, float(makespan(*args, np.array(weight), float(base.send_s))))
+    comm = {name: m * _per_rank(stages.exposed(name), on_rank)[busiest] for name in COMMUNICATION}
+    before = m * _per_rank(stages.total("exposed_forward_s"), on_rank)[busiest]
+    passes = Passes(np.array(f_rank), np.array(b_rank))
+    dense, expert = (np.array(_per_rank(stages.total(name), on_rank)) for name in ("dense", "expert"))
+    groups = np.array(_per_rank([float(len(stage)) for stage in stages.units], on_rank))
+    shared = sync(job, columns(layout), Held(dense, expert, groups), passes)
+    exposed = shared.gradient_exposed_s + shared.gather_exposed_s + shared.slowdown_s
+    slowest = int(np.argmax(exposed * np.ones(pp)))
+    return {
+        "data": _DATA_S,
+        "forward": m * f_rank[busiest] - before,
+        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + _at(shared.slowdown_s, slowest),
+        "gradient_sync": _at(shared.gradient_exposed_s, slowest),
+        "parameter_gather": _at(shared.gather_exposed_s, slowest),
+        **comm,
+        "offload": float(base.offload.exposed_s),
+        "optimizer": float(base.optimizer_s) * float(np.max(dense + expert) / max(float(np.mean(dense + expert)), 1.0)),
+        "pipeline_bubble": span - busy,
+        "overhead": job.stack.overhead_s,
+    }
+
+
+def _per_rank(values: Sequence[float], on_rank: Sequence[Sequence[int]]) -> list[float]:
+    return [sum(values[stage] for stage in stages) for stages in on_rank]
+
+
+def _at(values: object, index: int) -> float:
+    found = np.asarray(values, dtype=float)
+    return float(found if found.ndim == 0 else found[index])
+
+
+def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) -> dict[str, float]:
+    """Return finer parts, of a pipeline rank's fair share of the whole model."""
+    share = layout.accumulation / layout.mesh.pp
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
+    of_layer = kinds(job.model)
+    for at, policy in enumerate(layout.recompute):
+        _add_layer(parts, job, costs[policy].passes[of_layer[at]], share)
+    head = base.micro.last
+    parts["head"] = layout.accumulation * float(head.both_s)
+    parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)
+    if layout.mesh.pp > 1:
+        parts["pipeline_transfer"] = 2.0 * layout.accumulation * layout.chunks * float(base.send_s)
+    parts["host_transfer"] = float(base.offload.transfer_s)
+    parts["host_optimizer"] = float(base.offload.optimizer_s)
+    return {name: job.time_scalar * value for name, value in parts.items()}
+
+
+def _add_layer(parts: dict[str, float], job: Job, found: Layer, share: float) -> None:
+    for suffix, one in (("forward", found.forward), ("backward", found.backward)):
+        parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
+        parts[f"attention_{suffix}"] += share * float(one.attention_s)
+        parts[f"elementwise_{suffix}"] += share * float(one.elementwise_s)
+    parts["recompute"] += share * float(found.again.total_s(job))
+    for one in (found.forward, found.backward, found.again):
+        parts["launch"] += share * _launch_s(job, one)
+        parts["tensor_parallel"] += share * float(one.tensor_s)
+        parts["sequence_parallel"] += share * float(one.sequence_s)
+        parts["expert_parallel"] += share * float(one.expert_s)
+
+
+def _launch_s(job: Job, one: Pass) -> float:
+    return float(one.total_s(job) - one.device_s)

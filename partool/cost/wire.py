@@ -1,0 +1,92 @@
+"""What ZeRO moves: calls, and bytes sent per rank and optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partool.cost.case import Job
+from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
+from partool.plan.types import Layout
+from partool.spec.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """ZeRO's collectives of the pipeline rank that holds most, per optimizer step."""
+
+    gather_calls: int
+    reduce_calls: int
+    gather_bytes: float
+    scatter_bytes: float
+    """Reduced within a shard group."""
+    replica_bytes: float
+    """All-reduced between replicas: each its shard, once a step."""
+
+
+def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
+    """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    found = traffic(job, layout)
+    return {
+        "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
+        "parameter_gather": int(found.gather_bytes),
+    }
+
+
+def traffic(job: Job, layout: Layout) -> Traffic:
+    """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
+
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
+    between forward and backward. Gradients are scattered once, from ZeRO-2 on for each micro-batch.
+    """
+    on_rank = max((_rank_groups(job.model, layout, rank) for rank in range(layout.mesh.pp)), key=sum)
+    zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
+    elements = sum(on_rank)
+    trained = elements * trained_share(job.model, job.frozen)
+    ring = (shards - 1) / shards
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    shard = trained * job.master_bytes / shards
+    return Traffic(
+        gather_calls=calls,
+        reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
+        gather_bytes=gathers * ring * elements * job.compute_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * shard,
+    )
+
+
+@lru_cache(maxsize=16)
+def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    """Return the share of the parameters' elements that is trained."""
+    if not frozen:
+        return 1.0
+    infos = parameters(model)
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
+
+
+def _rank_groups(model: ModelConfig, layout: Layout, rank: int) -> list[int]:
+    """Return the elements of each group of parameters that is gathered at once on a pipeline rank."""
+    first, *layers, last = _group_elements(model, layout.mesh.tp, layout.expert)
+    found: list[int] = []
+    for index in range(rank, len(layout.stages), layout.mesh.pp):
+        start, stop = layout.stages[index]
+        found += [first] * (index == 0) + layers[start:stop] + [last] * (index == len(layout.stages) - 1)
+    return found
+
+
+# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
+@lru_cache(maxsize=64)
+def _group_elements(model: ModelConfig, tensor: int, expert: int) -> tuple[int, ...]:
+    return tuple(_on_rank(group, tensor, expert) for group in groups(model))
+
+
+def _on_rank(infos: Iterable[ParameterInfo], tensor: int, expert: int) -> int:
+    """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
+    total = 0
+    for info in infos:
+        elements = info.elements // expert if info.kind == "expert" else info.elements
+        total += elements if info.kind == "norm" else elements // tensor
+    return total
