@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from functools import cache
@@ -34,9 +35,14 @@ def this_machine() -> Machine:
         return Machine(_catalog_name(names[0]), len(names), cores, memory)
     targets = _amd_targets()
     if targets:
-        known = {target: name for name, entry in table("accelerators").items() for target in entry["gfx"]}
-        return Machine(known.get(targets[0], f"gfx target {targets[0]}"), len(targets), cores, memory)
+        return Machine(_amd_name(*targets[0]), len(targets), cores, memory)
     return Machine("cpu", 0, cores, memory)
+
+
+def processor() -> str:
+    """Return the processor's name as the system tells it; empty where it does not."""
+    lines = _read("/proc/cpuinfo").splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def available_cores() -> int:
@@ -98,16 +104,32 @@ def _nvidia_smi() -> list[str]:
 
 
 def _catalog_name(driver_name: str) -> str:
+    """Return the entry that a driver's name means: whole words count, for GB200 ends in another device's name."""
     for name, entry in table("accelerators").items():
-        if any(driver_name.endswith(part) or f"{part} " in driver_name for part in entry["match"]):
+        if any(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name) for part in entry["match"]):
             return name
     return driver_name
 
 
-def _amd_targets() -> list[int]:
+def _amd_targets() -> list[tuple[int, int]]:
+    """Return architecture and bytes of memory of every AMD device, as the kernel's driver lists them."""
     found = []
     for file in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
-        values = dict(line.split(" ", 1) for line in _read(str(file)).splitlines() if " " in line)
+        values = _pairs(file)
         if int(values.get("simd_count", "0")) > 0:
-            found.append(int(values.get("gfx_target_version", "0")))
+            banks = file.parent.glob("mem_banks/*/properties")
+            size = sum(int(_pairs(bank).get("size_in_bytes", "0")) for bank in banks)
+            found.append((int(values.get("gfx_target_version", "0")), size))
     return found
+
+
+def _pairs(file: Path) -> dict[str, str]:
+    return dict(line.split(" ", 1) for line in _read(str(file)).splitlines() if " " in line)
+
+
+def _amd_name(target: int, memory_bytes: int) -> str:
+    """Return the entry of an architecture; of several (MI300X and MI325X) the one with the nearest memory."""
+    known = [(name, entry) for name, entry in table("accelerators").items() if target in entry["gfx"]]
+    if not known:
+        return f"gfx target {target}"
+    return min(known, key=lambda item: abs(item[1]["usable_gib"] * _GIB - memory_bytes))[0]

@@ -1,0 +1,191 @@
+"""Putting what ``partool calibrate`` measured into :class:`Devices`."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from partool.catalog.machine import processor, this_machine
+from partool.catalog.profile_file import (
+    PROFILE_FILE,
+    Figures,
+    MachineId,
+    Profile,
+    ProfileError,
+    Scalar,
+    StackScalars,
+    home,
+    load_profile,
+)
+from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices, HardwareSpec
+
+SMALLEST_ERROR = 0.02
+"""Relative error below which no number of runs brings a prediction."""
+_PATH = ("hardware", "profile")
+# Shares that the cost model takes of a machine's line rates. The profile holds what was reached, so they are divided
+# out here; tests/unit/test_profile.py holds them against partool.cost.
+_STREAM_SHARE = 0.80
+_LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
+_REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
+_HOP = 0.4
+_HOST_LINK_SHARE = 0.8
+_ADAM_BYTES, _ADAM_SHARE = 28.0, 0.75
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Machines with what was measured put in."""
+
+    devices: Devices
+    time_scalar: float = 1.0
+    memory_scalar: float = 1.0
+    time: Scalar | None = None
+    memory: Scalar | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
+    """For ``Plan.inputs``; empty without a profile."""
+    reason: str = ""
+    """One sentence for ``Plan.reasons``."""
+    findings: tuple[Diagnostic, ...] = ()
+
+    def time_error(self, prior: float) -> float:
+        """Return the relative error of step times, given that of a machine without runs."""
+        return narrowed(prior, self.time)
+
+    def memory_error(self, prior: float) -> float:
+        """Return the relative error of memory, given that of a machine without runs."""
+        return narrowed(prior, self.memory)
+
+
+def narrowed(prior: float, scalar: Scalar | None) -> float:
+    """Return the relative error once a scalar is known: the prior counts as one more run, and 2 % always remain."""
+    if scalar is None:
+        return prior
+    variance = (prior**2 + scalar.n * scalar.spread**2) / (scalar.n + 1)
+    return max(SMALLEST_ERROR, float(variance**0.5))
+
+
+def apply_profile(
+    spec: HardwareSpec, devices: Devices, precision: str, *, base_dir: Path, stack: str = "partool"
+) -> Applied:
+    """Put the figures of the profile that the spec names, or of this machine's own, into ``devices``.
+
+    Figures that the spec itself gives stay. A profile that cannot be used is an error where the spec names it, else a
+    warning; this machine's profile of another accelerator is no finding.
+    """
+    named = spec.profile is not None
+    path = base_dir / spec.profile if spec.profile is not None else home() / PROFILE_FILE
+    if not named and not path.exists():
+        return Applied(devices)
+    severity: Literal["error", "warning"] = "error" if named else "warning"
+    try:
+        profile = load_profile(path)
+    except ProfileError as error:
+        return Applied(devices, findings=(Diagnostic(error.code, error.message, severity, _PATH, help=_HELP),))
+    machine = profile.machine
+    if machine.accelerator != devices.accelerator and not named:
+        return Applied(devices)
+    if difference := _difference(machine, devices, local=spec.accelerator in ("auto", "cpu") and spec.nodes == 1):
+        text = f"the calibration {path} is of another machine: {difference}"
+        return Applied(devices, findings=(Diagnostic("PT282", text, severity, _PATH, help=_HELP),))
+    findings = []
+    if profile.figures.achievable_flops and precision not in profile.figures.achievable_flops:
+        known = ", ".join(profile.figures.achievable_flops)
+        text = f"the calibration {path} holds no {precision} products, only {known}: the catalog's rate is used"
+        findings.append(Diagnostic("PT283", text, "warning", _PATH, help=_HELP))
+    scalars = profile.scalar(stack)
+    return Applied(
+        _with_figures(profile, spec, devices, precision),
+        time_scalar=scalars.time.value if scalars.time else 1.0,
+        memory_scalar=scalars.memory.value if scalars.memory else 1.0,
+        time=scalars.time,
+        memory=scalars.memory,
+        inputs={"calibration": profile.figures_hash, "calibration/scalars": profile.scalars_hash},
+        reason=_reason(profile, scalars),
+        findings=tuple(findings),
+    )
+
+
+_GIVEN = {
+    "achievable_flops": ("achievable_tflops", "peak_tflops"),
+    "wide_flops": ("wide_tflops", "peak_tflops"),
+    "attention_flops": ("attention_tflops", "peak_tflops"),
+    "memory_bytes_per_s": ("memory_gb_per_s",),
+    "operator_s": ("operator_us",),
+    "link_bytes_per_s": ("link_gb_per_s",),
+    "pair_bytes_per_s": ("pair_gb_per_s", "link_gb_per_s"),
+    "link_latency_s": ("link_latency_us",),
+    "host_link_bytes_per_s": ("host_link_gb_per_s",),
+    "host_memory_bytes_per_s": ("host_memory_gb_per_s",),
+}
+"""Fields of the spec that win over a measured figure."""
+_HELP = "partool calibrate measures this machine anew"
+
+
+def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
+    """Return how the measured machine differs from the planned one; empty if it does not."""
+    if machine.accelerator != devices.accelerator:
+        return f"it is for {machine.accelerator}, the plan for {devices.accelerator}"
+    if not local or machine.accelerator != "cpu":
+        return ""
+    here = this_machine()
+    if (machine.processor, machine.cores) != (processor(), here.cores):
+        return (
+            f"{machine.cores} cores of {machine.processor or 'an unknown processor'}, "
+            f"here are {here.cores} of {processor() or 'an unknown one'}"
+        )
+    return ""
+
+
+def _reason(profile: Profile, scalars: StackScalars) -> str:
+    parts = []
+    if profile.figures != Figures():
+        parts.append(f"the machine's figures were measured on {profile.created[:10]} (partool calibrate)")
+    for name, scalar in (("step times", scalars.time), ("memory", scalars.memory)):
+        if scalar is not None:
+            runs = "run" if scalar.n == 1 else "runs"
+            parts.append(f"{name} are scaled by {scalar.value:.3f} (median of {scalar.n} {runs})")
+    return "; ".join(parts)
+
+
+def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precision: str) -> Devices:
+    figures, ranks = profile.figures, profile.machine.ranks
+    # The ranks of a CPU share its cores and its memory.
+    share = ranks / devices.per_node if devices.backend == "cpu" else 1.0
+    found: dict[str, float] = {}
+    if precision in figures.achievable_flops:
+        found["achievable_flops"] = share * figures.achievable_flops[precision].value
+    wide = "bf16" if precision == "fp8" else precision
+    if precision == "fp8" and wide in figures.achievable_flops:
+        found["wide_flops"] = share * figures.achievable_flops[wide].value
+    if wide in figures.attention_flops:
+        found["attention_flops"] = share * figures.attention_flops[wide].value
+    if figures.stream_bytes_per_s:
+        found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE
+    if figures.operator_s:
+        found["operator_s"] = figures.operator_s.value
+    found |= _link(figures, devices, ranks)
+    if figures.host_link_bytes_per_s and devices.host_link_bytes_per_s:
+        found["host_link_bytes_per_s"] = figures.host_link_bytes_per_s.value / _HOST_LINK_SHARE
+    if figures.adam_parameters_per_s:
+        found["host_memory_bytes_per_s"] = ranks * figures.adam_parameters_per_s.value * _ADAM_BYTES / _ADAM_SHARE
+    given = {name for name, fields in _GIVEN.items() if any(getattr(spec, field) is not None for field in fields)}
+    return devices.model_copy(update={name: value for name, value in found.items() if name not in given})
+
+
+def _link(figures: Figures, devices: Devices, ranks: int) -> dict[str, float]:
+    """Return the link's rate and start time with which the cost model gives the median collective's time."""
+    slow = _REDUCE_SLOWDOWN[devices.backend]
+    known = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}
+    lines = [(starts, moves, figures.collectives[name]) for name, (starts, moves) in known.items()
+             if name in figures.collectives]  # fmt: skip
+    if not lines:
+        return {}
+    rate = statistics.median(line.bytes_per_s.value * moves for _, moves, line in lines) / _LINK_SHARE[devices.backend]
+    latency = statistics.median(line.latency_s.value / starts for starts, _, line in lines)
+    found = {"link_bytes_per_s": rate, "link_latency_s": latency / (1.0 + _HOP * (ranks - 1))}
+    if devices.topology == "mesh" and ranks > 1:
+        found["pair_bytes_per_s"] = rate / (ranks - 1)
+    return found

@@ -1,0 +1,185 @@
+"""What ``partool calibrate`` measured, as a file: ``calibration.json``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+
+PROFILE_VERSION = 1
+PROFILE_FILE = "calibration.json"
+RUNS_FILE = "measured_runs.csv"
+
+
+def home() -> Path:
+    """Return the folder of runs and calibration: ``PARTOOL_HOME`` or ``./.partool``."""
+    return Path(os.environ.get("PARTOOL_HOME", ".partool")).absolute()
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Figure(_Part):
+    """A measured figure."""
+
+    value: PositiveFloat
+    unit: str
+    n: PositiveInt
+    """Samples behind it."""
+    mad: NonNegativeFloat
+    """Median absolute deviation, in the same unit."""
+
+
+class StartTime(Figure):
+    """A start time: 0 where it is too short to be seen."""
+
+    value: NonNegativeFloat
+
+
+class Line(_Part):
+    """A collective's time: ``latency + whole * (ranks - 1) / ranks / bytes_per_s``."""
+
+    latency_s: StartTime
+    bytes_per_s: Figure
+
+
+class Figures(_Part):
+    """What was measured, of one rank while all ranks work; missing where it was not measured."""
+
+    achievable_flops: dict[str, Figure] = {}
+    """Of matrix products, by precision."""
+    attention_flops: dict[str, Figure] = {}
+    """Of fused causal attention with heads 128 wide, both passes, by precision."""
+    stream_bytes_per_s: Figure | None = None
+    """Of copies and element-wise operators."""
+    operator_s: Figure | None = None
+    collectives: dict[str, Line] = {}
+    host_link_bytes_per_s: Figure | None = None
+    """Of copies from and to pinned memory, the slower direction."""
+    adam_parameters_per_s: Figure | None = None
+    """Of a fused AdamW on the host."""
+
+
+class MachineId(_Part):
+    """Which machine this is about."""
+
+    accelerator: str
+    """Catalog name, or ``cpu``."""
+    device_name: str = ""
+    """As the driver says."""
+    processor: str = ""
+    cores: PositiveInt
+    devices: int = 0
+    ranks: PositiveInt = 1
+    """Ranks that worked at once."""
+    threads_per_rank: int = 0
+    torch: str = ""
+    backend: Literal["cpu", "cuda", "rocm"]
+
+
+class Scalar(_Part):
+    """Measured over predicted, from finished runs."""
+
+    value: PositiveFloat
+    """Median."""
+    n: PositiveInt
+    """Runs."""
+    spread: NonNegativeFloat
+    """1.4826 times the median absolute deviation of the ratios' logarithms: a relative standard deviation."""
+
+
+class StackScalars(_Part):
+    """The scalars of one code base on this machine."""
+
+    stack: str
+    time: Scalar | None = None
+    memory: Scalar | None = None
+
+
+class Measurement(_Part):
+    """One item of a calibration; not read by plans."""
+
+    kind: str
+    name: str
+    precision: str
+    work: float
+    work_unit: str
+    seconds: float
+    """Median."""
+    mad_s: float
+    n: int
+
+
+class Profile(_Part):
+    """``calibration.json``."""
+
+    profile_version: Literal[1] = 1
+    partool_version: str
+    created: str
+    """ISO date and time, UTC."""
+    sizes: str = "full"
+    complete: bool
+    """False if it was interrupted."""
+    machine: MachineId
+    figures: Figures = Figures()
+    scalars: tuple[StackScalars, ...] = ()
+    measurements: tuple[Measurement, ...] = Field(default=(), repr=False)
+
+    @property
+    def figures_hash(self) -> str:
+        """SHA-256 of what decides the figures; runs that are compared with predictions must share it."""
+        kept = self.model_dump(mode="json", include={"figures", "machine"})
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def scalars_hash(self) -> str:
+        """SHA-256 of the scalars."""
+        kept = self.model_dump(mode="json", include={"scalars"})
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    def scalar(self, stack: str) -> StackScalars:
+        """Return the scalars of a stack; without any where no run of it was taken into account."""
+        return next((found for found in self.scalars if found.stack == stack), StackScalars(stack=stack))
+
+
+class ProfileError(Exception):
+    """A profile cannot be used: PT280 or PT281."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+
+def load_profile(path: Path) -> Profile:
+    """Read a profile; raises ProfileError where it cannot be read, is malformed, or is of another version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise ProfileError("PT280", f"the calibration {path} cannot be read: {reason}") from None
+    version = content.get("profile_version") if isinstance(content, dict) else None
+    if version != PROFILE_VERSION:
+        message = f"the calibration {path} has version {version!r}, this partool reads {PROFILE_VERSION}"
+        raise ProfileError("PT281", message)
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ProfileError("PT280", f"the calibration {path} is damaged: {where}: {first['msg']}") from None
+
+
+def save_profile(profile: Profile, path: Path) -> None:
+    """Write a profile; a reader sees the old one or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(json.dumps(profile.model_dump(mode="json"), indent=1) + "\n")
+    Path(name).chmod(0o644)
+    Path(name).replace(path)
