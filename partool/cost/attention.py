@@ -8,8 +8,9 @@ from partool.cost import collective
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 
-_FLASH_SHARE = 0.50
-"""Of the peak that fused attention reaches, forward and backward together, where the machine gives no figure."""
+_FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
+"""Of the peak (of the achievable rate on a CPU) that fused attention reaches, both passes together, where the machine
+gives no figure."""
 _GENERATIONS = {
     "flash1": (0.62, 200e12, False),
     "flash2": (1.0, 350e12, True),
@@ -50,13 +51,18 @@ def attention_s(job: Job, layouts: Layouts, window: int | None, *, backward: boo
         return _unfused_s(job, layouts, rows, backward=backward)
     flops = 2.0 * rows * keys_seen(job.sequence_length, window) * (query + value)
     devices = job.devices
-    rate = devices.attention_flops or _FLASH_SHARE * (devices.peak_flops or devices.achievable_flops)
+    rate = devices.attention_flops or _FLASH_SHARE[devices.backend] * _peak(job)
     share, limit, wide_heads = _GENERATIONS[job.stack.attention]
     rate = min(share * rate, limit) * (_head_share(job.model.head_dim) if wide_heads else 1.0)
     if not job.stack.ring_balanced:
         # The last rank sees all keys before its own tokens, half a share more than twice the mean.
         flops = flops * np.where(layouts.sequence_method == 1, (2.0 * layouts.cp - 1.0) / layouts.cp, 1.0)
     return flops * (_BACKWARD if backward else 1.0) / rate + _START_S
+
+
+def _peak(job: Job) -> float:
+    devices = job.devices
+    return devices.achievable_flops if devices.backend == "cpu" else devices.peak_flops or devices.achievable_flops
 
 
 def _head_share(head_dim: int) -> float:

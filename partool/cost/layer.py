@@ -13,8 +13,8 @@ from partool.cost.case import Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.spec.model import ModelConfig
 
-_STREAM_SHARE = 0.80
-"""Of the memory's bandwidth that element-wise kernels reach."""
+_STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
+"""Of the memory's bandwidth that element-wise kernels reach; the CPU's figure is what they reach already."""
 _KERNEL_GAP_S = 5e-6
 """Least time of a small kernel with the gap after it."""
 _IMBALANCE = 1.1
@@ -229,7 +229,12 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
         # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
     moved = elements * tokens(job, layouts) * job.compute_bytes
-    return moved / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+    return moved / _stream(job)
+
+
+def _stream(job: Job) -> float:
+    """Return the bytes per second of element-wise kernels."""
+    return _STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
 
 
 def _gap_s(job: Job) -> float:
@@ -262,7 +267,7 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
         product = matmul_s(job, rows, model.hidden, vocab, wide=True) + matmul_s(
             job, vocab, model.hidden, rows, wide=True
         )
-    moved = rows * vocab * stack.logit_bytes / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+    moved = rows * vocab * stack.logit_bytes / _stream(job)
     return stack.derate * (product + 0.5 * moved)
 
 
@@ -270,4 +275,4 @@ def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
     """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
     reduced = collective.all_reduce_s(job, moved / 2.0, collective.axis_group(job, layouts, "tp"))
-    return moved / (_STREAM_SHARE * job.devices.memory_bytes_per_s) + (0.0 if backward else reduced)
+    return moved / _stream(job) + (0.0 if backward else reduced)

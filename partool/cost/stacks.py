@@ -6,7 +6,7 @@ compare. How each keeps training state stands in :mod:`partool.cost.memory_stack
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -48,6 +48,8 @@ class Stack:
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
     """Host time per operator against the machine's figure."""
+    wait_share: float = 0.0
+    """Of its passes, how long a rank waits at collectives for others that work on the same cores."""
     host_overlap: float = 8.0
     """How well the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0
@@ -60,6 +62,26 @@ class Stack:
 
 PARTOOL = Stack("partool", elementwise=1.1, derate=1.1, logit_bytes=20.0)
 """This project's own runtime, compiled blocks."""
+PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
+"""The same, not compiled."""
+PARTOOL_CPU = replace(
+    PARTOOL_EAGER,
+    derate=1.0,
+    overlap_gradients=0.0,
+    overlap_gathers=0.0,
+    contention=1.0,
+    wait_share=0.12,
+    overhead_s=4e-3,
+)
+"""The same on CPU ranks: gloo works on the cores that also compute (checked on two cores of a 2.3 GHz Xeon)."""
+
+
+def own_stack(backend: str, compile: str) -> Stack:
+    """Return the row of partool's runtime on a backend, with blocks compiled or not."""
+    if backend == "cpu":
+        return PARTOOL_CPU
+    return PARTOOL if compile == "block" else PARTOOL_EAGER
+
 
 STACKS: dict[str, Stack] = {
     stack.name: stack

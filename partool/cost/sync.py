@@ -54,12 +54,16 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     beside_gradient = np.where(zero >= 2, m, 1) * passes.backward_s * stack.overlap_gradients
     beside_gather = np.where(zero == 3, m * passes.both_s, passes.forward_s) * stack.overlap_gathers
     beside_gradient = beside_gradient - np.where(zero == 3, np.minimum(m * gather, 0.5 * beside_gradient), 0.0)
-    exposed = np.maximum(gradient - beside_gradient, _ALWAYS_EXPOSED * gradient)
+    exposed = np.maximum(gradient - np.maximum(beside_gradient, 0.0), _ALWAYS_EXPOSED * gradient)
     shown = np.maximum(
         gathered - beside_gather, np.where(zero == 3, m * 2.0, 1.0) * gather / np.maximum(held.groups, 1)
     )
     shown = np.where(gathered > 0, np.minimum(shown, gathered), 0.0)
-    hidden = np.minimum(gradient - exposed + gathered - shown, m * passes.both_s)
+    wait = np.where(layouts.dp > 1, stack.wait_share, 0.0)
+    forward, backward = m * passes.forward_s, m * passes.backward_s
+    exposed = exposed + wait * np.where(zero == 0, forward + backward, backward)
+    shown = shown + wait * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
+    hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
 
 
