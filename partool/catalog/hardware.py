@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from partool.catalog.devices import CPU_SPEED, accelerator, cpu, own_entry
 from partool.catalog.lookup import did_you_mean, table
-from partool.catalog.machine import cpu_gflops_per_core, this_machine
+from partool.catalog.machine import this_machine
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.training import Precision
 
-_GIB = 2**30
 _PATH = ("hardware", "accelerator")
-_CPU_BYTES_PER_S_PER_CORE = 8e9  # copies and element-wise torch operators on one core of a 2.3 GHz Xeon: 8 to 10 GB/s
-_CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4 MB between two ranks, 0.5 to 1.2 GB/s
-_CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}  # against fp32, without matrix extensions
 _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
 
 
@@ -34,9 +32,11 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
     name = this_machine().accelerator if spec.accelerator == "auto" else spec.accelerator
     local = spec.accelerator in ("auto", "cpu")
     if name == "cpu":
-        return ResolvedHardware(
-            _limited(_cpu(spec, precision, max_devices), max_devices), (), local and spec.nodes == 1
-        )
+        local = local and spec.nodes == 1
+        found = _precision(CPU_SPEED, name, precision)
+        if found:
+            return ResolvedHardware(None, tuple(found), local)
+        return _checked(spec, cpu(spec, precision, max_devices), max_devices, local)
     entry = table("accelerators").get(name)
     if entry is None:
         if any(getattr(spec, field) is None for field in _OWN):
@@ -44,8 +44,8 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
             help_text = f"{did_you_mean(name, known)} Or write {', '.join(_OWN)} for a device of your own."
             finding = Diagnostic("PT260", f"the catalog has no accelerator {name!r}", path=_PATH, help=help_text)
             return ResolvedHardware(None, (finding,), local)
-        entry = _own_entry(spec)
-    found = _precision(entry, name, precision)
+        entry = own_entry(spec)
+    found = _precision(entry["peak_tflops"], name, precision)
     fabric_name = spec.fabric or entry["fabric"]
     if fabric_name not in table("fabrics"):
         help_text = did_you_mean(fabric_name, table("fabrics"))
@@ -53,90 +53,45 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
         found.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
     if found:
         return ResolvedHardware(None, tuple(found), local)
-    return ResolvedHardware(_limited(_accelerator(spec, name, entry, fabric_name, precision), max_devices), (), local)
+    return _checked(spec, accelerator(spec, name, entry, fabric_name, precision), max_devices, local)
 
 
-def _precision(entry: dict[str, Any], name: str, precision: Precision) -> list[Diagnostic]:
-    peaks = entry["peak_tflops"]
-    if precision in peaks:
+def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:
+    found = _contradictions(spec, devices)
+    return ResolvedHardware(None if found else _limited(devices, max_devices), tuple(found), local)
+
+
+def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Diagnostic]:
+    if precision in known:
         return []
     text = f"{name} has no {precision} arithmetic"
-    help_text = f"it has {', '.join(sorted(peaks))}: write precision: fp16"
+    nearest = next(kind for kind in ("bf16", "fp16", "fp32") if kind in known)
+    help_text = f"it has {', '.join(sorted(known))}: write precision: {nearest}"
     return [Diagnostic("PT263", text, path=("training", "precision"), help=help_text)]
 
 
-def _own_entry(spec: HardwareSpec) -> dict[str, Any]:
-    peak = spec.peak_tflops or 0.0
-    return {
-        "backend": "cuda", "usable_gib": spec.memory_gib, "memory_gb_per_s": spec.memory_gb_per_s,
-        "peak_tflops": dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), peak),
-        "achievable_tflops": dict.fromkeys(("fp64", "fp32", "bf16", "fp16"), 0.75 * peak),
-        "link_gb_per_s": 31.0, "per_node": 1, "fabric": "ethernet-100g", "host_memory_gib": None,
-    }  # fmt: skip
-
-
-def _accelerator(
-    spec: HardwareSpec, name: str, entry: dict[str, Any], fabric_name: str, precision: Precision
-) -> Devices:
-    per_node = entry["per_node"] if spec.per_node == "auto" else spec.per_node
-    if spec.accelerator == "auto" and spec.per_node == "auto":
-        per_node = max(1, this_machine().devices)
-    peak = entry["peak_tflops"][precision] * 1e12
-    achievable = entry["achievable_tflops"][precision] * 1e12
-    if spec.peak_tflops is not None:
-        achievable *= spec.peak_tflops * 1e12 / peak
-        peak = spec.peak_tflops * 1e12
-    host = spec.host_memory_gib or entry["host_memory_gib"]
-    return Devices(
-        accelerator=name,
-        backend=entry["backend"],
-        nodes=spec.nodes,
-        per_node=per_node,
-        memory_bytes=int((spec.memory_gib or entry["usable_gib"]) * _GIB),
-        peak_flops=peak,
-        achievable_flops=achievable,
-        memory_bytes_per_s=(spec.memory_gb_per_s or entry["memory_gb_per_s"]) * 1e9,
-        link_bytes_per_s=(spec.link_gb_per_s or entry["link_gb_per_s"]) * 1e9,
-        fabric_bytes_per_s=_fabric(spec, fabric_name, per_node),
-        host_memory_bytes=int(host * _GIB) if host else None,
-    )
-
-
-def _fabric(spec: HardwareSpec, name: str, per_node: int) -> float:
-    if spec.fabric_gb_per_s is not None:
-        return spec.fabric_gb_per_s * 1e9
-    entry = table("fabrics")[name]
-    shared_by = per_node if entry["per"] == "node" else 1
-    return float(entry["gb_per_s"]) * 1e9 / shared_by
-
-
-def _cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
-    """Price ranks on a CPU, which share its memory and cores; ``auto`` is two ranks, one where there is one core."""
-    machine = this_machine()
-    per_node = min(2, machine.cores) if spec.per_node == "auto" else spec.per_node
-    per_node = min(per_node, max_devices or per_node)
-    threads = max(1, machine.cores // per_node)
-    cores = min(float(threads), machine.cores / per_node)
-    host = int((spec.memory_gib or spec.host_memory_gib or 0.0) * _GIB) or machine.memory_bytes
-    achievable = cores * cpu_gflops_per_core() * 1e9 * _CPU_SPEED[precision]
-    if spec.peak_tflops is not None:
-        achievable = 0.75 * spec.peak_tflops * 1e12
-    memory = spec.memory_gb_per_s * 1e9 / per_node if spec.memory_gb_per_s else cores * _CPU_BYTES_PER_S_PER_CORE
-    fabric = spec.fabric if spec.fabric in table("fabrics") else "ethernet-25g"
-    return Devices(
-        accelerator="cpu",
-        backend="cpu",
-        nodes=spec.nodes,
-        per_node=per_node,
-        memory_bytes=host // per_node,
-        peak_flops=spec.peak_tflops * 1e12 if spec.peak_tflops else None,
-        achievable_flops=achievable,
-        memory_bytes_per_s=memory,
-        link_bytes_per_s=(spec.link_gb_per_s or _CPU_LINK_GB_PER_S) * 1e9,
-        fabric_bytes_per_s=_fabric(spec, fabric or "ethernet-25g", per_node),
-        host_memory_bytes=host,
-        threads_per_rank=threads,
-    )
+def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
+    """Return the figures of a spec that cannot belong to one machine."""
+    pairs: list[tuple[str, float | None, str, float | None, str]] = [
+        ("achievable_tflops", devices.achievable_flops, "peak", devices.peak_flops, "peak_tflops"),
+        ("attention_tflops", devices.attention_flops, "peak", devices.peak_flops, "peak_tflops"),
+        ("wide_tflops", devices.wide_flops, "peak", devices.peak_flops, "peak_tflops"),
+        ("pair_gb_per_s", devices.pair_bytes_per_s, "link", devices.link_bytes_per_s, "link_gb_per_s"),
+    ]
+    found = []
+    for field, value, what, limit, other in pairs:
+        given: Any = getattr(spec, field)
+        if given is None or value is None or limit is None or value <= limit * (1 + 1e-9):
+            continue
+        largest = limit / (1e12 if what == "peak" else 1e9)
+        text = f"{field}: {given:g} is more than the device's {what}, {largest:g}"
+        help_text = f"write at most {largest:g}, or a larger {other}"
+        found.append(Diagnostic("PT262", text, path=("hardware", field), help=help_text))
+    if spec.backend is not None and spec.backend != devices.backend:
+        text = f"{devices.accelerator} runs on {devices.backend}, not on {spec.backend}"
+        help_text = "leave backend out; it is for devices that the catalog lacks"
+        found.append(Diagnostic("PT262", text, path=("hardware", "backend"), help=help_text))
+    return found
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:

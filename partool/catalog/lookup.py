@@ -1,4 +1,4 @@
-"""The catalog's data files: accelerators, fabrics and model presets, each entry with its source and date."""
+"""The catalog's data files: accelerators, hosts, fabrics and model presets, with the sources of their figures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-Table = Literal["accelerators", "fabrics", "models"]
+Table = Literal["accelerators", "hosts", "fabrics", "models", "sources"]
 
 _FOLDER = Path(__file__).parent
 
 
 @cache
 def table(name: Table) -> dict[str, dict[str, Any]]:
-    """Return a table of the catalog by entry name; entries carry ``source`` and ``as_of``."""
+    """Return a table of the catalog by entry name.
+
+    Entries carry ``source`` and ``as_of``; those of machines also ``sources``: from a figure to an entry of the table
+    ``sources``, which gives text and date. A dictionary's figures may share one (``peak_tflops``) or have their own
+    (``achievable_tflops.fp8``).
+    """
     loaded: dict[str, dict[str, Any]] = json.loads(_bytes(name))
     return loaded
 

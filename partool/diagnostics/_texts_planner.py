@@ -98,6 +98,14 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: h100-sxm, fabric: ib-ndr}\n" + _DATA,
     ),
     Rule(
+        "PT262",
+        "Figures of the hardware contradict each other",
+        "No device computes above its peak, one pair's link is at most all links together, and a catalog device keeps "
+        "its backend.",
+        _MODEL + "hardware: {accelerator: h100-sxm, achievable_tflops: 1200}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, achievable_tflops: 700}\n" + _DATA,
+    ),
+    Rule(
         "PT263",
         "The accelerator does not compute in this precision",
         "Emulation would be many times slower; older devices have fp16 but no bf16.",

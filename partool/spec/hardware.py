@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from partool.spec._base import Auto, Section
 
+Backend = Literal["cpu", "cuda", "rocm"]
+Topology = Literal["switch", "mesh", "none"]
+
+_Count = Annotated[int, Field(gt=0, le=1_000_000)]
+# Far above anything built, far below where arithmetic overflows: a misplaced unit is said, infinity is refused.
+_Figure = Annotated[float, Field(gt=0.0, le=1e6)]
+
 
 class HardwareSpec(Section):
-    """Machines: a catalog name with optional figures that replace the catalog's, ``cpu``, or ``auto`` (look here)."""
+    """Machines: a catalog name with optional figures that replace the catalog's, ``cpu``, or ``auto`` (look here).
+
+    A device that the catalog lacks needs ``memory_gib``, ``peak_tflops`` and ``memory_gb_per_s``; what else it leaves
+    out is taken to be a PCIe 4 card. Rates are of one device and one direction unless they say otherwise.
+    """
 
     accelerator: str = "auto"
     """Catalog name (h100-sxm, mi300x, gh200-96, ...), ``cpu``, or ``auto`` for this machine's devices."""
-    nodes: PositiveInt = 1
-    per_node: PositiveInt | Auto = "auto"
+    nodes: Annotated[int, Field(gt=0, le=100_000)] = 1
+    per_node: Annotated[int, Field(gt=0, le=1024)] | Auto = "auto"
     """Devices per node; for ``cpu`` the number of ranks."""
     fabric: str | None = None
     """Network between nodes: catalog name (ib-ndr, roce-400, efa, slingshot, ethernet-100g, ...)."""
-    memory_gib: PositiveFloat | None = None
+    backend: Literal["cuda", "rocm"] | None = None
+    """Of a device that the catalog lacks; default cuda."""
+    memory_gib: _Figure | None = None
     """Usable memory per device; for ``cpu`` the whole host's memory."""
-    peak_tflops: PositiveFloat | None = None
-    """Dense peak of one device in the spec's precision."""
-    memory_gb_per_s: PositiveFloat | None = None
-    link_gb_per_s: PositiveFloat | None = None
-    """One direction, between devices of a node."""
-    fabric_gb_per_s: PositiveFloat | None = None
-    """One direction, per device, between nodes."""
-    host_memory_gib: PositiveFloat | None = None
+    peak_tflops: _Figure | None = None
+    """Dense peak in the spec's precision; what is derived from the peak moves with it."""
+    achievable_tflops: _Figure | None = None
+    """What large matrix products reach in the spec's precision."""
+    wide_tflops: _Figure | None = None
+    """The same in 16 bits where the spec's precision is fp8: the head and attention's products stay wide."""
+    attention_tflops: _Figure | None = None
+    """What fused attention reaches, forward and backward together."""
+    units: _Count | None = None
+    """Streaming multiprocessors or compute units."""
+    memory_gb_per_s: _Figure | None = None
+    topology: Topology | None = None
+    """Joins the devices of a node: a switch, a link of its own for each pair (mesh), or nothing but PCIe (none)."""
+    domain: _Count | None = None
+    """Devices that the fast link joins, where that is not a node."""
+    link_gb_per_s: _Figure | None = None
+    """From one device to all others of its node together."""
+    pair_gb_per_s: _Figure | None = None
+    """Between two devices of a node, where that is less."""
+    link_latency_us: _Figure | None = None
+    """Start of one collective within a node."""
+    fabric_gb_per_s: _Figure | None = None
+    """Per device, between nodes."""
+    fabric_latency_us: _Figure | None = None
+    """Start of one collective between nodes."""
+    host_link_gb_per_s: _Figure | None = None
+    """Between one device and host memory, while all devices of the node use theirs."""
+    host_memory_gib: _Figure | None = None
+    """Of a node."""
+    host_memory_gb_per_s: _Figure | None = None
+    """Of a node."""
+    host_cores: _Count | None = None
+    """Of a node."""
+    operator_us: _Figure | None = None
+    """Host time to start one operator (kernel)."""
+    profile: str | None = None
+    """File that ``partool calibrate`` wrote, from the spec's folder; default: this machine's own, if there is one."""
 
 
 class LimitsSpec(Section):
@@ -40,15 +82,12 @@ class LimitsSpec(Section):
     """Use at most this many of the devices."""
 
 
-Topology = Literal["switch", "mesh", "none"]
-
-
 class Devices(Section):
     """The machines, with the figures the predictions used."""
 
     accelerator: str
     """Catalog name, or ``cpu``."""
-    backend: Literal["cpu", "cuda", "rocm"]
+    backend: Backend
     nodes: int
     per_node: int
     """Ranks per node."""

@@ -1,0 +1,157 @@
+"""The figures of one machine: a catalog entry (or a spec's own device) with what the spec replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.catalog.lookup import table
+from partool.catalog.machine import cpu_gflops_per_core, this_machine
+from partool.spec.hardware import Devices, HardwareSpec
+from partool.spec.training import Precision
+
+_GIB = 2**30
+_CPU_BYTES_PER_S_PER_CORE = 8e9  # copies and element-wise torch operators on one core of a 2.3 GHz Xeon: 8 to 10 GB/s
+_CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4 MB between two ranks, 0.5 to 1.2 GB/s
+CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
+"""Against fp32, without matrix extensions; there is no fp8."""
+_ACHIEVABLE = 0.75
+"""Of its peak, for a device that only the spec describes."""
+_PLAIN = {
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "achievable_tflops": ("achievable_flops", 1e12),
+    "attention_tflops": ("attention_flops", 1e12),
+    "link_gb_per_s": ("link_bytes_per_s", 1e9),
+    "pair_gb_per_s": ("pair_bytes_per_s", 1e9),
+    "link_latency_us": ("link_latency_s", 1e-6),
+    "fabric_gb_per_s": ("fabric_bytes_per_s", 1e9),
+    "fabric_latency_us": ("fabric_latency_s", 1e-6),
+    "host_link_gb_per_s": ("host_link_bytes_per_s", 1e9),
+    "host_memory_gb_per_s": ("host_memory_bytes_per_s", 1e9),
+    "operator_us": ("operator_s", 1e-6),
+    "topology": ("topology", None),
+    "domain": ("domain", None),
+    "units": ("units", None),
+    "host_cores": ("host_cores", None),
+}
+"""Fields of the spec that replace one field of the machine, with their unit."""
+
+
+def own_entry(spec: HardwareSpec) -> dict[str, Any]:
+    """Return an entry for a device that the catalog lacks: a card without links of its own in a PCIe 4 slot."""
+    peaks = dict.fromkeys(("fp64", "fp32", "bf16", "fp16", "fp8"), spec.peak_tflops or 0.0)
+    return {
+        "backend": spec.backend or "cuda", "usable_gib": spec.memory_gib, "memory_gb_per_s": spec.memory_gb_per_s,
+        "peak_tflops": peaks, "achievable_tflops": {name: _ACHIEVABLE * peak for name, peak in peaks.items()},
+        "attention_share": {}, "units": 0, "topology": "none", "link_gb_per_s": 31.0, "pair_gb_per_s": None,
+        "link_latency_us": 14.0, "domain": None, "host_link_gb_per_s": 31.0, "host": "epyc-rome-1s",
+        "devices_per_host": 0, "host_memory_gib": None, "per_node": 1, "fabric": "ethernet-100g",
+    }  # fmt: skip
+
+
+def accelerator(
+    spec: HardwareSpec, name: str, entry: dict[str, Any], fabric_name: str, precision: Precision
+) -> Devices:
+    """Return the figures of machines with accelerators."""
+    per_node = entry["per_node"] if spec.per_node == "auto" else spec.per_node
+    if spec.accelerator == "auto" and spec.per_node == "auto":
+        per_node = max(1, this_machine().devices)
+    fabric, host = table("fabrics")[fabric_name], table("hosts")[entry["host"]]
+    hosts = -(-per_node // entry["devices_per_host"]) if entry["devices_per_host"] else 1
+    memory_gib = spec.host_memory_gib or (entry["host_memory_gib"] or 0) * hosts
+    devices = Devices(
+        accelerator=name,
+        backend=entry["backend"],
+        nodes=spec.nodes,
+        per_node=per_node,
+        domain=_domain(entry, per_node),
+        memory_bytes=int((spec.memory_gib or entry["usable_gib"]) * _GIB),
+        **_compute(spec, entry, precision),
+        units=entry["units"],
+        memory_bytes_per_s=entry["memory_gb_per_s"] * 1e9,
+        topology=entry["topology"],
+        link_bytes_per_s=entry["link_gb_per_s"] * 1e9,
+        pair_bytes_per_s=entry["pair_gb_per_s"] * 1e9 if entry["pair_gb_per_s"] else None,
+        link_latency_s=entry["link_latency_us"] * 1e-6,
+        fabric_bytes_per_s=_fabric(fabric, per_node),
+        fabric_latency_s=fabric["latency_us"] * 1e-6,
+        host_link_bytes_per_s=entry["host_link_gb_per_s"] * 1e9,
+        host_memory_bytes=int(memory_gib * _GIB) or None,
+        host_memory_bytes_per_s=host["memory_gb_per_s"] * 1e9 * hosts,
+        host_cores=host["cores"] * hosts,
+        operator_s=host["operator_us"] * 1e-6,
+    )
+    return _replaced(spec, devices, precision)
+
+
+def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> Devices:
+    """Price ranks on a CPU, which share its memory and cores; ``auto`` is two ranks, one where there is one core."""
+    machine = this_machine()
+    per_node = min(2, machine.cores) if spec.per_node == "auto" else spec.per_node
+    per_node = min(per_node, max_devices or per_node)
+    threads = max(1, machine.cores // per_node)
+    cores = min(float(threads), machine.cores / per_node)
+    host = int((spec.memory_gib or spec.host_memory_gib or 0.0) * _GIB) or machine.memory_bytes
+    achievable = cores * cpu_gflops_per_core() * 1e9 * CPU_SPEED[precision]
+    if spec.peak_tflops is not None:
+        achievable = _ACHIEVABLE * spec.peak_tflops * 1e12
+    fabric = table("fabrics").get(spec.fabric or "", table("fabrics")["ethernet-25g"])
+    devices = Devices(
+        accelerator="cpu",
+        backend="cpu",
+        nodes=spec.nodes,
+        per_node=per_node,
+        memory_bytes=host // per_node,
+        peak_flops=spec.peak_tflops * 1e12 if spec.peak_tflops else None,
+        achievable_flops=achievable,
+        memory_bytes_per_s=cores * _CPU_BYTES_PER_S_PER_CORE,
+        link_bytes_per_s=_CPU_LINK_GB_PER_S * 1e9,
+        fabric_bytes_per_s=_fabric(fabric, per_node),
+        host_memory_bytes=host,
+        threads_per_rank=threads,
+    )
+    devices = _replaced(spec, devices, precision)
+    if spec.memory_gb_per_s is None:
+        return devices
+    return devices.model_copy(update={"memory_bytes_per_s": spec.memory_gb_per_s * 1e9 / per_node})
+
+
+def _compute(spec: HardwareSpec, entry: dict[str, Any], precision: Precision) -> dict[str, Any]:
+    """Return what the device computes per second in the precision; a peak of the spec's own scales all of it."""
+    peaks, achievable = entry["peak_tflops"], entry["achievable_tflops"]
+    scale = spec.peak_tflops / peaks[precision] if spec.peak_tflops is not None else 1.0
+    wide = "bf16" if precision == "fp8" else precision
+    share = max(entry["attention_share"].values(), default=None)
+    return {
+        "peak_flops": peaks[precision] * 1e12 * scale,
+        "achievable_flops": achievable[precision] * 1e12 * scale,
+        "wide_flops": achievable[wide] * 1e12 * scale if precision == "fp8" else None,
+        "attention_flops": share * peaks[wide] * 1e12 * scale if share else None,
+    }
+
+
+def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Devices:
+    """Return the machine with the figures that the spec gives."""
+    update: dict[str, Any] = {}
+    for field, (name, unit) in _PLAIN.items():
+        value = getattr(spec, field)
+        if value is not None:
+            update[name] = value * unit if unit else value
+    if spec.wide_tflops is not None and precision == "fp8":
+        update["wide_flops"] = spec.wide_tflops * 1e12
+    pair, link = devices.pair_bytes_per_s, update.get("link_bytes_per_s")
+    if spec.pair_gb_per_s is None and pair and link and link < pair:
+        update["pair_bytes_per_s"] = link
+    return devices.model_copy(update=update)
+
+
+def _domain(entry: dict[str, Any], per_node: int) -> int:
+    """Return how many devices a rack's fast link joins: as many nodes as the rack holds, of this many devices."""
+    if not entry["domain"]:
+        return 0
+    rack: int = entry["domain"]
+    return min(rack, rack // int(entry["per_node"]) * per_node)
+
+
+def _fabric(entry: dict[str, Any], per_node: int) -> float:
+    """Return the bytes per second of one device between nodes, whose adapters may be shared."""
+    return float(entry["gb_per_s"]) * 1e9 / (per_node if entry["per"] == "node" else 1)
