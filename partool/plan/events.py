@@ -13,6 +13,7 @@ EventKind = Literal[
     "checkpoint",  # step, path, write_s, blocked_s
     "nonfinite",  # step, consecutive
     "signal",  # name
+    "warning",  # message
     "summary",  # predicted, measured and measure of every term
     "error",  # type, message, traceback
     "end",  # step, exit_code, reason

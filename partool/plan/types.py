@@ -139,6 +139,10 @@ class Prediction(Record):
     time: TimePrediction
     relative_error: float
     """One standard deviation of the step time, from the data the model was checked on."""
+    time_scalar: float = 1.0
+    """Measured over predicted step time of this machine's earlier runs; the times hold it already."""
+    memory_scalar: float = 1.0
+    """The same for memory."""
 
 
 class Alternative(Record):

@@ -27,6 +27,7 @@ from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry._figures import Figures
 from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
+from partool_runtime.telemetry._run_row import write_run_row
 from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._tensorboard import TensorBoard
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
@@ -221,12 +222,19 @@ class Recorder:
             table, data = close_run(self._plan, self._run_dir, self._world_size, mine, self._opened_at, wait=clean)
             self._events.write("summary", {"scope": "run", **data})
             tail = [table] if clean and self._history else []
+            if clean:
+                self._write_run_row(data["terms"], reason)
         self._events.write("end", {"step": self._figures.step, "exit_code": exit_code, "reason": reason})
         self._events.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._display is not None:
             self._display.close(tail)
+
+    def _write_run_row(self, terms: list[dict[str, Any]], reason: str) -> None:
+        counted = [step for step, _ in self._history if step not in self._unsteady]
+        if (problem := write_run_row(self._plan, self._run_dir, terms, counted, reason or "done")) is not None:
+            self._events.write("warning", {"message": problem})
 
     def __enter__(self) -> Recorder:
         return self
