@@ -289,13 +289,6 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1}\n" + _DATA,
     ),
     Rule(
-        "PT410",
-        "Recomputation of attention alone is planned, not run yet",
-        "The plan can be read and compared; launch refuses it. Selective recomputation runs.",
-        _gpus("parallel: {recompute: attention}"),
-        _gpus("parallel: {recompute: selective}"),
-    ),
-    Rule(
         "PT411",
         "fp8 is planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

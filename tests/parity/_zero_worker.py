@@ -30,10 +30,24 @@ STEPS, SEQUENCES, LENGTH = 10, 12, 6
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
 
 
+def causal(q_BNSD: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q_BNSD, q_BNSD, q_BNSD, is_causal=True)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = causal
+
+    def forward(self, q_BSH: torch.Tensor) -> torch.Tensor:
+        return self.core(q_BSH.unsqueeze(1)).squeeze(1)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
+        self.attention = Attention()
         self.q = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.up = nn.Linear(HIDDEN, WIDE)
         self.down = nn.Linear(WIDE, HIDDEN)
@@ -42,8 +56,7 @@ class Block(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         y_BSH = self.norm(x_BSH)
-        q_BSH = self.q(y_BSH).unsqueeze(1)
-        y_BSH = y_BSH + F.scaled_dot_product_attention(q_BSH, q_BSH, q_BSH, is_causal=True).squeeze(1)
+        y_BSH = y_BSH + self.attention(self.q(y_BSH))
         return x_BSH + self.down(F.gelu(self.up(y_BSH))) * self.row
 
 
@@ -246,7 +259,7 @@ def cases(world_size: int) -> dict[str, Case]:
     found |= {
         f"zero-{z} {policy}": Case(z, all_ranks, accumulation=3, recompute=policy)
         for z in (1, 3)
-        for policy in ("selective", "full")
+        for policy in ("attention", "selective", "full")
     }
     found |= {f"zero-{z} poisoned": Case(z, all_ranks, poison_step=4) for z in (0, 2)}
     found |= {f"zero-{z} {p}": Case(z, all_ranks, precision=p) for z in (0, 3) for p in ("fp32", "bf16", "fp16")}

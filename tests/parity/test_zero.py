@@ -146,7 +146,7 @@ def test_tied_embeddings(two, zero):
 
 
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("policy", ["attention", "selective", "full"])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_recomputation_changes_nothing(two, zero, policy):
     kept, again = two[f"zero-{zero} k=3"], two[f"zero-{zero} {policy}"]

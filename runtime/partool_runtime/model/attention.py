@@ -73,6 +73,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.core = attend
+        """What computes attention; recomputation wraps it."""
         self.layout = AttentionLayout(config.window if config.attention_kind(layer) == "sliding" else None)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = nn.Linear(config.hidden, queries, bias=config.qkv_bias)
@@ -95,6 +97,6 @@ class SelfAttention(nn.Module):
         if context.rope is not None:
             q_BNSD, k_BKSD = rotate(q_BNSD, context.rope), rotate(k_BKSD, context.rope)
         mask_SS = context.window_mask_SS if self.layout.window is not None else None
-        out_BNSD = attend(q_BNSD, k_BKSD, v_BKSD, self.layout, mask_SS)
+        out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, mask_SS)
         out: torch.Tensor = self.o(out_BNSD.transpose(1, 2).flatten(-2))
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -28,9 +28,16 @@ SAVED = frozenset(
 
 
 def recompute(model: Decoder, policies: Sequence[Recompute]) -> None:
-    """Give every block its policy: ``none`` keeps all, ``selective`` keeps :data:`SAVED`, ``full`` only the input."""
+    """Give every block its policy.
+
+    ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
+    ``full`` only the block's input.
+    """
     for block, policy in zip(model.layers, policies, strict=True):
-        if policy != "none":
+        if policy == "attention":
+            attention = cast(Any, block.attention)
+            attention.core = _full(attention.core)
+        elif policy != "none":
             setattr(block, "forward", _WRAPPERS[policy](block.forward))  # noqa: B010 - mypy forbids assigning a method
 
 
