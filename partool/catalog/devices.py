@@ -12,6 +12,8 @@ from partool.spec.training import Precision
 _GIB = 2**30
 _CPU_BYTES_PER_S_PER_CORE = 8e9  # copies and element-wise torch operators on one core of a 2.3 GHz Xeon: 8 to 10 GB/s
 _CPU_LINK_GB_PER_S = 1.0  # gloo over the loopback device: gathers of 1.6 to 6.4 MB between two ranks, 0.5 to 1.2 GB/s
+_CPU_LATENCY_S = 300e-6  # start of a gloo collective between ranks that share cores
+_CPU_OPERATOR_S = 8e-6  # start of one torch operator
 CPU_SPEED = {"fp32": 1.0, "fp64": 0.5, "bf16": 0.5, "fp16": 0.1}
 """Against fp32, without matrix extensions; there is no fp8."""
 _ACHIEVABLE = 0.75
@@ -66,6 +68,7 @@ def accelerator(
         domain=_domain(entry, per_node),
         memory_bytes=int((spec.memory_gib or entry["usable_gib"]) * _GIB),
         **_compute(spec, entry, precision),
+        sustained_share=entry.get("sustained_share", 1.0),
         units=entry["units"],
         memory_bytes_per_s=entry["memory_gb_per_s"] * 1e9,
         topology=entry["topology"],
@@ -105,6 +108,8 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
         achievable_flops=achievable,
         memory_bytes_per_s=cores * _CPU_BYTES_PER_S_PER_CORE,
         link_bytes_per_s=_CPU_LINK_GB_PER_S * 1e9,
+        link_latency_s=_CPU_LATENCY_S,
+        operator_s=_CPU_OPERATOR_S,
         fabric_bytes_per_s=_fabric(fabric, per_node),
         host_memory_bytes=host,
         threads_per_rank=threads,
