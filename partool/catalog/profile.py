@@ -96,13 +96,14 @@ def apply_profile(
         text = f"the calibration {path} holds no {precision} products, only {known}: the catalog's rate is used"
         findings.append(Diagnostic("PT283", text, "warning", _PATH, help=_HELP))
     scalars = profile.scalar(stack)
+    hashes = {"calibration": profile.figures_hash, "calibration/scalars": profile.scalars_hash}
     return Applied(
         _with_figures(profile, spec, devices, precision),
         time_scalar=scalars.time.value if scalars.time else 1.0,
         memory_scalar=scalars.memory.value if scalars.memory else 1.0,
         time=scalars.time,
         memory=scalars.memory,
-        inputs={"calibration": profile.figures_hash, "calibration/scalars": profile.scalars_hash},
+        inputs={name: text for name, text in hashes.items() if text},
         reason=_reason(profile, scalars),
         findings=tuple(findings),
     )
@@ -142,7 +143,10 @@ def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
 def _reason(profile: Profile, scalars: StackScalars) -> str:
     parts = []
     if profile.figures != Figures():
-        parts.append(f"the machine's figures were measured on {profile.created[:10]} (partool calibrate)")
+        parts.append(
+            f"the machine's figures were measured on {profile.created[:10]} (partool calibrate)"
+            + ("" if profile.complete else ", not all of them")
+        )
     for name, scalar in (("step times", scalars.time), ("memory", scalars.memory)):
         if scalar is not None:
             runs = "run" if scalar.n == 1 else "runs"

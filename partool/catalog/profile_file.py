@@ -80,7 +80,8 @@ class MachineId(_Part):
     """Ranks that worked at once."""
     threads_per_rank: int = 0
     torch: str = ""
-    backend: Literal["cpu", "cuda", "rocm"]
+    backend: str = ""
+    """cpu, cuda or rocm; empty where nothing was measured."""
 
 
 class Scalar(_Part):
@@ -133,7 +134,9 @@ class Profile(_Part):
 
     @property
     def figures_hash(self) -> str:
-        """SHA-256 of what decides the figures; runs that are compared with predictions must share it."""
+        """SHA-256 of what decides the figures, empty without any; predictions that are compared must share it."""
+        if self.figures == Figures():
+            return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

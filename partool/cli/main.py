@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "list": ("partool.cli.list", "List the runs."),
     "cancel": ("partool.cli.cancel", "Stop a run, with a checkpoint."),
     "export": ("partool.cli.export", "Write a run's weights for other tools."),
+    "calibrate": ("partool.cli.calibrate", "Measure this machine, or learn from its finished runs."),
     "explain": ("partool.cli.explain", "Explain a rule code such as PT203."),
     "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),
 }

@@ -202,6 +202,57 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
+        "PT280",
+        "The calibration cannot be read",
+        "hardware.profile names a file that partool calibrate wrote, from the spec's folder; without it plans look for "
+        "calibration.json beside the runs. Without calibration the catalog's figures are used.",
+        "partool plan mine.yaml --set hardware.profile=missing.json",
+        "partool calibrate --out machine.json && partool plan mine.yaml --set hardware.profile=machine.json",
+        "command",
+    ),
+    Rule(
+        "PT281",
+        "The calibration is of another version",
+        "Its figures may mean something else.",
+        "partool plan mine.yaml --set hardware.profile=from-an-old-partool.json",
+        "partool calibrate --out machine.json && partool plan mine.yaml --set hardware.profile=machine.json",
+        "command",
+    ),
+    Rule(
+        "PT282",
+        "The calibration is of another machine",
+        "Figures of one machine say nothing about another. For accelerators their name counts, for CPUs the processor "
+        "and the number of cores.",
+        "partool plan mine.yaml --set hardware.accelerator=h100-sxm --set hardware.profile=laptop.json",
+        "partool calibrate && partool plan mine.yaml --set hardware.accelerator=auto",
+        "command",
+    ),
+    Rule(
+        "PT283",
+        "The calibration lacks the plan's precision",
+        "The rate of matrix products is then the catalog's, the other figures are measured ones.",
+        "partool plan mine.yaml --set training.precision=fp64",
+        "partool plan mine.yaml --set training.precision=bf16",
+        "command",
+    ),
+    Rule(
+        "PT284",
+        "The machine could not be measured",
+        "The measuring processes failed; what they wrote to standard error says why.",
+        "partool calibrate --ranks 1000",
+        "partool calibrate --ranks 2",
+        "command",
+    ),
+    Rule(
+        "PT285",
+        "No finished run to learn from",
+        "Only runs count that this version predicted with the machine's present figures, and that made ten steps or "
+        "more beside warm-up, validations and checkpoints. Runs from before a calibration were predicted without it.",
+        "partool calibrate && partool calibrate --from-runs",
+        "partool calibrate && partool launch mine.yaml && partool calibrate --from-runs",
+        "command",
+    ),
+    Rule(
         "PT301",
         "No layout fits into memory",
         "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",

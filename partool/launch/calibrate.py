@@ -1,0 +1,79 @@
+"""Starting the measurement of this machine, which is the runtime's, as a process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from partool import __version__
+from partool.catalog.lookup import table
+from partool.catalog.machine import available_cores, processor, this_machine
+from partool.catalog.profile_file import Figures, MachineId, Measurement, Profile
+
+INTERRUPTED = 130
+
+
+class MeasureError(Exception):
+    """Nothing was measured."""
+
+
+def measure(sizes: str, ranks: int | None) -> Profile:
+    """Measure this machine; the talk goes to standard error. Raises MeasureError.
+
+    An interrupt ends the measurement; the profile then holds what there was and is not ``complete``.
+    """
+    # -P: a file in the current folder must not pass for a module of the same name
+    command = [sys.executable, "-P", "-m", "partool_runtime.calibrate", "--sizes", sizes]
+    command += [] if ranks is None else ["--ranks", str(ranks)]
+    environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the measuring process as well
+    try:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        output, _ = process.communicate()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if process.returncode not in (0, INTERRUPTED):
+        raise MeasureError(f"the measuring process ended with exit code {process.returncode}")
+    try:
+        return _profile(json.loads(output))
+    except ValueError as error:
+        raise MeasureError(f"the measuring process gave no result: {str(error).splitlines()[0]}") from None
+
+
+def empty_profile() -> Profile:
+    """Return a profile of this machine without figures, for scalars alone."""
+    accelerator = this_machine().accelerator
+    backend = table("accelerators").get(accelerator, {}).get("backend", "cpu" if accelerator == "cpu" else "")
+    return Profile(
+        partool_version=__version__, created=_now(), complete=True, sizes="none",
+        machine=_machine({"backend": backend, "ranks": 1}, accelerator),
+    )  # fmt: skip
+
+
+def _profile(result: dict[str, Any]) -> Profile:
+    found = result["machine"]
+    accelerator = "cpu" if found.get("backend", "cpu") == "cpu" else this_machine().accelerator
+    return Profile(
+        partool_version=__version__,
+        created=_now(),
+        sizes=result["sizes"],
+        complete=result["complete"],
+        machine=_machine(found, accelerator),
+        figures=Figures.model_validate(result["figures"]),
+        measurements=tuple(Measurement.model_validate(line) for line in result["measurements"]),
+    )
+
+
+def _machine(found: dict[str, Any], accelerator: str) -> MachineId:
+    return MachineId(
+        accelerator=accelerator, processor=processor(), cores=available_cores(), devices=this_machine().devices, **found
+    )
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,98 @@
+"""Scalars from finished runs: how much longer and larger they were than predicted."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from partool.catalog.profile_file import Scalar, StackScalars
+from partool.plan.run_rows import LEAST_STEPS
+
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of the rows."""
+
+    scalars: tuple[StackScalars, ...]
+    """One entry per stack; empty without a usable row."""
+    left_out: dict[str, int]
+    """Rows that do not count, by reason."""
+
+
+def fit_scalars(rows: Iterable[Mapping[str, str]], *, accelerator: str, figures_hash: str, version: str) -> Fit:
+    """Return measured over predicted per stack, as medians over runs.
+
+    Predictions count without the scalars they held. Rows count that were predicted by this version with the machine's
+    present figures (``figures_hash``, empty for the catalog's); of a run that was resumed, its longest attempt.
+    """
+    left_out: Counter[str] = Counter()
+    longest: dict[tuple[str, str], Mapping[str, str]] = {}
+    for row in rows:
+        if reason := _unusable(row, accelerator, figures_hash, version):
+            left_out[reason] += 1
+            continue
+        key = row["stack"], row["url_or_repo_path"]
+        if key in longest:
+            left_out["another attempt of the run was longer"] += 1
+        if key not in longest or int(row["steps"]) > int(longest[key]["steps"]):
+            longest[key] = row
+    stacks = sorted({stack for stack, _ in longest})
+    return Fit(tuple(_of(stack, [row for key, row in longest.items() if key[0] == stack]) for stack in stacks),
+               dict(left_out))  # fmt: skip
+
+
+def scalar(ratios: Sequence[float]) -> Scalar | None:
+    """Return the median of ratios with their spread; None without any."""
+    if not ratios:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = statistics.median(logs)
+    spread = _NORMAL * statistics.median(abs(value - middle) for value in logs)
+    return Scalar(value=math.exp(middle), n=len(ratios), spread=spread)
+
+
+def _of(stack: str, rows: Sequence[Mapping[str, str]]) -> StackScalars:
+    times = [_ratio(row, "step_time_s", "predicted_step_time_s", "time_scalar") for row in rows]
+    memory = [_ratio(row, "measured_memory_bytes", "predicted_memory_bytes", "memory_scalar") for row in rows]
+    return StackScalars(
+        stack=stack,
+        time=scalar([ratio for ratio in times if ratio is not None]),
+        memory=scalar([ratio for ratio in memory if ratio is not None]),
+    )
+
+
+def _ratio(row: Mapping[str, str], measured: str, predicted: str, held: str) -> float | None:
+    values = _number(row, measured), _number(row, predicted), _number(row, held)
+    if None in values:
+        return None
+    found, expected, factor = (value or 0.0 for value in values)
+    return found * factor / expected
+
+
+def _number(row: Mapping[str, str], column: str) -> float | None:
+    """Return a positive number, or None."""
+    try:
+        value = float(row.get(column, ""))
+    except ValueError:
+        return None
+    return value if 0 < value < math.inf else None
+
+
+def _unusable(row: Mapping[str, str], accelerator: str, figures_hash: str, version: str) -> str:
+    if not row.get("stack") or _ratio(row, "step_time_s", "predicted_step_time_s", "time_scalar") is None:
+        return "no prediction of partool beside the measurement"
+    if (_number(row, "steps") or 0) < LEAST_STEPS:
+        return f"fewer than {LEAST_STEPS} steps"
+    if row.get("gpu") != accelerator:
+        return f"not on {accelerator}"
+    if row.get("partool_version") != version:
+        return "predicted by another version of partool"
+    if row.get("calibration", "") != figures_hash:
+        return "predicted with other figures of the machine"
+    return ""
