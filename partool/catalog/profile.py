@@ -27,7 +27,7 @@ SMALLEST_ERROR = 0.02
 _PATH = ("hardware", "profile")
 # Shares that the cost model takes of a machine's line rates. The profile holds what was reached, so they are divided
 # out here; tests/unit/test_profile.py holds them against partool.cost.
-_STREAM_SHARE = 0.80
+_STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 _HOP = 0.4
@@ -167,7 +167,7 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     if wide in figures.attention_flops:
         found["attention_flops"] = share * figures.attention_flops[wide].value
     if figures.stream_bytes_per_s:
-        found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE
+        found["memory_bytes_per_s"] = share * figures.stream_bytes_per_s.value / _STREAM_SHARE[devices.backend]
     if figures.operator_s:
         found["operator_s"] = figures.operator_s.value
     found |= _link(figures, devices, ranks)

@@ -1,0 +1,248 @@
+"""Calibration profiles: the file, what they replace, and how plans come out against the cost model's equations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool import __version__
+from partool.catalog import profile as catalog_profile
+from partool.catalog.hardware import resolve_hardware
+from partool.catalog.machine import available_cores, processor
+from partool.catalog.profile import Applied, apply_profile, narrowed
+from partool.catalog.profile_file import (
+    Figures,
+    MachineId,
+    Profile,
+    ProfileError,
+    Scalar,
+    StackScalars,
+    load_profile,
+    save_profile,
+)
+from partool.cost import collective
+from partool.cost.case import Job
+from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices, HardwareSpec
+from partool.spec.model import ModelConfig
+
+MODEL = ModelConfig(layers=2, hidden=64, ffn_hidden=128, heads=4, kv_heads=4, head_dim=16, vocab=256)
+
+
+def figure(value: float, unit: str = "flop/s") -> dict[str, Any]:
+    return {"value": value, "unit": unit, "n": 5, "mad": 0.01 * value}
+
+
+def line(latency_s: float, bytes_per_s: float) -> dict[str, Any]:
+    return {"latency_s": figure(latency_s, "s"), "bytes_per_s": figure(bytes_per_s, "byte/s")}
+
+
+def made(accelerator: str = "cpu", ranks: int = 2, scalars: tuple[StackScalars, ...] = (), **figures: Any) -> Profile:
+    backend = "cpu" if accelerator == "cpu" else "cuda"
+    machine = MachineId(
+        accelerator=accelerator, processor=processor(), cores=available_cores(), ranks=ranks, backend=backend
+    )
+    return Profile(
+        partool_version=__version__, created="2026-11-21T08:00:00+00:00", complete=True, machine=machine,
+        figures=Figures.model_validate(figures), scalars=scalars,
+    )  # fmt: skip
+
+
+ALL = {
+    "achievable_flops": {"fp32": figure(80e9), "bf16": figure(40e9)},
+    "attention_flops": {"fp32": figure(30e9), "bf16": figure(15e9)},
+    "stream_bytes_per_s": figure(9e9, "byte/s"),
+    "operator_s": figure(3e-6, "s"),
+    "collectives": {
+        "all_gather": line(300e-6, 0.7e9),
+        "reduce_scatter": line(300e-6, 0.7e9 / 1.7),
+        "all_reduce": line(600e-6, 0.7e9 / 2.7),
+    },
+    "adam_parameters_per_s": figure(1e9, "parameter/s"),
+}
+
+
+def devices_of(precision: str = "fp32", **spec: Any) -> tuple[HardwareSpec, Devices]:
+    hardware = HardwareSpec(**{"accelerator": "cpu", "per_node": 2, **spec})
+    found = resolve_hardware(hardware, precision).devices  # type: ignore[arg-type]
+    assert found is not None
+    return hardware, found
+
+
+def applied(
+    home: Path, profile: Profile | None, precision: str = "fp32", *, named: str | None = None, **spec: Any
+) -> tuple[Applied, Devices]:
+    if profile is not None:
+        save_profile(profile, home / "calibration.json")
+    hardware, devices = devices_of(precision, profile=named, **spec)
+    return apply_profile(hardware, devices, precision, base_dir=home), devices
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path))
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    scalars = (StackScalars(stack="partool", time=Scalar(value=1.1, n=3, spread=0.02)),)
+    profile = made(scalars=scalars, **ALL)
+    save_profile(profile, tmp_path / "deep" / "p.json")
+    assert load_profile(tmp_path / "deep" / "p.json") == profile
+    assert list((tmp_path / "deep").iterdir()) == [tmp_path / "deep" / "p.json"]
+
+
+def test_hashes_name_what_moved() -> None:
+    first = made(**ALL)
+    scaled = first.model_copy(update={"scalars": (StackScalars(stack="partool"),)})
+    faster = made(**{**ALL, "operator_s": figure(2e-6, "s")})
+    assert first.figures_hash == scaled.figures_hash != faster.figures_hash
+    assert first.scalars_hash != scaled.scalars_hash
+    assert made().figures_hash == ""
+
+
+def test_without_a_profile_nothing_changes(tmp_path: Path) -> None:
+    found, devices = applied(tmp_path, None)
+    assert found == Applied(devices)
+
+
+def test_figures_replace_those_of_the_catalog(tmp_path: Path) -> None:
+    found, devices = applied(tmp_path, made(**ALL))
+    assert found.findings == ()
+    assert found.devices.achievable_flops == 80e9
+    assert found.devices.attention_flops == 30e9
+    assert found.devices.operator_s == 3e-6
+    assert found.devices.memory_bytes == devices.memory_bytes
+    assert found.inputs.keys() == {"calibration", "calibration/scalars"}
+    assert "2026-11-21" in found.reason
+
+
+def test_ranks_of_a_cpu_share_its_cores(tmp_path: Path) -> None:
+    one = applied(tmp_path, made(**ALL), per_node=1)[0].devices
+    four = applied(tmp_path, made(**ALL), per_node=4)[0].devices
+    assert (one.achievable_flops, four.achievable_flops) == (160e9, 40e9)
+    assert one.memory_bytes_per_s == pytest.approx(4 * four.memory_bytes_per_s)
+    assert one.host_memory_bytes_per_s == four.host_memory_bytes_per_s
+
+
+def test_what_the_spec_gives_wins(tmp_path: Path) -> None:
+    spec = {"peak_tflops": 1.0, "memory_gb_per_s": 7.0, "link_gb_per_s": 3.0}
+    found, devices = applied(tmp_path, made(**ALL), **spec)
+    for name in ("achievable_flops", "attention_flops", "memory_bytes_per_s", "link_bytes_per_s"):
+        assert getattr(found.devices, name) == getattr(devices, name)
+    assert found.devices.operator_s == 3e-6
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "h100-sxm"])
+def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, accelerator: str) -> None:
+    slow = collective._REDUCE_SLOWDOWN["cpu" if accelerator == "cpu" else "cuda"]
+    lines = {
+        "all_gather": line(2e-4, 1e9),
+        "reduce_scatter": line(2e-4, 1e9 / slow),
+        "all_reduce": line(4e-4, 1e9 / (1 + slow)),
+    }
+    profile = made(accelerator, ranks=4, collectives=lines)
+    found, _ = applied(tmp_path, profile, "bf16", accelerator=accelerator, per_node=4)
+    job = Job(MODEL, found.devices, 128, 8, "bf16")
+    ranks = collective.group(job, 4, 1)
+    moved = 8e6 * 3 / 4
+    assert float(collective.gather_s(job, 8e6, ranks)) == pytest.approx(2e-4 + moved / 1e9)
+    assert float(collective.reduce_scatter_s(job, 8e6, ranks)) == pytest.approx(2e-4 + slow * moved / 1e9)
+    assert float(collective.all_reduce_s(job, 8e6, ranks)) == pytest.approx(4e-4 + (1 + slow) * moved / 1e9)
+
+
+def test_shares_are_those_of_the_cost_model() -> None:
+    from partool.cost import layer, offload
+
+    assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
+    assert catalog_profile._HOST_LINK_SHARE == offload._LINK_SHARE
+    assert (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE) == (offload._HOST_BYTES, offload._HOST_SHARE)
+
+
+def test_a_profile_of_an_accelerator_serves_plans_for_it_only(tmp_path: Path) -> None:
+    profile = made("h100-sxm", achievable_flops={"bf16": figure(700e12)})
+    found, _ = applied(tmp_path, profile, "bf16", accelerator="h100-sxm", per_node=8)
+    assert found.devices.achievable_flops == 700e12
+    for other in ("cpu", "a100-80"):
+        unchanged, devices = applied(tmp_path, profile, "bf16", accelerator=other)
+        assert unchanged == Applied(devices)
+
+
+def test_scalars_come_with_narrower_errors(tmp_path: Path) -> None:
+    scalars = StackScalars(
+        stack="partool", time=Scalar(value=1.2, n=4, spread=0.05), memory=Scalar(value=0.9, n=1, spread=0.0)
+    )
+    found, devices = applied(tmp_path, made(scalars=(scalars,)))
+    assert (found.time_scalar, found.memory_scalar) == (1.2, 0.9)
+    assert found.devices == devices
+    assert found.time_error(0.2) == pytest.approx(((0.2**2 + 4 * 0.05**2) / 5) ** 0.5)
+    assert found.memory_error(0.2) == pytest.approx(0.2 / 2**0.5)
+    assert "median of 4 runs" in found.reason
+    assert "median of 1 run)" in found.reason
+
+
+def test_no_number_of_runs_brings_certainty() -> None:
+    errors = [narrowed(0.2, Scalar(value=1.0, n=n, spread=0.0)) for n in (1, 4, 100, 10**6)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0.02
+    assert narrowed(0.2, None) == 0.2
+
+
+BROKEN = {
+    "PT280": ['{"profile_ver', "[]x", '{"profile_version": 1}'],
+    "PT281": ['{"profile_version": 2}', "[]", "{}"],
+}
+
+
+@pytest.mark.parametrize(("code", "text"), [(code, text) for code, texts in BROKEN.items() for text in texts])
+def test_a_broken_profile_is_a_warning_and_an_error_where_it_is_named(tmp_path: Path, code: str, text: str) -> None:
+    (tmp_path / "calibration.json").write_text(text)
+    found, devices = applied(tmp_path, None)
+    assert [(f.code, f.severity) for f in found.findings] == [(code, "warning")]
+    assert (found.devices, found.inputs) == (devices, {})
+    named, _ = applied(tmp_path, None, named="calibration.json")
+    assert [(f.code, f.severity, f.path) for f in named.findings] == [(code, "error", ("hardware", "profile"))]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), "fast"])
+def test_impossible_figures_are_damage(tmp_path: Path, value: Any) -> None:
+    content = made(**ALL).model_dump(mode="json")
+    content["figures"]["stream_bytes_per_s"]["value"] = value
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=r"damaged: figures.stream_bytes_per_s.value"):
+        load_profile(tmp_path / "p.json")
+
+
+def test_a_named_profile_must_exist(tmp_path: Path) -> None:
+    found, _ = applied(tmp_path, None, named="missing.json")
+    assert [(f.code, f.severity) for f in found.findings] == [("PT280", "error")]
+    assert "No such file" in found.findings[0].message
+
+
+def one_finding(found: Applied) -> Diagnostic:
+    (finding,) = found.findings
+    assert finding.help
+    return finding
+
+
+def test_a_profile_of_another_machine_is_not_used(tmp_path: Path) -> None:
+    profile = made(**ALL)
+    machine = profile.machine.model_copy(update={"cores": 999})
+    found, devices = applied(tmp_path, profile.model_copy(update={"machine": machine}))
+    finding = one_finding(found)
+    assert (finding.code, finding.severity, found.devices) == ("PT282", "warning", devices)
+    assert "999 cores" in finding.message
+    save_profile(made("h100-sxm", **ALL), tmp_path / "h100.json")
+    named, _ = applied(tmp_path, None, named="h100.json")
+    assert (one_finding(named).code, one_finding(named).severity) == ("PT282", "error")
+    assert "it is for h100-sxm, the plan for cpu" in one_finding(named).message
+
+
+def test_a_precision_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    found, devices = applied(tmp_path, made(**ALL), "fp64")
+    finding = one_finding(found)
+    assert (finding.code, finding.severity) == ("PT283", "warning")
+    assert found.devices.achievable_flops == devices.achievable_flops
+    assert found.devices.operator_s == 3e-6
