@@ -12,6 +12,8 @@ from pathlib import Path
 from partool.catalog.lookup import table
 
 _GIB = 2**30
+_KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+"""Where AMD's kernel driver lists its devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def _catalog_name(driver_name: str) -> str:
 def _amd_targets() -> list[tuple[int, int]]:
     """Return architecture and bytes of memory of every AMD device, as the kernel's driver lists them."""
     found = []
-    for file in sorted(Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")):
+    for file in sorted(_KFD.glob("*/properties")):
         values = _pairs(file)
         if int(values.get("simd_count", "0")) > 0:
             banks = file.parent.glob("mem_banks/*/properties")

@@ -62,12 +62,14 @@ def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, 
             text = f"there is no model preset {spec.preset!r}"
             finding = Diagnostic("PT250", text, path=("model", "preset"), help=did_you_mean(spec.preset, presets))
             return None, "", [finding], {}
-        fields = dict(presets[spec.preset]["fields"])
+        entry = presets[spec.preset]
+        fields = dict(entry["fields"])
         window = fields.pop("attention", None)
         if window:
             fields["window"] = window["window"]
             fields["layer_types"] = ("sliding",) * fields["layers"]
-        return fields, f"preset {spec.preset}", [], {"catalog/models": table_hash("models")}
+        source = f"preset {spec.preset}" + (f" ({entry['differs']})" if "differs" in entry else "")
+        return fields, source, [], {"catalog/models": table_hash("models")}
     if spec.config is not None:
         fields_or_none, content, findings = read_config(base_dir / spec.config)
         return fields_or_none, spec.config, findings, {"model.config": hashlib.sha256(content).hexdigest()}

@@ -38,6 +38,8 @@ class HardwareSpec(Section):
     """Dense peak in the spec's precision; what is derived from the peak moves with it."""
     achievable_tflops: _Figure | None = None
     """What large matrix products reach in the spec's precision."""
+    sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Of what products reach, the part that the device keeps up over a whole step under its power limit."""
     wide_tflops: _Figure | None = None
     """The same in 16 bits where the spec's precision is fp8: the head and attention's products stay wide."""
     attention_tflops: _Figure | None = None
