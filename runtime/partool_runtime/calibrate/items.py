@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,8 +41,8 @@ class Sizes:
     """Rows, output width and input width of linear layers: three products each, forward and two backward."""
     sequences: tuple[tuple[int, int, int], ...]
     """Batch, heads and length of causal attention; heads are 128 wide."""
-    stream_elements: int
-    """Of each tensor of the bandwidth measurement (4 bytes each), well above the caches."""
+    streams: tuple[int, int]
+    """Tensors of the bandwidth measurement, and elements (4 bytes) of each."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
     link_bytes: int = 1 << 28
@@ -50,27 +51,24 @@ class Sizes:
 _KB, _MB = 1 << 10, 1 << 20
 _CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
 _GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
+_CPU = Sizes(
+    _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024), (1, 4, 2048)), (32, _MB), (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB),
+    16 * _MB,
+)  # fmt: skip
+_GPU = Sizes(
+    _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192), (1, 32, 16384)), (8, 64 * _MB),
+    (_MB, 8 * _MB, 64 * _MB, 256 * _MB, 1024 * _MB), 64 * _MB,
+)  # fmt: skip
 CPU_SIZES = {
-    "full": Sizes(
-        _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024), (1, 4, 2048)), 16 * _MB,
-        (64 * _KB, 512 * _KB, 4 * _MB, 16 * _MB, 64 * _MB), 16 * _MB,
-    ),
-    "quick": Sizes(
-        _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024)), 8 * _MB, (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB), 4 * _MB
-    ),
-    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64),), 64 * _KB, (4 * _KB, 64 * _KB), 64 * _KB),
-}  # fmt: skip
+    "full": _CPU,
+    "quick": replace(_CPU, sequences=_CPU.sequences[:2]),
+    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64),), (2, 64 * _KB), (4 * _KB, 64 * _KB), 64 * _KB),
+}
 GPU_SIZES = {
-    "full": Sizes(
-        _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192), (1, 32, 16384)), 128 * _MB,
-        (_MB, 8 * _MB, 64 * _MB, 256 * _MB, 1024 * _MB), 128 * _MB,
-    ),
-    "quick": Sizes(
-        _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192)), 64 * _MB,
-        (_MB, 8 * _MB, 32 * _MB, 128 * _MB, 256 * _MB), 32 * _MB,
-    ),
-    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128),), _MB, (64 * _KB, _MB), _MB, _MB),
-}  # fmt: skip
+    "full": _GPU,
+    "quick": replace(_GPU, sequences=_GPU.sequences[:2]),
+    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128),), (2, _MB), (64 * _KB, _MB), _MB, _MB),
+}
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -151,26 +149,26 @@ def _attention(shape: tuple[int, int, int], device: torch.device, precision: str
 
 
 def _streams(sizes: Sizes, device: torch.device) -> Iterator[Item]:
-    count = sizes.stream_elements
+    """Yield operators on one tensor after the other: the input was written just before, the result goes elsewhere.
 
-    def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.randn(count, device=device), torch.randn(count, device=device), torch.empty(count, device=device)
+    That is how layers use memory. The last tensor's place in the caches is what a layer's has; together the tensors
+    are larger than any cache.
+    """
+    number, count = sizes.streams
 
-    def copy() -> Work:
-        a, _, c = tensors()
-        return partial(c.copy_, a)
+    def chain(operator: Callable[..., object], other: bool) -> Work:
+        tensors = [torch.ones(count, device=device) for _ in range(number + 1)]
+        factor = (torch.ones(count, device=device),) * other
 
-    def add() -> Work:
-        a, b, c = tensors()
-        return partial(torch.add, a, b, out=c)
+        def work() -> None:
+            for source, target in itertools.pairwise(tensors):
+                operator(source, *factor, out=target)
 
-    def multiply() -> Work:
-        a, b, c = tensors()
-        return partial(torch.mul, a, b, out=c)
+        return work
 
-    yield Item("memory", "copy", "fp32", 8.0 * count, "byte", copy)
-    yield Item("memory", "add", "fp32", 12.0 * count, "byte", add)
-    yield Item("memory", "multiply", "fp32", 12.0 * count, "byte", multiply)
+    for name, operator, other in (("negate", torch.neg, False), ("multiply", torch.mul, True)):
+        moved = 4.0 * (3 if other else 2) * count * number
+        yield Item("memory", name, "fp32", moved, "byte", partial(chain, operator, other))
 
 
 def _operators(device: torch.device) -> Work:
