@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -27,10 +27,6 @@ class Elements(NamedTuple):
     """Norms and routers: the same on every tensor rank."""
     expert: int
     """Cut by expert and tensor parallelism."""
-
-    def times(self, factor: float) -> tuple[float, float, float]:
-        """Return the elements times a factor."""
-        return self.cut * factor, self.whole * factor, self.expert * factor
 
 
 @dataclass(frozen=True)
@@ -105,13 +101,19 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
     count = each * chunks + extra
     moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
     kinds = (count - moe, moe)
+    share = layouts.recompute_share
+
+    def some(layers: Column) -> Column:
+        return np.ceil(share * layers - 1e-9)
+
+    # Of each stage the first layers follow the policy, as many as the share rounded up.
+    under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
-    for kind in (DENSE, MOE):
-        if job.model.moe is None and kind == MOE:
-            continue
-        for policy in range(4):
-            chosen = np.where(layouts.recompute == policy, layouts.recompute_share, 0.0)
-            chosen = chosen + np.where(layouts.recompute != 0, 1.0 - layouts.recompute_share, 0.0) * (policy == 0)
+    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+        for policy in range(len(RECOMPUTE)):
+            chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)
+            if policy == 0:
+                chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)
             kept[kind, policy] = kinds[kind] * chosen
     first = np.where(rank == 0, 1, 0)
     last = np.where(rank == pp - 1, 1, 0)
@@ -134,11 +136,10 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
 def held_by_layout(job: Job, layout: Layout, rank: int, in_flight: int) -> Held:
     """Return what a pipeline rank of one layout holds, from its own stages and its policy per layer."""
     pp, model = layout.mesh.pp, job.model
-    policies = ("none", "attention", "selective", "full")
     kept: dict[tuple[int, int], Column] = {}
     for start, stop in layout.stages[rank::pp]:
         for layer in range(start, stop):
-            key = int(model.is_moe_layer(layer)), policies.index(layout.recompute[layer])
+            key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
             kept[key] = kept.get(key, 0) + 1
     kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
     return Held((kinds[0], kinds[1]), int(rank == 0), int(rank == pp - 1), in_flight / layout.chunks, kept)

@@ -34,10 +34,17 @@ class MemoryStack:
     """Size of a reduction bucket (two are under way); 0: the largest group of parameters is one bucket."""
     live_elements: float = 0.0
     """ZeRO-3: gathered parameters are released only beyond so many elements; 0: two groups are live."""
+    pipeline_keeps_whole: bool = False
+    """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
+    ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
+    traced: bool = False
+    """What dense layers keep is traced from the code itself."""
     norm_passes: float = 1.0
     """Tensors of the width of the model that a norm keeps besides its input and result, in units of fp32."""
     gate_products: int = 2
     """Tensors of the inner width that a gated activation keeps besides gate and up."""
+    in_place_gates: bool = False
+    """The gated activation writes its gradients over its inputs (Liger kernels)."""
     dropout: bool = False
     """Masks and inputs of dropout are kept (GPT recipes); flash attention draws its own."""
     expanded_keys: bool = False
@@ -54,19 +61,30 @@ class MemoryStack:
     """Most logits that the loss holds at once; 0: no limit."""
     logits_kept: bool = True
     """All logits exist in the compute type even where the loss is computed in parts."""
+    kept_outputs: int = 0
+    """Copies of the last stage's logits, in the compute type, that the pipeline engine keeps of each micro-batch of a
+    step (torch.distributed.pipelining keeps the outputs until the step ends, then merges them)."""
     fragmentation: float = 0.06
     """Allocator overhead as a share of what is allocated."""
-    sigma: float = 0.08
-    """Relative standard deviation of the true peak around the predicted one."""
+    sigma_states: float = 0.02
+    """Relative standard deviation of parameters, gradients and moments: they are counted."""
+    sigma_moving: float = 0.08
+    """Relative standard deviation of everything else, by closed equations: what code bases allocate besides the tensors
+    that are counted, and when. From published peaks (torchtitan, torchtune, DeepSpeed)."""
 
+
+CALIBRATED_SIGMA = 0.02
+"""The same once a step of this kind of run has been measured on the machines."""
 
 MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
-        MemoryStack("partool", copies_alone=True, logit_wide=2.0, logit_limit=2.0**26, logits_kept=False, sigma=0.1),
+        MemoryStack(
+            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, sigma_moving=0.06,
+        ),
         MemoryStack(
             "megatron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, gate_products=1,
-            selective="attention", logit_wide=2.0,
+            in_place_gates=True, selective="attention", logit_wide=2.0,
         ),
         MemoryStack(
             "megatron-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, lasting_gradients=True,
@@ -77,19 +95,30 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             live_elements=1e9, selective="attention",
         ),
         MemoryStack("fsdp1", selective="half-matmul"),
-        MemoryStack("fsdp2", selective="half-matmul"),
-        MemoryStack("fsdp2-compiled", selective="half-matmul", recompiles=True),
-        MemoryStack("torchtune", wide_weights=False, expanded_keys=True, logit_chunks=8, recompiles=True),
-        MemoryStack("nanotron", resident_copy=True, gradient_bytes=4, lasting_gradients=True, selective="attention"),
+        MemoryStack("fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2),
+        MemoryStack(
+            "fsdp2-compiled", selective="half-matmul", recompiles=True, pipeline_keeps_whole=True, kept_outputs=2,
+        ),
+        MemoryStack("torchtune", wide_weights=False, expanded_keys=True, logit_chunks=8),
+        MemoryStack("nanotron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, selective="attention"),
     )
 }  # fmt: skip
 """By name."""
 
 
 def memory_stack(name: str) -> MemoryStack:
-    """Return the row of a code base; ``name+fused-loss`` is one whose loss never holds its logits (Liger kernels)."""
-    base, _, feature = name.partition("+")
+    """Return the row of a code base, with features behind a plus sign.
+
+    ``+fused-loss``: the loss never holds its logits, and norms and gates are fused in place (Liger kernels);
+    ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.
+    """
+    base, *features = name.split("+")
     stack = MEMORY_STACKS[base]
-    if feature == "fused-loss":
-        return replace(stack, logit_chunks=64, logits_kept=False)
+    if "fused-loss" in features:
+        stack = replace(stack, logit_chunks=64, logits_kept=False)
+        stack = replace(stack, norm_passes=0.0, gate_products=1, in_place_gates=True)
+    if "whole-loss" in features:
+        stack = replace(stack, logit_chunks=1)
+    if "calibrated" in features:
+        stack = replace(stack, sigma_states=CALIBRATED_SIGMA, sigma_moving=CALIBRATED_SIGMA)
     return stack

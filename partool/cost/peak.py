@@ -6,6 +6,7 @@ backward pass (all activations and one layer at work), and the end of the backwa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import erf, sqrt
@@ -17,10 +18,11 @@ from partool.cost import in_flight as closed
 from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Column, Job, Layouts
 from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
-from partool.cost.saved import gradients_per_token, norm_per_token, saved_per_token, widths
+from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory
+from partool.schedule import in_flight
 
 MIB, GIB = 2**20, 2**30
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
@@ -34,7 +36,11 @@ CPU_FRAGMENTATION = 0.75
 up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
 CPU_FIRST_STEP_BYTES = 70 * MIB
 """What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
+CPU_SIGMA = 0.15
+"""Relative standard deviation on a CPU, where libraries decide what they keep."""
 Verdict = Literal["green", "amber", "red"]
+Layers = dict[tuple[int, int], tuple[Column, Column]]
+"""Bytes that one layer saves, and that it takes while its backward pass runs, by kind and policy."""
 GREEN = 0.99
 """Least probability of fitting that counts as sure."""
 
@@ -65,7 +71,10 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
     where dense layers come before those with experts the second has more parameters.
     """
     last = layouts.pp - 1
-    found = [_of_rank(job, layouts, rank) for rank in (0 * last, np.minimum(1, last), last)]
+    layers = _layers(job, layouts, memory_stack(job.stack.name))
+    ranks = (0 * last, np.minimum(1, last), last) if np.max(layouts.pp) > 1 else (last,)
+    held = [held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)) for rank in ranks]
+    found = [_memory(job, layouts, each, layers) for each in held]
     if np.max(layouts.pp) == 1:
         return found[0]
     totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
@@ -114,9 +123,12 @@ def host_bytes(job: Job, layout: Layout) -> int:
 def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
     columns = layout_columns(layout)
-    counts = [int(closed.in_flight(columns, rank)) for rank in range(layout.mesh.pp)]
+    counts: Sequence[int] = (1,)
+    if layout.mesh.pp > 1:
+        counts = in_flight(layout.schedule, layout.mesh.pp, layout.accumulation, layout.chunks)
     held = [held_by_layout(job, layout, rank, count) for rank, count in enumerate(counts)]
-    return [_memory(job, columns, each) for each in held]
+    layers = _layers(job, columns, memory_stack(job.stack.name))
+    return [_memory(job, columns, each, layers) for each in held]
 
 
 def layout_columns(layout: Layout) -> Layouts:
@@ -170,24 +182,19 @@ def _erf(z: Column) -> Column:
     return np.sign(z) * (1.0 - series * np.exp(-z * z))
 
 
-def _of_rank(job: Job, layouts: Layouts, rank: Column) -> Memory:
-    return _memory(job, layouts, held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)))
-
-
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     terms = {name: round(float(memory.terms[name])) for name in MEMORY_TERMS}
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: Job, layouts: Layouts, held: Held) -> Memory:
+def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     state = states(job, layouts, stack, held)
-    tokens = layouts.micro_batch * job.sequence_length / layouts.cp
-    saved, at_work = _activations(job, layouts, stack, held, tokens)
+    saved, at_work = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
     saved = saved - on_host
-    loss = held.last * _loss(job, layouts, stack, tokens)
-    buffers = state.buffers + _exchange(job, layouts, stack, tokens)
+    loss = held.last * _loss(job, layouts, stack)
+    buffers = state.buffers + _exchange(job, layouts)
     if backend == "cpu":
         activations, gradients = saved + at_work, state.gradients
     else:
@@ -208,7 +215,16 @@ def _memory(job: Job, layouts: Layouts, held: Held) -> Memory:
     terms["fragmentation"] = allocated * share + fixed
     terms = {name: np.floor(terms[name]) for name in MEMORY_TERMS}
     host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
-    return Memory(terms, stack.sigma * (sum(terms.values()) - outside), host, outside)
+    return Memory(terms, _sigma(stack, backend, terms, outside), host, outside)
+
+
+def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
+    """Return one standard deviation: states are known well, what moves less so."""
+    allocated = sum(terms.values()) - outside
+    if backend == "cpu":
+        return CPU_SIGMA * allocated
+    known = terms["parameters"] + terms["gradients"] + terms["optimizer"]
+    return np.hypot(stack.sigma_states * known, stack.sigma_moving * (allocated - known))
 
 
 def _fullest_phase(state: States, saved: Column, at_work: Column, loss: Column) -> tuple[Column, Column, Column]:
@@ -222,42 +238,60 @@ def _fullest_phase(state: States, saved: Column, at_work: Column, loss: Column) 
     return activations, gradients, np.where(phase == 0, loss, 0.0)
 
 
-def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, tokens: Column) -> tuple[Column, Column]:
+def _layers(job: Job, layouts: Layouts, stack: MemoryStack) -> Layers:
+    """Return the bytes that one layer saves and takes at work, by kind and policy."""
+    found: Layers = {}
+    tokens = micro_batch_tokens(job, layouts)
+    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+        whole = saved_by_layer(job, layouts, stack, kind, 0)
+        backward: Column = 0.0
+        if job.devices.backend != "cpu":
+            backward = gradients_per_token(job, layouts, stack, kind) * tokens
+        for policy in range(len(RECOMPUTE)):
+            there = whole if policy == 0 else saved_by_layer(job, layouts, stack, kind, policy)
+            # One layer's tensors are rebuilt while its backward pass runs.
+            found[kind, policy] = there, np.maximum(0.0, whole - there) + backward
+    return found
+
+
+def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, layers: Layers) -> tuple[Column, Column]:
     """Return the bytes of saved tensors over all micro-batches in flight, and of the one layer that is at work."""
     saved: Column = 0.0
     at_work: Column = 0.0
-    whole = {kind: saved_per_token(job, layouts, stack, kind, 0) for kind in (DENSE, MOE) if kind < 1 or job.model.moe}
-    for (kind, policy), count in held.kept.items():
-        there = saved_per_token(job, layouts, stack, kind, policy) if policy else whole[kind]
+    for key, count in held.kept.items():
+        there, rebuilt = layers[key]
         saved = saved + there * count
-        backward = 0.0
-        if job.devices.backend != "cpu":
-            backward = gradients_per_token(job, layouts, stack, kind)
-        # One layer's tensors are rebuilt while its backward pass runs.
-        rebuilt = np.maximum(0.0, whole[kind] - there) + backward
         at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
-    saved = saved * held.in_flight + held.last * norm_per_token(job, layouts, stack)
-    return saved * tokens, at_work * tokens
+    norm = norm_per_token(job, layouts, stack) * micro_batch_tokens(job, layouts)
+    return saved * held.in_flight + held.last * norm, at_work
 
 
-def _loss(job: Job, layouts: Layouts, stack: MemoryStack, tokens: Column) -> Column:
+def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
     """Return the bytes of logits, narrow and wide, and of their gradient."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
-    logits = tokens * vocab
+    logits = micro_batch_tokens(job, layouts) * vocab
     at_once = logits / stack.logit_chunks
     if stack.logit_limit:
         at_once = np.minimum(at_once, stack.logit_limit)
     narrow = small if small != wide else 0
-    kept = small * logits if stack.logits_kept and stack.logit_chunks > 1 else 0.0
-    return at_once * (stack.logit_wide * wide + narrow) + kept
+    spike = at_once * (stack.logit_wide * wide + narrow)
+    if stack.logits_kept and stack.logit_chunks > 1:
+        # The logits of all parts and their gradients, as those of the parts are joined.
+        spike = spike + 2 * small * logits
+    if not stack.logits_kept:
+        # The head's gradient is summed over the parts in a wide type, then cast.
+        spike = spike + np.where(at_once < logits, vocab * job.model.hidden * (wide + small), 0.0)
+    outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
+    return spike + outputs * small * logits
 
 
-def _exchange(job: Job, layouts: Layouts, stack: MemoryStack, tokens: Column) -> Column:
+def _exchange(job: Job, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
     small, m = job.compute_bytes, job.model
     tensor = np.where((layouts.tp > 1) & job.stack.sequence_parallel, 2.0 * m.hidden, 0.0)
-    sizes = widths(job, layouts, stack, MOE if m.moe else DENSE)
+    sizes = widths(job, layouts, MOE if m.moe else DENSE)
+    tokens = micro_batch_tokens(job, layouts)
     sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)
     expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
     return small * tokens * (tensor + sequence + expert)

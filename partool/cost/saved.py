@@ -1,8 +1,9 @@
-"""Bytes that autograd keeps of one layer, per token, by recompute policy.
+"""Bytes that autograd keeps of one layer, by recompute policy.
 
-Counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4); sizes follow
-grouped queries, latent attention, gated networks and experts. Tensors of the width of the model are cut by tensor
-parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words).
+For partool's own runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
+attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
+sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the width of the model are cut by
+tensor parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words).
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
+from partool.cost.traced import Coefficients, coefficients
 
 IMBALANCE = 1.1
 """Tokens of the fullest expert rank against an even share: 1.0 to 1.3 with a balancing loss."""
+NONE, SELECTIVE, FULL = (RECOMPUTE.index(name) for name in ("none", "selective", "full"))
 
 
 @dataclass(frozen=True)
@@ -25,26 +28,37 @@ class Widths:
 
     hidden: Column
     """The residual stream."""
-    attention: Column
-    """Queries, keys, values and the result, and with latent attention what they are projected from."""
     query: Column
+    key: Column
     value: Column
     result: Column
+    latent: Column
+    """What latent attention projects queries, keys and values from."""
+    heads: Column
+    kv_heads: Column
     scores: Column
-    """Of unfused attention: every head's row over the sequence."""
-    sums: Column
-    """Heads: one logarithm of a sum each (fused attention)."""
+    """Every head's row over the sequence."""
     inner: Column
     """Inner width of the feed-forward network; with experts of those that a token visits."""
     routed: Column
     """Tokens' hidden states sent to experts and back, with the router's scores."""
 
+    @property
+    def attention(self) -> Column:
+        """Queries, keys, values and the result, and with latent attention what they are projected from."""
+        return self.query + self.key + self.value + self.result + self.latent
 
-def widths(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Widths:
+
+def micro_batch_tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens that one rank works on in one forward pass."""
+    return layouts.micro_batch * job.sequence_length / layouts.cp
+
+
+def widths(job: Job, layouts: Layouts, kind: int) -> Widths:
     """Return the widths of a layer of a kind."""
     m, tp = job.model, layouts.tp
-    hidden = m.hidden / np.where(job.stack.sequence_parallel, tp, 1)
     latent: Column = 0.0
+    kv_heads = np.maximum(m.kv_heads, tp)
     if m.mla:
         query = key = m.heads * (m.mla.nope_head_dim + m.mla.rope_head_dim)
         value = result = m.heads * m.mla.v_head_dim
@@ -52,77 +66,122 @@ def widths(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Widths:
         latent = 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_head_dim
     else:
         query = result = m.heads * m.head_dim
-        heads = m.heads if stack.expanded_keys else np.maximum(m.kv_heads, tp)
-        key = value = heads * m.head_dim
-    fused = job.stack.attention != "unfused"
+        key = value = kv_heads * m.head_dim
     inner, routed = m.ffn_hidden / tp, 0.0
     if kind == MOE and m.moe:
         visits = m.moe.top_k * IMBALANCE
         inner = (visits + m.moe.shared_experts) * m.moe.ffn_hidden / tp
         routed = 2 * visits * m.hidden + 2 * m.moe.experts
     return Widths(
-        hidden=hidden,
-        attention=(query + key + value + result) / tp + latent,
+        hidden=m.hidden / np.where(job.stack.sequence_parallel, tp, 1),
         query=query / tp,
+        key=key / tp,
         value=value / tp,
         result=result / tp,
-        scores=0.0 if fused else m.heads / tp * job.sequence_length,
-        sums=m.heads / tp if fused else 0.0,
+        latent=latent,
+        heads=m.heads / tp,
+        kv_heads=kv_heads / tp,
+        scores=m.heads / tp * job.sequence_length,
         inner=inner,
         routed=routed,
     )
 
 
-def saved_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
-    """Return the bytes per token of one layer of a kind under a policy (index in :data:`RECOMPUTE`)."""
-    sizes = widths(job, layouts, stack, kind)
+def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
+    """Return the bytes of one layer of a kind for one micro-batch under a policy (index in :data:`RECOMPUTE`)."""
+    tokens = micro_batch_tokens(job, layouts)
+    if stack.traced and kind != MOE:
+        known = _traced(job, layouts, policy, tokens)
+        if known is not None:
+            return known
+    sizes = widths(job, layouts, kind)
     small = job.compute_bytes
-    if policy == 3:
-        return sizes.hidden * small
-    if policy == 2 and stack.selective != "attention":
-        return _matmuls(job, stack, sizes)
-    whole = _whole(job, layouts, stack, sizes)
-    if policy == 0:
-        return whole
-    return whole - _core(job, stack, sizes)
+    if policy == FULL:
+        return sizes.hidden * small * tokens
+    compiled = 1 if stack.recompiles else layouts.compiled
+    if policy == SELECTIVE and stack.selective != "attention":
+        return _matmuls(job, stack, sizes, compiled) * tokens
+    whole: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
+    return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
 
 
-def _whole(job: Job, layouts: Layouts, stack: MemoryStack, sizes: Widths) -> Column:
-    """Everything: the operators' inputs, or what the compiler keeps of them."""
+def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
+    """Return what was traced of the runtime's own blocks."""
+    m = job.model
+    eager = coefficients(m, job.precision, 0, RECOMPUTE[policy])
+    compiled = coefficients(m, job.precision, 1, RECOMPUTE[policy])
+    if eager is None or compiled is None:
+        return None
+    sizes = widths(job, layouts, 0)
+    sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
+    key = sizes.key
+    if job.devices.backend != "cpu":
+        # Off the CPU only the flash kernel takes fewer heads of keys; it takes neither masks nor wide types.
+        copied = 1.0 if job.precision in ("fp32", "fp64") else sliding
+        key = key + copied * (sizes.query - key)
+
+    def total(known: Coefficients) -> Column:
+        per_token = (
+            known.token["hidden"] * sizes.hidden
+            + known.token["query"] * sizes.query
+            + known.token["key"] * key
+            + known.token["inner"] * sizes.inner
+            + known.token["heads"] * sizes.heads
+            + known.token["kv_heads"] * sizes.kv_heads
+            + known.token["scores"] * sizes.scores
+            + known.token["one"]
+        )
+        return per_token * tokens + known.square * sliding * job.sequence_length**2 + known.layer
+
+    return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def _eager(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return the bytes per token of operators' inputs and results, the core of attention left out."""
     small = job.compute_bytes
-    eager = (
-        2 * _norm(job, stack, sizes)
-        + small * (sizes.attention + _products(job, stack) * sizes.inner + sizes.routed)
-        + (2 * sizes.hidden if stack.dropout else 0.0)
-    )
-    # The compiler keeps what matrix products and attention need and redoes what is element-wise between them.
-    gates = 2 if job.model.gated else 1
-    compiled = small * (2 * sizes.hidden + sizes.attention + gates * sizes.inner + sizes.routed)
-    always = 1 if stack.recompiles else layouts.compiled
-    return np.where(always == 1, compiled, eager) + _core(job, stack, sizes)
+    masks = 2 * sizes.hidden if stack.dropout else 0.0
+    expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
+    inner = _products(job, stack) * sizes.inner
+    return 2 * _norm(job, stack, sizes) + small * (sizes.attention + expanded + inner + sizes.routed) + masks
+
+
+def _compiled(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return the bytes per token that a compiler's partitioner keeps, the core of attention left out.
+
+    As traced from torch.compile: inputs of matrix products, what attention needs, and the sums of norms.
+    """
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
+    inner = (3 if job.model.gated else 2) * sizes.inner
+    return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 
 def _core(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     """Return what the core of attention keeps besides its inputs and its result."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
-    return sizes.scores * (2 * small + 1 if stack.dropout else small) + sizes.sums * wide
+    if job.stack.attention == "unfused":
+        return sizes.scores * (2 * small + 1 if stack.dropout else small)
+    return sizes.heads * wide
 
 
-def _matmuls(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
-    """Return the bytes of the block's input, of matrix products' results and of attention's."""
+def _matmuls(job: Job, stack: MemoryStack, sizes: Widths, compiled: Column) -> Column:
+    """Return the bytes per token of the block's input, of matrix products' results and of attention's."""
     small = job.compute_bytes
     gates = 2 if job.model.gated else 1
-    sums = sizes.sums * max(small, 4)
+    sums = sizes.heads * max(small, 4)
+    # A compiler sees that the backward pass does not need the result of the last product; eager selection keeps it.
+    last: Column = np.where(compiled == 1, 0, 1)
     if stack.selective == "half-matmul":
         # Of q, k, v, o, (gate,) up, down every other one from the first.
-        down = 1 if job.model.gated else 0
-        kept = (1 + down) * sizes.hidden + sizes.query + sizes.value + sizes.result + sizes.inner + sizes.routed
-        return small * kept + sums
-    return small * (3 * sizes.hidden + sizes.attention + gates * sizes.inner + sizes.routed) + sums
+        last = last if job.model.gated else 0
+        kept = (1 + last) * sizes.hidden + sizes.query + sizes.value + sizes.result + sizes.inner
+    else:
+        kept = (2 + last) * sizes.hidden + sizes.attention + gates * sizes.inner
+    return small * (kept + sizes.routed) + sums
 
 
 def _products(job: Job, stack: MemoryStack) -> int:
-    """Return the tensors of the inner width that are kept."""
+    """Return the tensors of the inner width that eager operators keep."""
     if job.model.gated:
         return 2 + stack.gate_products
     return 1 if job.model.activation == "relu" else 2
@@ -138,13 +197,15 @@ def _norm(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
 
 def norm_per_token(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
     """Return the bytes per token that the final norm keeps."""
-    return _norm(job, stack, widths(job, layouts, stack, 0))
+    return _norm(job, stack, widths(job, layouts, 0))
 
 
 def gradients_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
-    """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass."""
-    sizes = widths(job, layouts, stack, kind)
-    gates = 2 if job.model.gated else 1
-    return job.compute_bytes * (
-        np.maximum((gates + 1) * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden
-    )
+    """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
+
+    In the feed-forward network: of the block's result, of the product, and (unless the kernel writes in place) of gate
+    and up; in attention: of queries, keys, values and the result.
+    """
+    sizes = widths(job, layouts, kind)
+    parts = 1 if stack.in_place_gates or not job.model.gated else 3
+    return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,6 +53,8 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     master = job.master_bytes if stack.wide_weights else small
     zero, on_host = layouts.zero, layouts.host_optimizer
     shards = _shards(layouts)
+    if stack.pipeline_keeps_whole:
+        layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
     def sharded(stage: int) -> Column:
         cut = np.where(zero >= stage, shards, 1)
@@ -119,7 +121,8 @@ def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, eve
     """Parameters gathered for the passes: all until ZeRO-2, then a group, the next one and the root."""
     small = job.compute_bytes
     if stack.live_elements:
-        partial = np.minimum(everything, np.maximum(stack.live_elements, sizes.pair + sizes.root))
+        # The limit stops fetching ahead; what is in use comes on top.
+        partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
     else:
         partial = sizes.pair + sizes.root
     whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# Documented (docs.pytorch.org, torch.compiler_fake_tensor), under a private name still.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor

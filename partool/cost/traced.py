@@ -1,0 +1,132 @@
+"""Bytes that the runtime's blocks keep, as traced by ``python -m partool_runtime.trace`` and shipped as data.
+
+The same spec plans the same with and without torch: plans read the shipped data, and only ``plan --trace`` runs the
+tracer, as a process, for the user's own model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from partool.layout.traced import COEFFICIENTS, WIDTHS, family, numbers
+from partool.spec.model import ModelConfig
+from partool.spec.training import Precision
+
+DATA = Path(__file__).with_name("traced.json")
+TIMEOUT_S = 300
+
+
+class TraceError(Exception):
+    """The tracer could not run; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Coefficients by family, see :mod:`partool.layout.traced`."""
+
+    torch: str
+    """Version that was traced."""
+    date: str
+    families: dict[str, tuple[int, ...]]
+    sha256: str
+    """Of the data, for the plan's list of inputs."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Bytes that one layer keeps."""
+
+    token: dict[str, float]
+    """Per token, by name of a width (:data:`partool.layout.traced.WIDTHS`)."""
+    square: float
+    """Per square of the sequence and micro-batch."""
+    layer: float
+    """Per micro-batch."""
+
+
+@lru_cache(maxsize=1)
+def shipped() -> Trace:
+    """Return the data that comes with partool."""
+    return parse(DATA.read_text("utf-8"))
+
+
+def parse(text: str) -> Trace:
+    """Read what the tracer prints; raises ``ValueError`` where it is of another version."""
+    data = json.loads(text)
+    if data["coefficients"] != list(COEFFICIENTS):
+        raise ValueError(f"the trace has coefficients {data['coefficients']}, not {list(COEFFICIENTS)}")
+    families = {key: tuple(values) for key, values in data["families"].items()}
+    return Trace(data["torch"], data["date"], families, hashlib.sha256(text.encode()).hexdigest())
+
+
+_CURRENT: ContextVar[Trace | None] = ContextVar("trace", default=None)
+
+
+def current() -> Trace:
+    """Return the data in use: the shipped ones unless :func:`using` says otherwise."""
+    return _CURRENT.get() or shipped()
+
+
+@contextmanager
+def using(trace: Trace) -> Iterator[None]:
+    """Use other data in this context."""
+    token = _CURRENT.set(trace)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def refresh(model: ModelConfig, precision: Precision) -> Trace:
+    """Trace one model with the installed torch, at its own widths, and return that over the shipped data.
+
+    Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
+    """
+    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": precision})
+    command = [sys.executable, "-m", "partool_runtime.trace", "-"]
+    try:
+        done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TraceError(str(error)) from error
+    if done.returncode:
+        raise TraceError((done.stderr.strip().splitlines() or ["the tracer failed"])[-1])
+    found = parse(done.stdout)
+    return Trace(found.torch, found.date, shipped().families | found.families, found.sha256)
+
+
+def coefficients(model: ModelConfig, precision: Precision, compiled: int, policy: str) -> Coefficients | None:
+    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build.
+
+    ``square`` is that of a layer with a window; all else is the same with and without one.
+    """
+    return _coefficients(model, precision, compiled, policy, current().sha256)
+
+
+@lru_cache(maxsize=256)
+def _coefficients(
+    model: ModelConfig, precision: Precision, compiled: int, policy: str, sha256: str
+) -> Coefficients | None:
+    if model.mla is not None:
+        return None
+    choice = ("none", "block")[compiled]
+    kinds = [model.model_copy(update={"layer_types": (kind,)}) for kind in ("full", "sliding")]
+    # Masks were traced in a narrow type.
+    plain = family(kinds[0], 0, precision, choice, policy)  # type: ignore[arg-type]
+    masked = family(kinds[1], 0, "bf16", choice, policy)  # type: ignore[arg-type]
+    known = current().families
+    if plain not in known or masked not in known:
+        return None
+    values, square = (dict(zip(COEFFICIENTS, known[key], strict=True)) for key in (plain, masked))
+    # fp64 keeps what fp32 keeps, at twice the size.
+    scale = 2.0 if precision == "fp64" else 1.0
+    wide = scale * (2.0 if numbers(precision) == "wide" else 1.0)
+    return Coefficients({name: values[name] * scale for name in WIDTHS}, square["square"] * wide, values["layer"])

@@ -1,0 +1,39 @@
+"""What the runtime's trace of saved tensors and the planner agree on: names of widths and of kinds of models."""
+
+from __future__ import annotations
+
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import Compile, Recompute
+from partool.spec.training import Precision
+
+WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
+"""Widths per token that a saved tensor may have: the residual stream, all heads' queries, all heads' keys, the inner
+width of the feed-forward network, heads, heads of keys, heads times sequence, vocabulary, and one number."""
+COEFFICIENTS = (*WIDTHS, "square", "layer")
+"""Coefficients of a family in the order of the data: bytes per token and width, per square of the sequence, and per
+layer and micro-batch."""
+
+
+def family(model: ModelConfig, layer: int, precision: Precision, compile: Compile, policy: Recompute) -> str:
+    """Return the kind of a model's layer whose blocks keep the same tensors, whatever their sizes."""
+    parts = (
+        model.norm,
+        model.activation,
+        "rope" if model.position == "rope" else "plain",
+        "qk-norm" if model.qk_norm else "raw",
+        model.attention_kind(layer),
+        compile,
+        policy,
+        numbers(precision),
+    )
+    return "/".join(parts)
+
+
+def head_family(model: ModelConfig, precision: Precision) -> str:
+    """Return the kind of a model's final norm, head and loss."""
+    return f"head/{model.norm}/{numbers(precision)}"
+
+
+def numbers(precision: Precision) -> str:
+    """Return the class of a precision: fp32 and fp64 keep no copies in a wider type; fp64's are twice fp32's."""
+    return "wide" if precision in ("fp32", "fp64") else "narrow"

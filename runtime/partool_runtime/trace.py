@@ -1,0 +1,264 @@
+"""What autograd keeps of one block, and of final norm and head: ``python -m partool_runtime.trace``.
+
+Nothing is computed and no memory is taken: the runtime's own modules run on fake tensors. Each tensor that is alive
+after a forward pass (or that a compiled block hands to its backward pass) is known by its size as so many times one of
+the model's widths per token, so that one trace holds for every size of the same kind of model. The planner reads the
+result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
+
+    python -m partool_runtime.trace                 every kind of model, as shipped with partool
+    python -m partool_runtime.trace FILE.json       one model at its own widths; the file holds {"model": {...},
+                                                    "precision": "bf16"}; ``-`` reads from standard input
+
+Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
+square of the sequence (masks that a layer makes of its window), then per layer and micro-batch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from partool.layout.traced import COEFFICIENTS, WIDTHS, family, head_family
+from partool.spec.model import Activation, AttentionKind, ModelConfig, Norm, Position
+from partool.spec.parallel import Compile, Recompute
+from partool.spec.training import Precision
+from partool_runtime.model import Decoder, loss
+from partool_runtime.model.attention import Context
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.zero import COMPUTE_DTYPE
+from partool_runtime.torch_internals import FakeTensorMode, TorchDispatchMode
+
+BATCH, LENGTH, WINDOW = 2, 96, 31
+TOKENS = BATCH * LENGTH
+SIZES: dict[str, Any] = {
+    "layers": 2, "hidden": 3072, "ffn_hidden": 8192, "heads": 20, "kv_heads": 4, "head_dim": 128, "vocab": 7000,
+    "window": WINDOW,
+}  # fmt: skip
+"""No two widths are the same, so that a tensor's size tells what it is made of."""
+
+Found = Counter[tuple[int, int]]
+"""Number of storages by elements and bytes of an element."""
+
+
+class Case(NamedTuple):
+    """What is traced."""
+
+    model: ModelConfig
+    precision: Precision
+    compile: Compile
+    policy: Recompute
+
+
+class UnknownTensorError(Exception):
+    """A tensor whose size is no multiple of a width of the model."""
+
+
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every storage that an operator makes while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[StorageWeakRef, tuple[int, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {_key(tensor) for tensor in _tensors((args, kwargs or {}))}
+        for tensor in _tensors(out):
+            if _key(tensor) not in known:
+                self._made[_key(tensor)] = (tensor.untyped_storage().nbytes() // tensor.itemsize, tensor.itemsize)
+        return out
+
+    def found(self, without: torch.Tensor) -> Found:
+        """Return the storages that are still alive, except for that of one tensor."""
+        mine = _key(without)
+        alive = ((key, size) for key, size in self._made.items() if not key.expired())  # type: ignore[no-untyped-call]
+        return Counter(size for key, size in alive if key != mine)
+
+
+class _Handed:
+    """Notes every storage that autograd is handed, also from inside a compiled block."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self._known = {_key(tensor) for tensor in known}
+        self._kept: dict[StorageWeakRef, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _key(tensor) not in self._known:
+            self._kept[_key(tensor)] = tensor
+        return tensor
+
+    def found(self) -> Found:
+        """Return the storages."""
+        return Counter((t.untyped_storage().nbytes() // t.itemsize, t.itemsize) for t in self._kept.values())
+
+
+def _key(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to a tensor's storage; two are equal if they mean the same storage."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from itertools.chain.from_iterable(_tensors(item) for item in value.values())
+    elif isinstance(value, list | tuple):
+        yield from itertools.chain.from_iterable(_tensors(item) for item in value)
+
+
+def block_storages(case: Case) -> Found:
+    """Return what one more block keeps: the difference between two blocks in a row and one."""
+    one, two = (_chain(case, count) for count in (1, 2))
+    return two - one
+
+
+def _chain(case: Case, count: int) -> Found:
+    model, context = _built(case)
+    blocks = model.layers[:count]
+    x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
+    if case.compile == "none":
+        alive = _Alive()
+        with alive:
+            for block in blocks:
+                x_BSH = block(x_BSH, context)
+        return alive.found(x_BSH)
+    shared = [*(context.rope or ()), *([context.window_mask_SS] if context.window_mask_SS is not None else ())]
+    handed = _Handed([*model.parameters(), *shared, x_BSH])
+    with saved_tensors_hooks(handed, lambda tensor: tensor):
+        for block in blocks:
+            x_BSH = block(x_BSH, context)
+    return handed.found()
+
+
+def _built(case: Case) -> tuple[Decoder, Context]:
+    dtype = COMPUTE_DTYPE[case.precision]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = Decoder(case.model.model_copy(update={"layers": 2, "layer_types": case.model.layer_types[:1] * 2}))
+    finally:
+        torch.set_default_dtype(before)
+    recompute(model, [case.policy] * 2)
+    if case.compile == "block":
+        torch.compiler.reset()
+        for block in model.layers:
+            compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+            setattr(block, "forward", compiled)  # noqa: B010 - mypy forbids assigning a method
+    device = torch.device("cpu")
+    context = Context(model._rope_tables(LENGTH, dtype, device), model._window_mask(LENGTH, device))
+    return model, context
+
+
+def head_storages(case: Case) -> Found:
+    """Return what final norm, head and loss keep besides their input."""
+    model, _ = _built(case)
+    x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
+    labels_BS = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    weight_VH = model.embed.weight if model.head is None else model.head.weight
+    alive = _Alive()
+    with alive:
+        total = loss(model.final_norm(x_BSH), weight_VH, labels_BS)
+    return alive.found(total)
+
+
+def coefficients(found: Found, model: ModelConfig) -> list[int]:
+    """Return bytes in the order of :data:`partool.layout.traced.COEFFICIENTS`.
+
+    Raises :class:`UnknownTensorError` for a tensor that no width explains.
+    """
+    sizes = {
+        "hidden": model.hidden,
+        "query": model.heads * model.head_dim,
+        "key": model.kv_heads * model.head_dim,
+        "inner": model.ffn_hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "scores": model.heads * LENGTH,
+        "vocab": model.vocab,
+        "one": 1,
+    }
+    names = {TOKENS * sizes[name]: name for name in reversed(WIDTHS)}
+    result = dict.fromkeys(COEFFICIENTS, 0)
+    for (elements, item), count in found.items():
+        name = names.get(elements)
+        if name is not None:
+            result[name] += count * item
+        elif elements == LENGTH * LENGTH:
+            result["square"] += count * item
+        elif elements < 2 * TOKENS * 20 and elements % TOKENS:
+            result["layer"] += count * item * elements
+        else:
+            raise UnknownTensorError(f"a tensor of {elements} elements of {item} bytes is no multiple of a width")
+    return list(result.values())
+
+
+def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
+    """Return the coefficients of blocks and heads, by family."""
+    found: dict[str, list[int]] = {}
+    with FakeTensorMode():
+        for case in cases:
+            key = family(case.model, 0, case.precision, case.compile, case.policy)
+            found[key] = coefficients(block_storages(case), case.model)
+            head = head_family(case.model, case.precision)
+            if head not in found:
+                found[head] = coefficients(head_storages(case), case.model)
+    return found
+
+
+def shipped_cases() -> Iterator[Case]:
+    """Yield one case of every kind of model that the runtime runs."""
+    kinds = itertools.product(
+        get_args(Norm), get_args(Activation), (True, False), (False, True), get_args(AttentionKind)
+    )
+    for norm, activation, rope, qk_norm, kind in kinds:
+        config = _config(norm, activation, "rope" if rope else "none", qk_norm, kind)
+        for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
+            yield Case(config, "bf16", compile, policy)
+            if kind == "full":
+                yield Case(config, "fp32", compile, policy)
+
+
+def _config(norm: Norm, activation: Activation, position: Position, qk_norm: bool, kind: AttentionKind) -> ModelConfig:
+    return ModelConfig(
+        **SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm, layer_types=(kind,) * 2
+    )
+
+
+def model_cases(model: ModelConfig, precision: Precision) -> Iterator[Case]:
+    """Yield the cases of one model: each kind of its layers, compiled or not, under each policy."""
+    for kind in sorted(set(model.layer_types) or {"full"}):
+        window = min(model.window, WINDOW) if model.window and kind == "sliding" else None
+        config = model.model_copy(update={"layers": 2, "layer_types": (kind,) * 2, "window": window})
+        for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
+            yield Case(config, precision, compile, policy)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Trace and print JSON; returns the exit code."""
+    if arguments:
+        text = sys.stdin.read() if arguments[0] == "-" else Path(arguments[0]).read_text("utf-8")
+        wanted = json.loads(text)
+        cases = model_cases(ModelConfig.model_validate_json(json.dumps(wanted["model"])), wanted["precision"])
+    else:
+        cases = shipped_cases()
+    found = trace(cases)
+    head = {"torch": torch.__version__, "date": datetime.date.today().isoformat(), "coefficients": list(COEFFICIENTS)}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(found[key])}" for key in sorted(found))
+    print(json.dumps(head)[:-1] + ', "families": {\n' + lines + "\n}}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
