@@ -53,7 +53,11 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
         found.append(Diagnostic("PT261", text, path=("hardware", "fabric"), help=help_text))
     if found:
         return ResolvedHardware(None, tuple(found), local)
-    return _checked(spec, accelerator(spec, name, entry, fabric_name, precision), max_devices, local)
+    devices = accelerator(spec, name, entry, fabric_name, precision)
+    if max_devices is not None and max_devices < devices.per_node:
+        part = spec.model_copy(update={"nodes": 1, "per_node": max_devices})
+        devices = accelerator(part, name, entry, fabric_name, precision)
+    return _checked(spec, devices, max_devices, local)
 
 
 def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:
@@ -95,9 +99,7 @@ def _contradictions(spec: HardwareSpec, devices: Devices) -> list[Diagnostic]:
 
 
 def _limited(devices: Devices, max_devices: int | None) -> Devices:
-    """Use whole nodes up to ``max_devices``, or part of one node."""
+    """Use whole nodes up to ``max_devices``; a part of one node has been cut already."""
     if max_devices is None or devices.nodes * devices.per_node <= max_devices:
         return devices
-    if max_devices < devices.per_node:
-        return devices.model_copy(update={"nodes": 1, "per_node": max_devices})
     return devices.model_copy(update={"nodes": max_devices // devices.per_node})

@@ -115,6 +115,8 @@ def test_meshes_racks_and_superchips() -> None:
     assert four.host_memory_bytes_per_s == pytest.approx(4 * alone.host_memory_bytes_per_s)
     assert four.host_link_bytes_per_s == 450e9
     assert resolved(accelerator="gb200").host_cores == 2 * 72
+    part = resolve_hardware(HardwareSpec(accelerator="gh200-96", nodes=3), "bf16", 1).devices
+    assert part == alone
     assert resolved(accelerator="h100-sxm", per_node=2).host_cores == resolved(accelerator="h100-sxm").host_cores
 
 
