@@ -12,7 +12,7 @@ _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
 """Of the peak (of the achievable rate on a CPU) that fused attention reaches, both passes together, where the machine
 gives no figure."""
 _GENERATIONS = {
-    "flash1": (0.62, 200e12, False),
+    "flash1": (0.70, 200e12, False),
     "flash2": (1.0, 350e12, True),
     "flash3": (1.0, float("inf"), True),
 }

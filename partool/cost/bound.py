@@ -54,7 +54,7 @@ def step(job: Job, layouts: Layouts) -> Step:
     cut = layouts.tp if job.stack.sequence_parallel else 1
     send = np.where(pp > 1, collective.send_s(job, boundary / cut, layouts.tp * layouts.cp * layouts.dp), 0.0)
     extra = (
-        shared.gradient_exposed_s + shared.gather_exposed_s + shared.slowdown_s + moved.exposed_s + optimizer
+        np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s + optimizer
         + job.stack.overhead_s
     )  # fmt: skip
     return Step(costs, shared, moved, optimizer, send, extra)
@@ -73,9 +73,28 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     largest, final = _largest_stage(job, costs, stages, total)
     busiest = np.where(layouts.chunks > 1, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - forward / total * final, total - final)
-    through = np.where(layouts.chunks > 1, 0.0, m * final + fill)
+    through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
     return job.time_scalar * (bound + parts.extra_s)
+
+
+def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> Column:
+    """Return a lower bound of the time of interleaved schedules.
+
+    Rank r waits until the first micro-batch has passed the first stage of each rank before it, and these are last to
+    end; so the span is at least that of the mean rank with half of this. Where all stages have the same layers, and
+    the head costs less than one of them, the last rank's own time is known and the wait is whole.
+    """
+    m, before = layouts.accumulation, layouts.pp - 1
+    each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
+    stages = layouts.pp * layouts.chunks
+    least = np.floor(job.model.layers / stages) * each
+    bound = m * total / layouts.pp + 0.5 * before * least
+    if len(costs.layers) > 1:
+        return bound
+    even = (job.model.layers % stages == 0) & (costs.last.both_s < each)
+    exact = m * (layouts.chunks * least + costs.last.both_s) + before * least
+    return np.where(even, np.maximum(exact, bound), bound)
 
 
 def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column]:

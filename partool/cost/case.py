@@ -49,7 +49,11 @@ class Job:
     time_scalar: float = 1.0
     """Measured over predicted step time on this machine, from its finished runs."""
     memory_scalar: float = 1.0
-    """The same for memory."""
+    """The same for memory: every term is multiplied, so that terms still sum to the total."""
+    memory_runs: int = 0
+    """Runs behind ``memory_scalar``."""
+    memory_spread: float = 0.0
+    """Their relative standard deviation."""
 
     @property
     def compute_bytes(self) -> int:

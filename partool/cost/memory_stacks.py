@@ -37,6 +37,9 @@ class MemoryStack:
     pipeline_keeps_whole: bool = False
     """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
     ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
+    pipeline_wide_gradients: bool = False
+    """With pipeline stages and bf16, gradients accumulate whole in fp32 instead of the two above (DeepSpeed's
+    ``BF16_Optimizer``)."""
     traced: bool = False
     """What dense layers keep is traced from the code itself."""
     norm_passes: float = 1.0
@@ -92,7 +95,7 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
         ),
         MemoryStack(
             "deepspeed", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
-            live_elements=1e9, selective="attention",
+            live_elements=1e9, selective="attention", pipeline_wide_gradients=True,
         ),
         MemoryStack("fsdp1", selective="half-matmul"),
         MemoryStack("fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2),

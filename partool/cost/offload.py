@@ -10,6 +10,10 @@ from partool.cost.case import Column, Job, Layouts
 
 _LINK_SHARE = 0.8
 """Of the host link's rate that copies from pinned memory reach."""
+_BESIDE = 0.8
+"""Of the passes, what can hide traffic and the host's work."""
+_START_SHARE = 0.05
+"""Of these, what shows even where the passes are long: the first and last pieces have nothing beside them."""
 _HOST_BYTES = 28.0
 """Memory traffic of AdamW per parameter: gradient, weight and two moments read, three written back."""
 _HOST_SHARE = 0.75
@@ -44,9 +48,10 @@ def offload(
     up = moved * job.compute_bytes / link
     adam = _HOST_BYTES * moved / memory
     # Gradients leave during the last backward pass and the host starts on the first ones; then weights come back.
-    optimizer = np.maximum(0.0, np.maximum(down, adam) - 0.8 * last_s) + 0.1 * np.minimum(adam, last_s) + up
+    late = np.maximum(down, adam)
     weights = layouts.host_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes / link
     activations = layouts.host_activations * layouts.accumulation * 2.0 * saved_bytes / link
-    beside = np.maximum(weights + activations - 0.8 * passes_s, 0.05 * (weights + activations))
-    shown = np.where(moved > 0, optimizer, 0.0) + beside
-    return Offload(down + up + weights + activations, adam, shown)
+    early = weights + activations
+    waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
+    start = _START_SHARE * (early + np.minimum(adam, last_s))
+    return Offload(down + up + early, adam, np.maximum(waits, 0.0) + start + up)

@@ -67,15 +67,17 @@ class Memory:
 def peak_memory(job: Job, layouts: Layouts) -> Memory:
     """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
 
-    The first, the second and the last pipeline rank are evaluated: the first has most micro-batches in flight, and
-    where dense layers come before those with experts the second has more parameters.
+    The first and the last pipeline rank are evaluated: the first has most micro-batches in flight, the last the head
+    and the loss. Where dense layers come before those with experts, the second has more parameters.
     """
     last = layouts.pp - 1
+    uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
     layers = _layers(job, layouts, memory_stack(job.stack.name))
-    ranks = (0 * last, np.minimum(1, last), last) if np.max(layouts.pp) > 1 else (last,)
+    ranks = (0 * last, last, *((np.minimum(1, last),) if uneven else ()))
+    ranks = ranks if np.max(layouts.pp) > 1 else (last,)
     held = [held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)) for rank in ranks]
     found = [_memory(job, layouts, each, layers) for each in held]
-    if np.max(layouts.pp) == 1:
+    if len(found) == 1:
         return found[0]
     totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
     worst = np.argmax(totals, axis=0)
@@ -213,9 +215,10 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     allocated = sum(terms.values()) - outside
     share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
     terms["fragmentation"] = allocated * share + fixed
-    terms = {name: np.floor(terms[name]) for name in MEMORY_TERMS}
+    terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
-    return Memory(terms, _sigma(stack, backend, terms, outside), host, outside)
+    sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
+    return Memory(terms, sigma, host, outside)
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
@@ -225,6 +228,14 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
         return CPU_SIGMA * allocated
     known = terms["parameters"] + terms["gradients"] + terms["optimizer"]
     return np.hypot(stack.sigma_states * known, stack.sigma_moving * (allocated - known))
+
+
+def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
+    """Return the deviation once runs were measured: what was known before counts as one more, and 2 % always remain."""
+    if not job.memory_runs:
+        return sigma
+    both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
+    return np.maximum(SMALLEST_ERROR * total, both)
 
 
 def _fullest_phase(state: States, saved: Column, at_work: Column, loss: Column) -> tuple[Column, Column, Column]:

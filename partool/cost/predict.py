@@ -111,17 +111,24 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     busy = m * (f_rank[busiest] + b_rank[busiest])
     span = busy
     if pp > 1:
-        weight = stages.total("weight_s")
-        inputs = [whole - part for whole, part in zip(backward, weight, strict=True)]
-        args = (layout.schedule, pp, m, layout.chunks, np.array(forward), np.array(backward), np.array(inputs))
-        span = max(busy, float(makespan(*args, np.array(weight), float(base.send_s))))
+        span = makespan(
+            layout.schedule,
+            pp,
+            m,
+            layout.chunks,
+            forward_s=np.array(forward),
+            backward_s=np.array(backward),
+            weight_s=np.array(stages.total("weight_s")),
+            send_s=float(base.send_s),
+        )
+        span = max(busy, float(span))
     comm = {name: m * _per_rank(stages.exposed(name), on_rank)[busiest] for name in COMMUNICATION}
     before = m * _per_rank(stages.total("exposed_forward_s"), on_rank)[busiest]
     passes = Passes(np.array(f_rank), np.array(b_rank))
     dense, expert = (np.array(_per_rank(stages.total(name), on_rank)) for name in ("dense", "expert"))
     groups = np.array(_per_rank([float(len(stage)) for stage in stages.units], on_rank))
     shared = sync(job, columns(layout), Held(dense, expert, groups), passes)
-    exposed = shared.gradient_exposed_s + shared.gather_exposed_s + shared.slowdown_s
+    exposed = shared.gradient_exposed_s + shared.gather_exposed_s
     slowest = int(np.argmax(exposed * np.ones(pp)))
     return {
         "data": _DATA_S,
@@ -130,7 +137,8 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         "gradient_sync": _at(shared.gradient_exposed_s, slowest),
         "parameter_gather": _at(shared.gather_exposed_s, slowest),
         **comm,
-        "offload": float(base.offload.exposed_s),
+        # The host link works beside the network: only what outlasts the network's collectives shows.
+        "offload": max(0.0, float(base.offload.exposed_s) - _at(exposed, slowest)),
         "optimizer": float(base.optimizer_s) * float(np.max(dense + expert) / max(float(np.mean(dense + expert)), 1.0)),
         "pipeline_bubble": span - busy,
         "overhead": job.stack.overhead_s,

@@ -139,10 +139,14 @@ def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sh
         # Reduced as soon as they are complete, unless they have to accumulate whole.
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
     gradients = size * np.where(uncut, whole, sharded)
+    at_step = stack.step_gradient_bytes * sharded
+    if stack.pipeline_wide_gradients and job.precision == "bf16":
+        gradients = np.where(layouts.pp > 1, job.master_bytes * whole, gradients)
+        at_step = np.where(layouts.pp > 1, 0.0, at_step)
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
     on_device = 1 - layouts.host_optimizer
-    return (gradients + stack.step_gradient_bytes * sharded) * on_device, before * on_device
+    return (gradients + at_step) * on_device, before * on_device
 
 
 def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:

@@ -50,15 +50,16 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     rounds = np.where(zero >= 2, m, 1)
     gradient = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
-    # Reductions hide behind the backward passes that they follow, gathers behind what is computed meanwhile.
-    beside_gradient = np.where(zero >= 2, m, 1) * passes.backward_s * stack.overlap_gradients
-    beside_gather = np.where(zero == 3, m * passes.both_s, passes.forward_s) * stack.overlap_gathers
-    beside_gradient = beside_gradient - np.where(zero == 3, np.minimum(m * gather, 0.5 * beside_gradient), 0.0)
-    exposed = np.maximum(gradient - np.maximum(beside_gradient, 0.0), _ALWAYS_EXPOSED * gradient)
-    shown = np.maximum(
-        gathered - beside_gather, np.where(zero == 3, m * 2.0, 1.0) * gather / np.maximum(held.groups, 1)
-    )
-    shown = np.where(gathered > 0, np.minimum(shown, gathered), 0.0)
+    # Forward passes hide gathers; backward passes hide reductions, in ZeRO-3 beside the gathers of the same passes.
+    ahead = np.where(zero == 3, m * gather, np.where(zero > 0, gather, 0.0))
+    behind = gathered - ahead
+    forward_room = stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
+    backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
+    first = np.where(zero == 3, m, 1) * gather / np.maximum(held.groups, 1)
+    before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
+    after = np.maximum(gradient + behind - backward_room, _ALWAYS_EXPOSED * gradient)
+    part = gradient / np.maximum(gradient + behind, 1e-30)
+    exposed, shown = part * after, before + (1.0 - part) * after
     wait = np.where(layouts.dp > 1, stack.wait_share, 0.0)
     forward, backward = m * passes.forward_s, m * passes.backward_s
     exposed = exposed + wait * np.where(zero == 0, forward + backward, backward)

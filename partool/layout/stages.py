@@ -1,0 +1,90 @@
+"""Contiguous splits of layers over pipeline stages whose slowest stage is as quick as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+_CLOSE = 1.0 + 1e-9
+
+
+def balance(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, int], ...]:
+    """Return first and one-past-last layer of each stage; every stage has at least one layer.
+
+    ``first`` and ``last`` are what stage 0 (embedding) and the last stage (head) cost beside their layers. The largest
+    stage is as small as any contiguous split allows; among such splits the most even is taken. Raises ``ValueError``
+    where there are fewer layers than stages.
+    """
+    if stages < 1 or len(costs) < stages:
+        raise ValueError(f"{len(costs)} layers cannot fill {stages} stages")
+    return _balance(tuple(costs), stages, first, last)
+
+
+@lru_cache(maxsize=4096)
+def _balance(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[tuple[int, int], ...]:
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    low, high = (sums[-1] + first + last) / stages * (1.0 - 1e-12), sums[-1] + first + last
+    ends = _fill(sums, extra, high)
+    for _ in range(60):
+        if high - low <= 1e-12 * high:
+            break
+        middle = 0.5 * (low + high)
+        found = _fill(sums, extra, middle)
+        if found is None:
+            low = middle
+        else:
+            ends, high = found, min(middle, _largest(sums, extra, found))
+    assert ends is not None
+    return _evened(sums, extra, _largest(sums, extra, ends) * _CLOSE)
+
+
+def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | None:
+    """Return where stages end if each takes as many layers as the limit allows; None if some layers are left."""
+    layers, stages = len(sums) - 1, len(extra)
+    ends: list[int] = []
+    start = 0
+    for stage in range(stages):
+        end = _reach(sums, start, limit - extra[stage], layers - (stages - stage - 1))
+        if end == start:
+            return None
+        ends.append(end)
+        start = end
+    return ends if start == layers else None
+
+
+def _reach(sums: list[float], start: int, room: float, most: int) -> int:
+    end = start
+    while end < most and sums[end + 1] - sums[start] <= room * _CLOSE:
+        end += 1
+    return end
+
+
+def _largest(sums: list[float], extra: list[float], ends: list[int]) -> float:
+    starts = [0, *ends[:-1]]
+    return max(sums[end] - sums[start] + more for start, end, more in zip(starts, ends, extra, strict=True))
+
+
+def _evened(sums: list[float], extra: list[float], limit: float) -> tuple[tuple[int, int], ...]:
+    """Return the split under the limit whose stages come nearest to equal numbers of layers, from the left."""
+    layers, stages = len(sums) - 1, len(extra)
+    # Where each stage may start at the earliest, so that it and the later ones take all that is left.
+    earliest = [0] * stages + [layers]
+    for stage in range(stages - 1, 0, -1):
+        start = earliest[stage + 1]
+        while start > stage and sums[earliest[stage + 1]] - sums[start - 1] <= (limit - extra[stage]) * _CLOSE:
+            start -= 1
+        earliest[stage] = start
+    bounds = []
+    start = 0
+    for stage in range(stages):
+        most = _reach(sums, start, limit - extra[stage], layers - (stages - stage - 1))
+        wanted = start + -(-(layers - start) // (stages - stage))
+        end = max(min(wanted, most), earliest[stage + 1], start + 1)
+        bounds.append((start, end))
+        start = end
+    return tuple(bounds)

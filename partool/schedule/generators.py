@@ -1,0 +1,131 @@
+"""Schedules as pure functions from sizes to the order of compute actions on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from partool.schedule.actions import Action, Schedule, with_transfers
+
+Order = tuple[tuple[Action, ...], ...]
+Generator = Callable[[int, int, int], Order]
+
+
+def gpipe(ranks: int, micro_batches: int, chunks: int) -> Order:
+    """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
+    _one_chunk("gpipe", chunks)
+    batches = range(micro_batches)
+    return tuple(
+        tuple(Action("F", rank, batch) for batch in batches) + tuple(Action("B", rank, batch) for batch in batches)
+        for rank in range(ranks)
+    )
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> Order:
+    """1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
+    _one_chunk("1f1b", chunks)
+    return tuple(_alternate(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
+
+
+def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
+    """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): each rank runs ``chunks`` distant stages.
+
+    Micro-batches go through the chunks in groups of ``ranks``; their number must be a multiple of that. Warm-up is
+    ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes of chunks.
+    """
+    if micro_batches % ranks:
+        raise ValueError(f"interleaved: {micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks")
+    units = [
+        (chunk, group + offset)
+        for group in range(0, micro_batches, ranks)
+        for chunk in range(chunks)
+        for offset in range(ranks)
+    ]
+    back = [(chunks - 1 - chunk, batch) for chunk, batch in units]
+    order = []
+    for rank in range(ranks):
+        warm = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, len(units))
+        forward = [Action("F", chunk * ranks + rank, batch) for chunk, batch in units]
+        backward = [Action("B", chunk * ranks + rank, batch) for chunk, batch in back]
+        order.append(_weave(forward, backward, warm))
+    return tuple(order)
+
+
+def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Order:
+    """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose weight gradients wait, within the memory of 1F1B.
+
+    Rank ``r`` may have ``r`` weight gradients outstanding beside its ``ranks - r`` micro-batches in flight; they fill
+    the time in which 1F1B waits for gradients of later stages.
+    """
+    _one_chunk("zb-h1", chunks)
+    return tuple(_put_off(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
+
+
+SCHEDULES: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+}
+"""By the name that specs use."""
+
+
+def check(name: str, ranks: int, micro_batches: int, chunks: int) -> str | None:
+    """Return why a schedule of these sizes cannot be made, or None if it can."""
+    if name not in SCHEDULES:
+        return f"there is no schedule {name!r}; known: {', '.join(SCHEDULES)}"
+    if min(ranks, micro_batches, chunks) < 1:
+        return "ranks, micro-batches and chunks must be at least 1"
+    if name != "interleaved" and chunks > 1:
+        return f"{name} has one stage per rank, not {chunks}"
+    if name == "interleaved" and micro_batches % ranks:
+        return f"interleaved: {micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks"
+    return None
+
+
+@lru_cache(maxsize=256)
+def order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
+    """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason."""
+    if reason := check(name, ranks, micro_batches, chunks):
+        raise ValueError(reason)
+    return SCHEDULES[name](ranks, micro_batches, chunks)
+
+
+def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Return a whole schedule, transfers included; raises ``ValueError`` where :func:`check` finds a reason."""
+    placement = tuple(stage % ranks for stage in range(ranks * chunks))
+    lists = with_transfers(order(name, ranks, micro_batches, chunks), placement)
+    return Schedule(name, ranks, micro_batches, chunks, placement, lists)
+
+
+def _one_chunk(name: str, chunks: int) -> None:
+    if chunks != 1:
+        raise ValueError(f"{name} has one stage per rank, not {chunks}")
+
+
+def _alternate(stage: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
+    forward = [Action("F", stage, batch) for batch in range(micro_batches)]
+    backward = [Action("B", stage, batch) for batch in range(micro_batches)]
+    return _weave(forward, backward, warm)
+
+
+def _weave(forward: list[Action], backward: list[Action], warm: int) -> tuple[Action, ...]:
+    """Return ``warm`` forward actions, then one forward and one backward in turn, then the rest."""
+    found = list(forward[:warm])
+    for ahead, behind in zip(forward[warm:], backward, strict=False):
+        found += [ahead, behind]
+    return (*found, *backward[len(forward) - warm :])
+
+
+def _put_off(rank: int, warm: int, micro_batches: int) -> tuple[Action, ...]:
+    found: list[Action] = []
+    pending: list[Action] = []
+    for action in _alternate(rank, warm, micro_batches):
+        if action.kind == "F":
+            found.append(action)
+            continue
+        found.append(action._replace(kind="I"))
+        pending.append(action._replace(kind="W"))
+        if len(pending) > rank:
+            found.append(pending.pop(0))
+    return (*found, *pending)
