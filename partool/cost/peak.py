@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
 from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Column, Job, Layouts
 from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
