@@ -246,3 +246,19 @@ def test_a_precision_that_was_not_measured_is_named(tmp_path: Path) -> None:
     assert (finding.code, finding.severity) == ("PT283", "warning")
     assert found.devices.achievable_flops == devices.achievable_flops
     assert found.devices.operator_s == 3e-6
+
+
+def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
+    from dataclasses import replace
+
+    from partool.cost.case import Layouts
+    from partool.cost.peak import peak_memory
+
+    job = Job(MODEL, devices_of()[1], 128, 8, "fp32")
+    before = peak_memory(job, Layouts())
+    after = peak_memory(replace(job, memory_scalar=1.5, memory_runs=3, memory_spread=0.01), Layouts())
+    for name, size_bytes in before.terms.items():
+        assert float(after.terms[name]) == pytest.approx(1.5 * float(size_bytes), abs=2)
+    prior = float(before.sigma_bytes / before.total_bytes)
+    expected = narrowed(prior, Scalar(value=1.5, n=3, spread=0.01))
+    assert float(after.sigma_bytes / after.total_bytes) == pytest.approx(expected, rel=1e-3)
