@@ -15,6 +15,8 @@ from partool.spec.training import Precision
 
 _PATH = ("hardware", "accelerator")
 _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
+_MOST_DEVICES = 500_000
+"""Twice the largest cluster that anyone has named in 2026; beyond it a slip of the keyboard is likelier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,12 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
 
 def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:
     found = _contradictions(spec, devices)
-    return ResolvedHardware(None if found else _limited(devices, max_devices), tuple(found), local)
+    used = _limited(devices, max_devices)
+    if used.nodes * used.per_node > _MOST_DEVICES:
+        text = f"nodes: {used.nodes:,} of per_node: {used.per_node:,} devices are more than {_MOST_DEVICES:,}"
+        help_text = f"write nodes: {_MOST_DEVICES // used.per_node} or fewer, or limits.max_devices"
+        found.append(Diagnostic("PT275", text, path=("hardware", "nodes"), help=help_text))
+    return ResolvedHardware(None if found else used, tuple(found), local)
 
 
 def _precision(known: Iterable[str], name: str, precision: Precision) -> list[Diagnostic]:

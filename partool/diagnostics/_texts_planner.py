@@ -202,6 +202,13 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
+        "PT275",
+        "More devices than any cluster has",
+        "Half a million devices is twice the largest cluster known; more is taken for a slip.",
+        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 99999}\n" + _DATA,
+        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 1}\n" + _DATA,
+    ),
+    Rule(
         "PT280",
         "The calibration cannot be read",
         "hardware.profile names a file that partool calibrate wrote, from the spec's folder; without it plans look for "

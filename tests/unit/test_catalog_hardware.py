@@ -138,6 +138,8 @@ def test_fp8_keeps_the_wide_rate_and_attention() -> None:
         ({"accelerator": "h100-sxm", "attention_tflops": 1200.0}, "bf16", "PT262", "attention_tflops", "989"),
         ({"accelerator": "mi300x", "pair_gb_per_s": 500.0}, "bf16", "PT262", "pair_gb_per_s", "448"),
         ({"accelerator": "mi300x", "backend": "cuda"}, "bf16", "PT262", "backend", "leave backend out"),
+        ({"accelerator": "h100-sxm", "nodes": 99_999}, "bf16", "PT275", "nodes", "write nodes: 62500"),
+        ({"accelerator": "cpu", "nodes": 9_999, "per_node": 1000}, "fp32", "PT275", "nodes", "per_node: 1,000"),
         ({"accelerator": "own", "peak_tflops": 1.0, "memory_gib": 1.0}, "bf16", "PT260", "accelerator", "memory_gb"),
     ],
 )
@@ -149,6 +151,12 @@ def test_refusals_name_the_field_and_what_works(
     assert [finding.code for finding in found.diagnostics] == [code]
     assert found.diagnostics[0].path[-1] == path
     assert said in f"{found.diagnostics[0].message} {found.diagnostics[0].help}"
+
+
+def test_a_limit_makes_any_cluster_small_enough() -> None:
+    limited = resolve_hardware(HardwareSpec(accelerator="h100-sxm", nodes=99_999), "bf16", 4096).devices
+    assert limited is not None
+    assert (limited.nodes, limited.per_node) == (512, 8)
 
 
 @pytest.mark.parametrize("field", sorted({*OWN, "domain", "units", "host_cores", "nodes", "per_node"}))
