@@ -82,9 +82,10 @@ def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
     """Return all measurements for a device, the same on every rank."""
     cuda = device.type == "cuda"
     found: list[Item] = []
-    for precision in [*DTYPES, *(["fp8"] if cuda and _has_fp8() else [])]:
+    for precision in _precisions(cuda):
         found += _gemms(sizes, device, precision)
-    for precision in ("bf16", "fp16") if cuda else ("fp32", "bf16"):
+    # On accelerators fused attention is for 16 bits; on the CPU fp16 is emulated.
+    for precision in ("fp32", "bf16") if not cuda else [p for p in _precisions(cuda) if p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
     found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
@@ -102,8 +103,12 @@ def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
     return found
 
 
-def _has_fp8() -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+def _precisions(cuda: bool) -> list[str]:
+    """Return what the device computes by itself; fp8 products of torch want compute capability 8.9."""
+    if not cuda:
+        return [*DTYPES]
+    found = ["fp32", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []), "fp16"]
+    return found + ["fp8"] * (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
 
 
 def _gemms(sizes: Sizes, device: torch.device, precision: str) -> Iterator[Item]:
