@@ -26,6 +26,84 @@ def load_plan_or_exit(path: Path, overrides: list[str], output: Output = "text",
     """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors."""
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
+    plan, findings, lines = _planned(path, overrides)
+    failed = plan is None or _fails(findings, strict=strict)
+    show(findings, lines, output, failed=failed)
+    if plan is None or failed:
+        raise typer.Exit(_ERRORS)
+    return plan
+
+
+def check_specs(paths: list[Path], overrides: list[str], output: Output, strict: bool) -> int:
+    """Show the findings of each spec and whether it can be planned; returns 0 if all can, else 1."""
+    from partool.diagnostics.machine import as_dict
+
+    told, everything, code = [], [], 0
+    texts: dict[str, list[str]] = {}
+    for path in paths:
+        if path.suffix == ".json":
+            plan: Plan | None = read_plan_or_exit(path, overrides)
+            findings: list[Diagnostic] = []
+            lines: Lines = {}
+        else:
+            plan, findings, lines = _planned(path, overrides)
+        failed = plan is None or _fails(findings, strict=strict)
+        code = max(code, _ERRORS * failed)
+        everything += findings
+        texts.update(lines)
+        told.append({"spec": str(path), "ok": not failed, "diagnostics": [as_dict(finding) for finding in findings]})
+        if output == "text":
+            show(findings, lines, output, failed=failed)
+            verdict = "not sound" if failed or plan is None else f"the plan is sound ({plan.hash[:12]})"
+            typer.echo(f"{path}: {verdict}", err=True)
+    if output == "json":
+        typer.echo(json.dumps({"ok": code == 0, "specs": told}, indent=2))
+    elif output != "text":
+        show(everything, texts, output, failed=code != 0)
+    return code
+
+
+def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list[str], Plan | None, str]]:
+    """Return the best plan for each combination of values, or what is wrong with it; unknown keys end the command."""
+    from partool.planner.queries import combinations
+
+    try:
+        rows = combinations(keys)
+    except ValueError as error:
+        raise typer.BadParameter(f"--vary: {error}") from error
+    found = []
+    for row in rows:
+        plan, findings, lines = _planned(path, [*overrides, *row])
+        errors = [finding for finding in findings if finding.severity == "error"]
+        if any(finding.code in ("PT101", "PT107") for finding in errors):
+            show(errors, lines, "text", failed=True)
+            raise typer.Exit(_ERRORS)
+        found.append((row, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
+    return found
+
+
+def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
+    """Return the overrides that answer ``smallest`` or the largest of something; ends the command if there are none."""
+    from partool.planner.queries import LARGEST, largest, smallest_cluster
+    from partool.spec import load
+
+    loaded = load(path, overrides)
+    if loaded.spec is None or path.suffix == ".json":
+        load_plan_or_exit(path, overrides)  # shows what is wrong
+        raise typer.BadParameter("a plan is already decided; this question is about a spec")
+    folder = path.absolute().parent
+    what = next((name for name in LARGEST if name == question), None)
+    found = smallest_cluster(loaded.spec, folder) if what is None else largest(loaded.spec, folder, what)
+    if found is None:
+        load_plan_or_exit(path, overrides)
+        wanted = "no number of these devices is enough" if what is None else f"no {what} fits"
+        fail("PT301", f"{wanted} for a layout that is sure to fit", "partool explain PT301", 1)
+    typer.echo(f"partool: {question}: {', '.join(found)}", err=True)
+    return found
+
+
+def _planned(path: Path, overrides: list[str]) -> tuple[Plan | None, list[Diagnostic], Lines]:
+    """Return a spec's plan, if there is one, with all findings and the lines they point to."""
     from partool.spec import load
 
     loaded = load(path, overrides)
@@ -36,11 +114,11 @@ def load_plan_or_exit(path: Path, overrides: list[str], output: Output = "text",
         result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path))
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
-    failed = plan is None or any(f.severity == "error" or strict for f in findings if f.severity != "note")
-    show(findings, loaded.source.texts, output, failed=failed)
-    if plan is None or failed:
-        raise typer.Exit(_ERRORS)
-    return plan
+    return plan, findings, loaded.source.texts
+
+
+def _fails(findings: list[Diagnostic], *, strict: bool) -> bool:
+    return any(f.severity == "error" or strict for f in findings if f.severity != "note")
 
 
 def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:

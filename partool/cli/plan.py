@@ -2,58 +2,147 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from partool.cli._load import Output, load_plan_or_exit, read_plan_or_exit
+from partool.cli._load import (
+    Output,
+    answer_or_exit,
+    check_specs,
+    load_plan_or_exit,
+    read_plan_or_exit,
+    varied,
+)
 from partool.cli._runs import fail
 from partool.plan.types import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _DIFFERENT = 10
 
 
 def command(
-    spec: Annotated[Path, typer.Argument(help="The spec (YAML), or a plan (JSON) to show.")],
+    specs: Annotated[list[Path], typer.Argument(metavar="SPEC...", help="The spec (YAML), or a plan (JSON) to show.")],
     *,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     output: Annotated[Output, typer.Option("--output", help="text, json, or findings as github or sarif.")] = "text",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this file.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only findings and the exit code.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only findings and the exit code; takes many specs.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     against: Annotated[
         Path | None, typer.Option("--against", help="Compare with this plan; exit 10 if it differs.")
     ] = None,
+    diff: Annotated[
+        Path | None, typer.Option("--diff", help="Show what differs from this plan, predictions side by side.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None, typer.Option("--vary", help="key=a,b,c: the best plan for each value; repeatable.")
+    ] = None,
+    smallest: Annotated[bool, typer.Option("--smallest", help="Plan the smallest cluster that fits.")] = False,
+    largest: Annotated[
+        Literal["micro_batch", "sequence_length", "global_batch"] | None,
+        typer.Option("--largest", help="Plan the largest value of this that fits."),
+    ] = None,
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="All parts of time and memory.")] = False,
+    show: Annotated[
+        Literal["gemms", "layout"] | None, typer.Option("--show", help="Matrix products of a rank, or the stages.")
+    ] = None,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
+    if check:
+        raise typer.Exit(check_specs(specs, overrides or [], output, strict))
+    if len(specs) > 1:
+        raise typer.BadParameter("several specs go only together with --check")
+    spec = specs[0]
+    if vary:
+        _print_varied(varied(spec, overrides or [], vary), output)
+        return
     previous = read_plan_or_exit(against) if against else None
-    plan = load_plan_or_exit(spec, overrides or [], output, strict)
+    older = read_plan_or_exit(diff) if diff else None
+    changes = list(overrides or [])
+    if smallest or largest:
+        changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
+    plan = load_plan_or_exit(spec, changes, output, strict)
     if out is not None:
         _write(plan, out)
     if previous is not None:
-        _compare(previous, plan)
-    elif check:
-        typer.echo(f"{spec}: the plan is sound ({plan.hash[:12]})", err=True)
+        _against(previous, plan, output)
+    elif older is not None:
+        _diff(older, plan, output)
     elif output == "json":
-        typer.echo(plan.to_json(), nl=False)
+        typer.echo(_as_json(plan, show), nl=False)
     elif output == "text":
-        from rich.console import Console
-
-        from partool.report import render_plan
-
-        render_plan(plan, Console(), source=str(out or spec))
+        _print(plan, source=str(out or spec), show=show, breakdown=breakdown)
 
 
-def _compare(old: Plan, new: Plan) -> None:
-    from partool.plan.diff import differences
+def _console() -> Console:
+    from rich.console import Console
 
-    if lines := differences(old, new):
-        typer.echo("\n".join(lines))
+    return Console()
+
+
+def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
+    from partool.report import render_plan, tables
+
+    console = _console()
+    if show == "gemms":
+        tables.render_gemms(plan, console)
+    elif show == "layout":
+        tables.render_layout(plan, console)
+    elif breakdown:
+        tables.render_breakdown(plan, console)
+    else:
+        render_plan(plan, console, source=source)
+
+
+def _as_json(plan: Plan, show: str | None) -> str:
+    from partool.report import tables
+
+    if show == "gemms":
+        return json.dumps(tables.gemm_rows(plan), indent=2) + "\n"
+    if show == "layout":
+        return json.dumps(plan.layout.model_dump(mode="json"), indent=2) + "\n"
+    return plan.to_json()
+
+
+def _against(old: Plan, new: Plan, output: Output) -> None:
+    from partool.report import tables
+
+    found = tables.comparison(old, new)
+    moved = ", ".join(found["moved"])
+    if output == "json":
+        typer.echo(json.dumps(found, indent=2))
+    elif not found["same"]:
+        typer.echo("\n".join(found["differences"]))
+        typer.echo(f"inputs that moved: {moved or 'none'}")
+    if not found["same"]:
         raise typer.Exit(_DIFFERENT)
-    typer.echo("the plans are the same", err=True)
+    if output != "json":
+        typer.echo("the plans are the same" + (f", though inputs moved: {moved}" if moved else ""), err=True)
+
+
+def _diff(old: Plan, new: Plan, output: Output) -> None:
+    from partool.report import tables
+
+    if output == "json":
+        typer.echo(json.dumps(tables.comparison(old, new), indent=2))
+    else:
+        tables.render_comparison(old, new, _console())
+
+
+def _print_varied(rows: list[tuple[list[str], Plan | None, str]], output: Output) -> None:
+    from partool.report import tables
+
+    if output == "json":
+        typer.echo(json.dumps(tables.varied_rows(rows), indent=2))
+    else:
+        tables.render_varied(rows, _console())
 
 
 def _write(plan: Plan, path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner.candidates import Problem
+from partool.planner.problem import Problem, divisors
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
 
@@ -18,11 +19,6 @@ def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
         if any(finding.severity == "error" for finding in found):
             break
     return found
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
@@ -42,51 +38,112 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
 
 def _heads(problem: Problem) -> Iterator[Diagnostic]:
     tensor, model = problem.spec.parallel.tensor, problem.model
+    if tensor == "auto":
+        return
+    path = ("parallel", "tensor")
     if model.heads % tensor:
-        legal = [n for n in divisors(model.heads) if n > 1]
+        legal = [n for n in divisors(model.heads) if n > 1] or [1]
         both = [n for n in legal if model.kv_heads % n == 0]
         also = f"; {model.kv_heads} heads for keys and values also divide by {nearest(tensor, both)}" if both else ""
         source = f" (from preset {problem.spec.model.preset})" if problem.spec.model.preset else ""
         yield Diagnostic(
             "PT203",
             f"{model.heads} attention heads cannot be split over tensor: {tensor}",
-            path=("parallel", "tensor"),
+            path=path,
             label=f"{model.heads} heads{source} leave a remainder of {model.heads % tensor}",
             help=f"use {nearest(tensor, legal)}{also}",
         )
-    elif model.kv_heads % tensor and tensor % model.kv_heads:
+        return
+    if model.kv_heads % tensor and tensor % model.kv_heads:
         message = f"{model.kv_heads} heads for keys and values cannot be split over tensor: {tensor}"
-        help = f"use {nearest(tensor, divisors(model.kv_heads))}"
-        yield Diagnostic("PT203", message, path=("parallel", "tensor"), help=help)
+        yield Diagnostic("PT203", message, path=path, help=f"use {nearest(tensor, divisors(model.kv_heads))}")
+    for what, width in _widths(problem):
+        if width % tensor:
+            legal = [n for n in divisors(width) if model.heads % n == 0]
+            message = f"{what} of {width} cannot be split over tensor: {tensor}"
+            yield Diagnostic("PT272", message, path=path, help=f"use {nearest(tensor, legal)}")
+
+
+def _widths(problem: Problem) -> Iterator[tuple[str, int]]:
+    """Yield the inner widths of the feed-forward networks that tensor parallelism cuts."""
+    model = problem.model
+    if any(not model.is_moe_layer(layer) for layer in range(model.layers)):
+        yield "an inner width", model.ffn_hidden
+    if model.moe is not None:
+        yield "an inner width of experts", model.moe.ffn_hidden
 
 
 def _stages(problem: Problem) -> Iterator[Diagnostic]:
-    stages, layers = problem.spec.parallel.pipeline.stages, problem.model.layers
+    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
+    stages = 1 if pipeline.stages == "auto" else pipeline.stages
+    chunks = 1 if pipeline.chunks == "auto" else pipeline.chunks
+    least = 2 if pipeline.stages == "auto" and chunks > 1 else stages
     if stages > layers:
         message = f"{layers} layers cannot fill {stages} pipeline stages"
         yield Diagnostic("PT264", message, path=("parallel", "pipeline", "stages"), help=f"use at most {layers}")
+    elif least * chunks > layers:
+        message = f"{layers} layers cannot fill {chunks} chunks on each of {least} pipeline ranks"
+        help = f"use at most {max(layers // least, 1)}"
+        yield Diagnostic("PT264", message, path=("parallel", "pipeline", "chunks"), help=help)
 
 
 def _sequence(problem: Problem) -> Iterator[Diagnostic]:
     degree, length = problem.spec.parallel.sequence.degree, problem.spec.training.sequence_length
+    method, heads = problem.spec.parallel.sequence.method, problem.model.heads
     path = ("parallel", "sequence", "degree")
+    if degree == "auto":
+        return
+    tensor = problem.spec.parallel.tensor
+    ways = degree * (1 if tensor == "auto" else tensor)
+    able = heads % ways == 0
+    if degree == 1:
+        return
     if length % degree:
         message = f"a sequence of {length} tokens cannot be split over sequence.degree: {degree}"
         yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, divisors(length))}")
-    elif problem.spec.parallel.sequence.method == "ulysses" and problem.model.heads % degree:
-        message = f"{problem.model.heads} attention heads cannot be split over sequence.degree: {degree}"
-        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, divisors(problem.model.heads))}")
+    elif method == "ulysses" and not able:
+        message = f"{heads} attention heads cannot be split over sequence.degree: {degree}"
+        message += "" if tensor in ("auto", 1) else f" × tensor: {tensor}"
+        legal = [n for n in divisors(heads) if heads % (n * ways // degree) == 0] or [1]
+        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, legal)}, or method: ring")
+    elif length % (2 * degree) and (method == "ring" or not able):
+        message = f"a sequence of {length} tokens cannot be cut into the {2 * degree} pieces that ring attention pairs"
+        legal = [n for n in divisors(length) if length % (2 * n) == 0] or [1]
+        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, legal)}")
 
 
 def _experts(problem: Problem) -> Iterator[Diagnostic]:
     expert, moe = problem.spec.parallel.expert, problem.model.moe
     path = ("parallel", "expert")
+    if expert == "auto":
+        return
     if expert > 1 and moe is None:
         message = f"expert: {expert}, but the model has no experts"
         yield Diagnostic("PT266", message, path=path, help="drop it, or choose a model with experts")
     elif moe is not None and moe.experts % expert:
         message = f"{moe.experts} experts cannot be split over expert: {expert}"
         yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, divisors(moe.experts))}")
+    elif problem.world_size % expert:
+        message = f"expert: {expert} does not divide the {problem.world_size} devices"
+        legal = [n for n in divisors(problem.world_size) if moe is None or moe.experts % n == 0]
+        yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, legal)}")
+
+
+def _recompute(problem: Problem) -> Iterator[Diagnostic]:
+    policies, layers = problem.spec.parallel.recompute, problem.model.layers
+    if isinstance(policies, list) and len(policies) != layers:
+        message = f"recompute names {len(policies)} policies for {layers} layers"
+        help = "name one policy per layer, or write one word for all"
+        yield Diagnostic("PT271", message, path=("parallel", "recompute"), help=help)
+
+
+def _offload(problem: Problem) -> Iterator[Diagnostic]:
+    offload = problem.spec.parallel.offload
+    for name in ("optimizer", "parameters", "activations"):
+        if getattr(offload, name) == "cpu" and not problem.host_link:
+            message = f"offload.{name}: cpu, but {problem.devices.accelerator} has no host memory apart from its own"
+            path = ("parallel", "offload", name)
+            yield Diagnostic("PT274", message, path=path, help=f"use {name}: none, or auto")
 
 
 def _position(problem: Problem) -> Iterator[Diagnostic]:
@@ -102,19 +159,20 @@ def _position(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _mesh(problem: Problem) -> Iterator[Diagnostic]:
-    world, shared = problem.world_size, problem.model_parallel
+    world, pinned = problem.world_size, problem.pinned_degrees
+    shared = prod(pinned.values())
     if world % shared:
-        parallel = problem.spec.parallel
-        message = (
-            f"tensor: {parallel.tensor} × stages: {parallel.pipeline.stages} × sequence degree: "
-            f"{parallel.sequence.degree} = {shared} does not divide the {world} devices"
-        )
-        help = f"their product can be {', '.join(map(str, divisors(world)))}"
+        product = " × ".join(f"{name}: {value}" for name, value in pinned.items() if value > 1)
+        message = f"{product} = {shared} does not divide the {world} devices"
+        if product.count("×") == 0:
+            message = f"{product} does not divide the {world} devices"
+        help = f"{'their product' if '×' in product else 'it'} can be {nearest(shared, divisors(world), 4)}"
         yield Diagnostic("PT267", message, path=("parallel",), help=help)
 
 
 def _zero(problem: Problem) -> Iterator[Diagnostic]:
-    data, dp = problem.spec.parallel.data, problem.dp
+    data, shared = problem.spec.parallel.data, prod(problem.pinned_degrees.values())
+    dp = problem.world_size // shared
     if data.zero not in ("auto", 0) and dp == 1:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
         help = "use zero: 0 or auto, or more devices"
@@ -126,14 +184,20 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def _batch(problem: Problem) -> Iterator[Diagnostic]:
-    batch, dp, micro = problem.spec.training.global_batch, problem.dp, problem.spec.parallel.micro_batch
-    unit = dp * (1 if micro == "auto" else micro)
-    if batch % unit:
-        what = f"the {dp} data-parallel ranks" + ("" if micro == "auto" else f" × micro_batch: {micro}")
-        message = f"global_batch: {batch} does not divide by {what}"
-        legal = [n for n in (batch - batch % unit, batch - batch % unit + unit) if n]
-        help = f"use {nearest(batch, legal)}"
-        yield Diagnostic("PT259", message, path=("training", "global_batch"), help=help)
+    """Find a batch that cannot be shared evenly, where the spec leaves no choice of how many ranks share it."""
+    batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
+    shard = problem.spec.parallel.data.shard
+    fixed = len(problem.pinned_degrees) == 3
+    dp = problem.world_size // prod(problem.pinned_degrees.values()) if fixed else 1
+    ranks = dp if fixed or shard == "auto" else shard
+    unit = ranks * (1 if micro == "auto" else micro)
+    if batch % unit == 0:
+        return
+    parts = [f"the {dp} data-parallel ranks"] if fixed else [f"shard: {shard}"] if ranks > 1 else []
+    parts += [] if micro == "auto" else [f"micro_batch: {micro}"]
+    message = f"global_batch: {batch} does not divide by {' × '.join(parts)}"
+    legal = [n for n in (batch - batch % unit, batch - batch % unit + unit) if n]
+    yield Diagnostic("PT259", message, path=("training", "global_batch"), help=f"use {nearest(batch, legal)}")
 
 
 def _kernels(problem: Problem) -> Iterator[Diagnostic]:
@@ -144,7 +208,9 @@ def _kernels(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT270", message, path=("kernels", "mode"), help="use mode: auto")
 
 
-SIZES: tuple[Check, ...] = (_kernels, _heads, _stages, _sequence, _experts, _position, _mesh)
+SIZES: tuple[Check, ...] = (
+    _kernels, _heads, _stages, _sequence, _experts, _recompute, _offload, _position, _mesh,
+)  # fmt: skip
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch)
 """Rules that need a mesh that works."""

@@ -1,222 +1,238 @@
-"""Why this layout: reasons, the next best, and what would fit when nothing does."""
+"""Why this layout: reasons, the runners-up and why each lost, the tightest limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.capabilities import gaps
-from partool.plan.types import Alternative, Layout
-from partool.planner.candidates import Candidate, Problem, candidates, fits, layout, micro_batches, needs, price
-from partool.planner.checks import check
+from partool.plan.types import Alternative
+from partool.planner.price import Priced
+from partool.planner.problem import runnable
+from partool.planner.search import SLACK, TIE
+from partool.planner.solve import Solution
+from partool.planner.table import kind
+from partool.planner.words import GIB, change, recompute, summary, why_lost
 
-_GIB = 2**30
-_ALTERNATIVES = 3
-
-
-def summary(work_layout: Layout) -> str:
-    """Return a layout in one line."""
-    mesh = work_layout.mesh
-    parts = [f"ZeRO-{work_layout.zero} over {mesh.dp} rank{'s' * (mesh.dp > 1)}"]
-    if mesh.dp_replicate > 1 and work_layout.zero:
-        parts[0] = f"ZeRO-{work_layout.zero} over {mesh.dp_shard}, {mesh.dp_replicate} replicas"
-    for name, size in (
-        ("tensor", mesh.tp),
-        ("pipeline", mesh.pp),
-        ("sequence", mesh.cp),
-        ("expert", work_layout.expert),
-    ):
-        if size > 1:
-            parts.append(f"{name} {size}")
-    parts.append(f"micro-batch {work_layout.micro_batch} × {work_layout.accumulation}")
-    parts.append(f"recompute {work_layout.recompute[0]}")
-    return ", ".join(parts)
+_ALTERNATIVES = 4
+_LOOKED_AT = 24
+"""Layouts that are priced exactly to find the runners-up of other kinds."""
 
 
-def reasons(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[str, ...]:
+def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     """Return one sentence per decision."""
-    found: list[str] = []
-    safe, fitting = sum(candidate.safe for candidate in priced), sum(candidate.fits for candidate in priced)
-    if len(priced) == 1:
-        found.append("The spec leaves one layout.")
-    elif safe or not fitting:
-        found.append(f"{safe} of {len(priced)} possible layouts fit safely; this is the fastest of them.")
-    else:
-        found.append(f"{fitting} of {len(priced)} possible layouts fit, none safely; this is the fastest.")
-    chosen = best.work.layout
-    parallel = problem.spec.parallel
-    if problem.dp > 1:
-        found.append(_zero_reason(chosen, priced, pinned=parallel.data.zero != "auto"))
-    elif parallel.data.zero == "auto":
-        found.append("ZeRO-0: there is one data-parallel rank, so there is nothing to share.")
-    found.append(_recompute_reason(best, priced, pinned=parallel.recompute != "auto"))
+    found = [_searched(solution, best)]
+    layout, mesh, parallel = best.layout, best.layout.mesh, solution.problem.spec.parallel
+    if solution.better is not None:
+        found.append(_better(solution, best, solution.better))
+    found.append(_zero(solution, best))
+    groups = solution.space.groups
+    for name, field, degree, column in (
+        ("Tensor", parallel.tensor, mesh.tp, groups.tp),
+        ("Pipeline", parallel.pipeline.stages, mesh.pp, groups.pp),
+        ("Sequence", parallel.sequence.degree, mesh.cp, groups.cp),
+        ("Expert", parallel.expert, layout.expert, groups.ep),
+    ):
+        if degree > 1:
+            pinned = field != "auto"
+            found.append(
+                f"{name} {degree}: " + ("the spec asks for it." if pinned else _without(solution, best, name, column))
+            )
+    found.append(_recompute(solution, best))
     if parallel.micro_batch == "auto":
-        share = chosen.micro_batch * chosen.accumulation
+        share = layout.micro_batch * layout.accumulation
         found.append(
-            f"Micro-batch {chosen.micro_batch}: the fastest way to split the {share} sequences per rank and step."
+            f"Micro-batch {layout.micro_batch}: the fastest way to split the {share} sequences per rank and step."
         )
     return tuple(found)
 
 
-def _zero_reason(chosen: Layout, priced: list[Candidate], *, pinned: bool) -> str:
-    if pinned:
-        return f"ZeRO-{chosen.zero}: the spec asks for it."
-    fitting = {c.work.layout.zero for c in priced if c.safe}
-    lower = [stage for stage in range(chosen.zero) if stage not in fitting]
-    if lower:
-        return f"ZeRO-{chosen.zero}: stage{'s' * (len(lower) > 1)} {', '.join(map(str, lower))} would not fit safely."
-    return f"ZeRO-{chosen.zero}: the fastest of the stages that fit."
+def _searched(solution: Solution, best: Priced) -> str:
+    counts = solution.summary()
+    if counts.enumerated == 1:
+        return "The spec leaves one layout."
+    among = "that can run" if solution.able is not None and solution.able.best is best else "of all"
+    sure = f"fastest {among} that is sure to fit" if best.safe else f"fastest {among} that may fit; none is sure to"
+    return (
+        f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out by constraints, "
+        f"{counts.evaluated:,} prices computed, {counts.simulated:,} simulated; no other can be faster. "
+        f"This is the {sure}."
+    )
 
 
-def _recompute_reason(best: Candidate, priced: list[Candidate], *, pinned: bool) -> str:
-    policy = best.work.layout.recompute[0]
-    if pinned:
-        return f"Recompute {policy}: the spec asks for it."
-    if policy == "none":
+def _better(solution: Solution, best: Priced, better: Priced) -> str:
+    gain = 1.0 - better.time.step_time_s / best.time.step_time_s
+    return (
+        f"{summary(better.layout)} would take {gain:.1%} less time per step, but cannot run yet; see the alternatives."
+    )
+
+
+def _zero(solution: Solution, best: Priced) -> str:
+    layout = best.layout
+    if solution.problem.spec.parallel.data.zero != "auto":
+        return f"ZeRO-{layout.zero}: the spec asks for it."
+    if layout.mesh.dp == 1:
+        return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
+    if layout.zero == 0:
+        return "ZeRO-0: copies of the state fit, and sharing it would not be faster."
+    mesh, groups = layout.mesh, solution.space.groups
+    same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.zero)
+    same = same & (groups.micro_batch == layout.micro_batch)
+    fits = {zero for zero in range(layout.zero) if _any_fits(solution, same & (groups.zero == zero))}
+    none = [str(zero) for zero in range(layout.zero) if zero not in fits]
+    if len(none) == layout.zero:
+        return f"ZeRO-{layout.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
+    return f"ZeRO-{layout.zero}: the fastest of the stages."
+
+
+def _any_fits(solution: Solution, groups: Any) -> bool:
+    """Return True if one of the groups fits with what the taken layout's own policy, or a more frugal one, keeps."""
+    index = np.flatnonzero(groups)
+    if not len(index):
+        return False
+    total = solution.search.least_of(index)
+    return bool((total <= solution.problem.capacity_bytes).any())
+
+
+def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
+    """Return what the best layout without a kind of parallelism would cost, from its lower bound."""
+    index = np.flatnonzero(column == 1)
+    index = (
+        index[solution.search.least_of(index) <= solution.problem.capacity_bytes * (1.0 + SLACK)]
+        if len(index)
+        else index
+    )
+    if not len(index):
+        return f"no layout without {name.lower()} parallelism fits."
+    bound = float(solution.search.group_bounds(index).min())
+    slower = bound / best.time.step_time_s - 1.0
+    if slower > TIE:
+        return f"every layout without it is slower, by {slower:.1%} or more."
+    return "the layouts without it that would be faster do not fit."
+
+
+def _recompute(solution: Solution, best: Priced) -> str:
+    text = recompute(best.layout)
+    if solution.problem.spec.parallel.recompute != "auto":
+        return f"Recompute {text}: the spec asks for it."
+    if text == "none":
         return "Recompute none: all activations fit."
-    return f"Recompute {policy}: of the layouts that keep more, none that fits safely is faster."
+    return f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need."
 
 
-def alternatives(problem: Problem, best: Candidate, priced: list[Candidate]) -> tuple[Alternative, ...]:
-    """Return the next best layouts, one per ZeRO stage and recompute policy, fastest first."""
-    by_kind: dict[tuple[object, ...], Candidate] = {}
-    # Within a kind the fitting ones come first; of those that do not fit, the one that misses by least says most.
-    for candidate in sorted(priced, key=lambda c: (not c.fits, c.time.step_time_s if c.fits else c.memory.total_bytes)):
-        by_kind.setdefault(_kind(candidate), candidate)
-    others = [candidate for kind, candidate in by_kind.items() if kind != _kind(best)]
-    fitting = sorted((c for c in others if c.fits), key=lambda c: c.time.step_time_s)
-    too_large = [c for c in others if not c.fits and c.time.step_time_s < best.time.step_time_s]
-    chosen = fitting[: _ALTERNATIVES - bool(too_large)] + too_large[:1]
-    return tuple(_alternative(problem, best, c) for c in sorted(chosen, key=lambda c: c.time.step_time_s))
+def alternatives(solution: Solution, best: Priced) -> tuple[Alternative, ...]:
+    """Return the runners-up of different kinds, fastest first: what is better but cannot run, may not fit, or lost."""
+    found: list[Priced] = [solution.better] if solution.better is not None else []
+    found += (_too_large(solution, best) or _unsure(solution, best))[:1]
+    kinds = {kind(priced) for priced in [best, *found]}
+    able = runnable(solution.problem, best.layout)
+    ready = _runners_up(solution)
+    # A plan that can run is compared with others that can, as far as there are any.
+    for priced in sorted(ready, key=lambda one: able and not runnable(solution.problem, one.layout)):
+        if len(found) >= _ALTERNATIVES:
+            break
+        if kind(priced) not in kinds and priced.fits:
+            kinds.add(kind(priced))
+            found.append(priced)
+    rows = sorted(found, key=lambda priced: (priced.time.step_time_s, summary(priced.layout)))
+    return tuple(_alternative(solution, best, priced) for priced in rows)
 
 
-def _kind(candidate: Candidate) -> tuple[object, ...]:
-    chosen = candidate.work.layout
-    return chosen.zero, chosen.recompute[0], chosen.mesh.dp_shard
+def _runners_up(solution: Solution) -> list[Priced]:
+    """Return exact prices of the best priced layouts of each kind."""
+    if solution.able is not None and solution.able.best is not None:
+        _price_kinds(solution, solution.able.leaves)
+    _price_kinds(solution, solution.overall.leaves)
+    return solution.priced
 
 
-def _alternative(problem: Problem, best: Candidate, other: Candidate) -> Alternative:
-    chosen = other.work.layout
-    ratio = other.time.step_time_s / best.time.step_time_s
-    if not other.fits:
-        over = other.memory.total_bytes - other.memory.capacity_bytes
-        why = f"{over / _GIB:.1f} GiB too large"
-    elif ratio > 1.0005:
-        why = f"{(ratio - 1) * 100:.1f} % slower"
-    elif ratio < 0.9995:
-        why = f"fits with a probability of {other.memory.fit_probability:.0%} only"
-    else:
-        more = other.memory.total_bytes - best.memory.total_bytes
-        why = f"as fast, with {abs(more) / _GIB:.2f} GiB {'more' if more > 0 else 'less'} memory"
-    change = f"parallel: {{data: {{zero: {chosen.zero}"
-    if chosen.zero and chosen.mesh.dp_replicate > 1:
-        change += f", shard: {chosen.mesh.dp_shard}"
-    change += f"}}, recompute: {chosen.recompute[0]}, micro_batch: {chosen.micro_batch}}}"
+def _price_kinds(solution: Solution, leaves: Any) -> None:
+    """Price the fastest layouts that differ in what they share, recompute or offload."""
+    groups, table = solution.space.groups, solution.space.policies
+    sure = np.flatnonzero(leaves.probability >= 0.99)
+    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")]
+    group, policy = leaves.group[order], leaves.policy[order]
+    kinds = np.stack(
+        [
+            groups.tp[group] > 1, groups.pp[group] > 1, groups.cp[group] > 1, groups.ep[group] > 1, groups.zero[group],
+            table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
+        ]
+    )  # fmt: skip
+    if not kinds.shape[1]:
+        return
+    _, first = np.unique(kinds, axis=1, return_index=True)
+    for index in np.sort(first)[:_LOOKED_AT]:
+        solution.search.price(group[index], policy[index])
+
+
+def _unsure(solution: Solution, best: Priced) -> list[Priced]:
+    """Return layouts that would be faster and may fit."""
+    if not best.safe:
+        return []
+    leaves = solution.overall.leaves
+    faster = np.flatnonzero((leaves.bound_s < best.time.step_time_s * (1.0 - TIE)) & (leaves.probability < 0.99))
+    order = faster[np.argsort(leaves.bound_s[faster], kind="stable")][:3]
+    priced = [solution.search.price(leaves.group[index], leaves.policy[index]) for index in order]
+    return [one for one in priced if one.fits and not one.safe and one.time.step_time_s < best.time.step_time_s]
+
+
+def _too_large(solution: Solution, best: Priced) -> list[Priced]:
+    """Return the fastest layout of all, memory aside, if memory is what rules it out."""
+    fastest = solution.fastest
+    slower = fastest is None or fastest.time.step_time_s > best.time.step_time_s * (1.0 - TIE)
+    return [] if fastest is None or fastest.fits or slower else [fastest]
+
+
+def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative:
     return Alternative(
-        summary=summary(chosen),
+        summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
         memory_bytes=other.memory.total_bytes,
-        runnable=not gaps(needs(problem, chosen)),
-        why_not=why,
-        change=change,
+        runnable=runnable(solution.problem, other.layout),
+        why_not=why_lost(best, other),
+        change=change(other.layout),
     )
 
 
-def tight(problem: Problem, best: Candidate) -> list[Diagnostic]:
-    """Return a warning if the layout may not fit after all."""
-    if best.safe:
-        return []
-    probability = best.memory.fit_probability
-    message = (
-        f"the plan needs {best.memory.total_bytes / _GIB:.1f} of {problem.devices.memory_bytes / _GIB:.1f} GiB "
-        f"per rank; with the uncertainty of the prediction it fits with a probability of {probability:.0%}"
-    )
-    safer = next(_savings(problem, best), "a smaller sequence_length")
-    return [Diagnostic("PT302", message, severity="warning", path=("hardware",), help=f"safer: {safer}")]
-
-
-def does_not_fit(problem: Problem, priced: list[Candidate]) -> Diagnostic:
-    """Return the finding that nothing fits, with the smallest layout's terms and what would fit."""
-    smallest = min(priced, key=lambda candidate: candidate.memory.total_bytes)
-    memory = smallest.memory
-    largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
-    terms = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in largest)
-    message = (
-        f"no layout fits: the smallest ({summary(smallest.work.layout)}) needs {memory.total_bytes / _GIB:.1f} GiB "
-        f"per rank, {memory.capacity_bytes / _GIB:.1f} GiB are there (GiB: {terms})"
-    )
-    ways = list(_what_would_fit(problem))
-    help = "; or ".join(ways) if ways else "use devices with more memory"
-    return Diagnostic("PT301", message, path=("hardware",), help=help)
-
-
-def _what_would_fit(problem: Problem) -> Iterator[str]:
-    """Yield single changes, and then numbers of nodes, under which a layout fits."""
-    for text, changed in _single_changes(problem):
-        if _any_fits(changed):
-            yield text
-    for nodes in _more_nodes(problem):
-        changed = replace(problem, devices=problem.devices.model_copy(update={"nodes": nodes}))
-        if _any_fits(_free(changed)):
-            yield f"nodes: {nodes}" + (
-                " with parallel.data.zero: auto" if problem.spec.parallel.data.zero != "auto" else ""
-            )
-            return
-
-
-def _single_changes(problem: Problem) -> Iterator[tuple[str, Problem]]:
-    parallel, training = problem.spec.parallel, problem.spec.training
-    if parallel.data.zero not in ("auto", 3) and problem.dp > 1:
-        yield (
-            "parallel.data.zero: 3",
-            _with(problem, data=parallel.data.model_copy(update={"zero": 3, "shard": "auto"})),
+def limit(solution: Solution, best: Priced) -> str:
+    """Return what holds the layout back: memory, with the term that would have to shrink, or a term of time."""
+    fastest = solution.fastest
+    if fastest is not None and not fastest.fits and fastest.time.step_time_s < best.time.step_time_s * (1.0 - TIE):
+        terms = fastest.memory.terms_bytes
+        name = max(terms, key=lambda key: terms[key])
+        over = fastest.memory.total_bytes - fastest.memory.capacity_bytes
+        gain = 1.0 - fastest.time.step_time_s / best.time.step_time_s
+        return (
+            f"Memory: {gain:.1%} of the step would be saved by {summary(fastest.layout)}, which needs "
+            f"{over / GIB:.1f} GiB more than there is, most of it for {name} ({terms[name] / GIB:.1f} GiB)."
         )
-    if parallel.recompute not in ("auto", "full"):
-        yield "parallel.recompute: full", _with(problem, recompute="full")
-    if parallel.micro_batch not in ("auto", 1):
-        yield "parallel.micro_batch: 1", _with(problem, micro_batch=1)
-    length = training.sequence_length // 2
-    while length >= 256:
-        spec = problem.spec.model_copy(update={"training": training.model_copy(update={"sequence_length": length})})
-        shorter = replace(problem, spec=spec)
-        if _any_fits(shorter):
-            yield f"training.sequence_length: {length}", shorter
-            return
-        length //= 2
+    terms_s = best.time.terms_s
+    waits = {name: value for name, value in terms_s.items() if name not in ("forward", "backward")}
+    name = max(waits, key=lambda key: waits[key])
+    share = waits[name] / best.time.step_time_s
+    if share < 0.02:
+        return "Compute: the step is almost all forward and backward pass; only faster devices or more of them help."
+    return f"Time: {name} takes {share:.1%} of the step, more than anything else beside compute."
 
 
-def _with(problem: Problem, **changes: object) -> Problem:
-    parallel = problem.spec.parallel.model_copy(update=changes)
-    return replace(problem, spec=problem.spec.model_copy(update={"parallel": parallel}))
+def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
+    """Yield a warning if the layout may not fit after all."""
+    if best.safe:
+        return
+    memory, devices = best.memory, solution.problem.devices
+    message = (
+        f"the plan needs {memory.total_bytes / GIB:.1f} of {devices.memory_bytes / GIB:.1f} GiB per rank; with the "
+        f"uncertainty of the prediction it fits with a probability of {memory.fit_probability:.0%}"
+    )
+    yield Diagnostic("PT302", message, severity="warning", path=("hardware",), help=f"safer: {_safer(solution)}")
 
 
-def _free(problem: Problem) -> Problem:
-    data = problem.spec.parallel.data.model_copy(update={"zero": "auto", "shard": "auto"})
-    return _with(problem, data=data)
+def _safer(solution: Solution) -> str:
+    from partool.planner.changes import single_changes
 
-
-def _any_fits(problem: Problem) -> bool:
-    """Return True if the spec is legal and one of its layouts fits."""
-    if any(finding.severity == "error" for finding in check(problem, None)):
-        return False
-    return any(fits(problem, layout) for layout in candidates(problem))
-
-
-def _more_nodes(problem: Problem) -> Iterator[int]:
-    nodes = problem.devices.nodes
-    for _ in range(8):
-        nodes *= 2
-        yield nodes
-
-
-def _savings(problem: Problem, best: Candidate) -> Iterator[str]:
-    """Yield changes that need less memory than the best layout, the cheapest in time first."""
-    chosen = best.work.layout
-    shard = max(chosen.mesh.dp_shard, problem.dp if problem.dp > 1 else 1)
-    for zero in range(chosen.zero, 4 if problem.dp > 1 else chosen.zero + 1):
-        for recompute in ("none", "selective", "full"):
-            for micro_batch in micro_batches(problem):
-                other = price(problem, layout(problem, zero, shard if zero else 1, micro_batch, recompute))  # type: ignore[arg-type]
-                if other.safe:
-                    yield f"parallel: {{data: {{zero: {zero}}}, recompute: {recompute}, micro_batch: {micro_batch}}}"
+    for text, changed in single_changes(solution.problem):
+        if changed.best is not None and changed.best.safe:
+            return text
+    return "devices with more memory"

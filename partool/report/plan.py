@@ -31,7 +31,7 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
         console.print(both)
     else:
         console.print(memory, Text(), time, sep="\n")
-    _lines(console, "Why", plan.reasons)
+    _lines(console, "Why", (*plan.reasons, *([f"Limit: {plan.limit}"] if plan.limit else [])))
     if plan.alternatives:
         console.print()
         console.print(_alternatives(plan))
@@ -71,11 +71,32 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
     yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
-    shard = "" if layout.zero == 0 else f", state shared by {mesh.dp_shard}"
     copies = f", {mesh.dp_replicate} copies" if layout.zero and mesh.dp_replicate > 1 else ""
-    batch = f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"
-    rest = f"recompute {_recompute(plan)}; compile {layout.compile}"
-    yield "Layout", f"ZeRO-{layout.zero}{shard}{copies}; {batch}; {rest}"
+    shard = f", state shared by {mesh.dp_shard}" if layout.zero and mesh.dp_shard > 1 else ""
+    parts = [f"ZeRO-{layout.zero}{shard}{copies}", f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"]
+    if mesh.pp > 1:
+        chunks = f" × {layout.chunks} chunks" if layout.chunks > 1 else ""
+        parts.append(f"schedule {layout.schedule}{chunks}, {_stage_sizes(plan)} layers per stage")
+    if mesh.cp > 1:
+        parts.append(f"sequences by {layout.sequence_method}")
+    parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_offloaded(plan)]
+    yield "Layout", "; ".join(parts)
+
+
+def _stage_sizes(plan: Plan) -> str:
+    sizes = sorted({stop - start for start, stop in plan.layout.stages})
+    return f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+
+
+def _offloaded(plan: Plan) -> Iterator[str]:
+    """Yield what lives in host memory."""
+    layout = plan.layout
+    if layout.offload_optimizer == "cpu":
+        yield f"{1.0 - layout.gpu_fraction:.0%} of the optimizer in host memory"
+    if layout.offload_parameters == "cpu":
+        yield "parameters in host memory"
+    if layout.offload_activations == "cpu":
+        yield "activations in host memory"
 
 
 def _axes(plan: Plan) -> str:
@@ -83,14 +104,16 @@ def _axes(plan: Plan) -> str:
     mesh = plan.layout.mesh
     sizes = (("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp))
     parts = [f"{name} {size}" for name, size in sizes if size > 1]
-    if plan.layout.expert > 1:
-        parts.append(f"(experts over {plan.layout.expert})")
-    return " × ".join(parts) if parts else "one rank"
+    text = " × ".join(parts) if parts else "one rank"
+    return text + (f" (experts over {plan.layout.expert})" if plan.layout.expert > 1 else "")
 
 
 def _recompute(plan: Plan) -> str:
-    kinds = dict.fromkeys(plan.layout.recompute)
-    return ", ".join(kinds)
+    policies = plan.layout.recompute
+    kinds = list(dict.fromkeys(policies))
+    if len(kinds) == 1:
+        return kinds[0]
+    return ", ".join(f"{kind} in {policies.count(kind)} layers" for kind in kinds)
 
 
 def _memory(plan: Plan) -> Table:
@@ -106,8 +129,12 @@ def _memory(plan: Plan) -> Table:
         if size:
             table.add_row(name, gib(size), "█" * max(round(_BAR * size / device), 0) or "▏")
     share = memory.total_bytes / plan.devices.memory_bytes
-    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; fits: {_probability(memory.fit_probability)}"
+    fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {_probability(memory.fit_probability)}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
+    own = [row.host_bytes for row in plan.candidates if not row.why_not]
+    if own and own[0] and plan.devices.host_memory_bytes:
+        host = plan.devices.host_memory_bytes
+        table.add_row("host", gib(own[0]), f"{own[0] / host:.0%} of {gib(host)} per node")
     return table
 
 
@@ -151,7 +178,7 @@ def _alternatives(plan: Plan) -> Table:
             other.summary,
             step,
             size,
-            other.why_not + ("" if other.runnable or not plan.runnable else " (not runnable yet)"),
+            other.why_not + ("" if other.runnable or not plan.runnable else "; cannot run yet"),
         )
     return table
 

@@ -1,0 +1,158 @@
+"""What would make an impossible spec possible: each change is searched before it is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from partool.catalog.hardware import resolve_hardware
+from partool.catalog.lookup import table
+from partool.diagnostics.record import Diagnostic
+from partool.planner.checks import check
+from partool.planner.price import Priced, host_limit
+from partool.planner.problem import Problem
+from partool.planner.search import Search
+from partool.planner.solve import Solution, may_fit, solve
+from partool.planner.words import GIB, summary
+
+_PROPOSED = 5
+_DOUBLINGS = 8
+_ACCELERATORS = 2
+_SHORTEST = 256
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one field, and the best layout with it; None where nothing fits."""
+
+    problem: Problem
+    best: Priced | None
+
+
+def does_not_fit(solution: Solution) -> Diagnostic:
+    """Return the finding that nothing fits: the smallest layout's terms, and changes under which a layout fits."""
+    smallest = _smallest(solution)
+    memory = smallest.memory
+    largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
+    terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    message = (
+        f"no layout fits: the smallest ({summary(smallest.layout)}) needs {memory.total_bytes / GIB:.1f} GiB "
+        f"per rank, {memory.capacity_bytes / GIB:.1f} GiB are there (GiB: {terms})"
+    )
+    if smallest.memory.total_bytes <= memory.capacity_bytes:
+        have = host_limit(solution.problem) / GIB
+        message = (
+            f"no layout fits: {summary(smallest.layout)} needs {smallest.host_bytes / GIB:.0f} GiB of host memory "
+            f"per node, {have:.0f} GiB may be used"
+        )
+    ways = sorted(
+        (changed.best.time.step_time_s * changed.problem.world_size, text)
+        for text, changed in single_changes(solution.problem)
+        if changed.best is not None
+    )
+    help = "; or ".join(text for _, text in ways[:_PROPOSED]) or "use a smaller model, or devices with more memory"
+    return Diagnostic("PT301", message, path=("hardware",), help=help)
+
+
+def no_layout(solution: Solution) -> Diagnostic:
+    """Return the finding that constraints leave nothing, with what ruled out most and changes that leave something."""
+    pruned = sorted(solution.space.pruned.items(), key=lambda item: -item[1])
+    why = "; ".join(reason for reason, _ in pruned[:3]) or "the pinned values contradict each other"
+    message = f"no layout of {solution.problem.world_size} devices meets all constraints: {why}"
+    ways = [text for text, changed in single_changes(solution.problem) if changed.best is not None]
+    help = "; or ".join(ways[:_PROPOSED]) or "leave more of the parallel section to auto"
+    return Diagnostic("PT273", message, path=("parallel",), help=help)
+
+
+def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
+    """Yield changes of one field as ``key: value (its step time)`` with what comes of them."""
+    for key, value, changed in _proposals(problem):
+        if any(finding.severity == "error" for finding in check(changed, None)) or not may_fit(changed):
+            continue
+        best = solve(changed).chosen
+        if best is not None:
+            yield f"{key}: {value} ({_cost(changed, best)})", Change(changed, best)
+
+
+def _cost(problem: Problem, best: Priced) -> str:
+    tokens = best.time.tokens_per_s / problem.world_size
+    return f"{best.time.step_time_s:.3g} s per step, {tokens:.0f} tokens/s per device"
+
+
+def _proposals(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+    """Yield (field, value, changed problem): freed pins first, then shorter sequences, more nodes, other devices."""
+    yield from _freed(problem)
+    yield from _batches(problem)
+    training = problem.spec.training
+    length = training.sequence_length // 2
+    while length >= _SHORTEST:
+        shorter = problem.with_training(sequence_length=length)
+        if may_fit(shorter):
+            yield "training.sequence_length", length, shorter
+            break
+        length //= 2
+    nodes = problem.devices.nodes
+    for _ in range(_DOUBLINGS):
+        nodes *= 2
+        if may_fit(problem.on(nodes=nodes)):
+            yield "hardware.nodes", nodes, problem.on(nodes=nodes)
+            break
+    yield from _accelerators(problem)
+
+
+def _freed(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+    parallel = problem.spec.parallel
+    for name in ("recompute", "micro_batch", "tensor", "expert"):
+        if getattr(parallel, name) != "auto":
+            yield f"parallel.{name}", "auto", problem.with_parallel(**{name: "auto"})
+    for section, name in (
+        ("data", "zero"),
+        ("data", "shard"),
+        ("pipeline", "stages"),
+        ("pipeline", "schedule"),
+        ("sequence", "degree"),
+        ("offload", "optimizer"),
+        ("offload", "parameters"),
+        ("offload", "activations"),
+    ):
+        whole = getattr(parallel, section)
+        if getattr(whole, name) != "auto":
+            freed = problem.with_parallel(**{section: whole.model_copy(update={name: "auto"})})
+            yield f"parallel.{section}.{name}", "auto", freed
+
+
+def _batches(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+    """Yield the nearest batches that all devices share evenly."""
+    batch, world = problem.spec.training.global_batch, problem.world_size
+    if batch % world:
+        for size in sorted({batch - batch % world, batch - batch % world + world} - {0}):
+            yield "training.global_batch", size, problem.with_training(global_batch=size)
+
+
+def _accelerators(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+    """Yield the accelerators with the least memory that is enough, as many as there are now."""
+    if problem.devices.backend == "cpu":
+        return
+    hardware, found = problem.spec.hardware, []
+    for name in table("accelerators"):
+        other = hardware.model_copy(
+            update={"accelerator": name, "per_node": problem.devices.per_node, "memory_gib": None, "peak_tflops": None}
+        )
+        devices = resolve_hardware(other, problem.spec.training.precision).devices
+        if devices is not None and devices.memory_bytes > problem.devices.memory_bytes:
+            found.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
+    proposed = 0
+    for _, name, devices in sorted(found, key=lambda item: item[:2]):
+        changed = replace(problem, devices=devices)
+        if may_fit(changed):
+            yield "hardware.accelerator", name, changed
+            proposed += 1
+        if proposed == _ACCELERATORS:
+            return
+
+
+def _smallest(solution: Solution) -> Priced:
+    """Return the exact price of the layout that needs least memory."""
+    search: Search = solution.search
+    group, policy = search.smallest()
+    return search.price(group, policy)

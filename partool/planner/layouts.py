@@ -1,0 +1,138 @@
+"""From one row of the space to a :class:`Layout`: stages balanced, policies spread over each stage's layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+from typing import Any, cast
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.layer import Kind
+from partool.cost.micro import Micro, micro
+from partool.layout.stages import balance
+from partool.plan.types import Layout, Mesh
+from partool.planner.problem import Problem
+from partool.spec.parallel import Recompute, ZeroStage
+
+Bounds = tuple[tuple[int, int], ...]
+"""First and one-past-last layer of each stage."""
+
+
+def layout_of(problem: Problem, row: Layouts, share: float) -> Layout:
+    """Return the layout of a row whose columns are single numbers; ``share`` of each stage's layers recompute."""
+    stages = int(row.pp) * int(row.chunks)
+    bounds: Bounds = ((0, problem.model.layers),)
+    if stages > 1:
+        wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
+        bounds = splits(problem, wide, np.array([share]), variant_costs(problem, wide))[0]
+    host = float(row.host_optimizer)
+    return Layout(
+        mesh=Mesh(
+            pp=int(row.pp),
+            dp_replicate=int(row.replicas),
+            dp_shard=int(row.shards),
+            cp=int(row.cp),
+            tp=int(row.tp),
+        ),
+        expert=int(row.ep),
+        zero=cast("ZeroStage", int(row.zero)),
+        micro_batch=int(row.micro_batch),
+        accumulation=int(row.accumulation),
+        recompute=recompute_of(problem, int(row.recompute), share, bounds),
+        compile=problem.compile,
+        stages=bounds,
+        schedule=SCHEDULES[int(row.schedule)],
+        chunks=int(row.chunks),
+        sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],  # type: ignore[arg-type]
+        offload_optimizer="cpu" if host > 0 else "none",
+        gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
+        offload_parameters="cpu" if row.host_parameters else "none",
+        offload_activations="cpu" if row.host_activations else "none",
+    )
+
+
+def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+    """Return one policy per layer: the spec's list, or of each stage the first ``share`` of its layers, rounded up."""
+    pinned = problem.spec.parallel.recompute
+    if isinstance(pinned, list):
+        return tuple(pinned)
+    return _spread(cast("Recompute", RECOMPUTE[policy]), share, bounds)
+
+
+@lru_cache(maxsize=4096)
+def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+    found: list[Recompute] = []
+    for start, stop in bounds:
+        some = ceil(share * (stop - start) - 1e-9)
+        found += [policy] * some + ["none"] * (stop - start - some)
+    return tuple(found)
+
+
+def variants(problem: Problem, rows: Layouts) -> list[Any]:
+    """Return the policies that layers of a row may follow, as columns: its own and none, or those of a pinned list."""
+    pinned = problem.spec.parallel.recompute
+    if isinstance(pinned, list):
+        return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
+    return [rows.recompute, 0 * rows.recompute]
+
+
+def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
+    """Return what micro-batches cost where all layers follow each of the policies in turn."""
+    return [
+        micro(problem.job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)
+    ]
+
+
+def splits(problem: Problem, rows: Layouts, shares: Any, costs: list[Micro]) -> list[Bounds]:
+    """Return the stages of each row, so that the slowest is as quick as can be.
+
+    Times are compared as rounded shares of the slowest layer's: a thousandth of it does not move a layer.
+    """
+    count = len(rows.recompute)
+    order = tuple(costs[0].layers)
+    pinned = problem.spec.parallel.recompute
+    weights = [shares, 1.0 - shares]
+    if isinstance(pinned, list):
+        weights = [pinned.count(policy) / len(pinned) for policy in dict.fromkeys(pinned)]
+    times = {
+        kind: sum(weight * cost.layers[kind].both_s for weight, cost in zip(weights, costs, strict=True))
+        for kind in order
+    }
+    columns = [np.broadcast_to(column, count) for column in (*times.values(), *(
+        unit.both_s for unit in (costs[0].first, costs[0].last)
+    ))]  # fmt: skip
+    slowest = np.max(columns[: len(order)], axis=0)
+    rounded = np.round(np.stack(columns) / slowest, 3).T.tolist()
+    stages = np.broadcast_to(rows.pp * rows.chunks, count)
+    return [
+        _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[float, ...], stages: int) -> Bounds:
+    times = dict(zip(order, values[:-2], strict=True))
+    return balance([times[kind] for kind in layers], stages, *values[-2:])
+
+
+def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
+    """Return what decides between layouts of the same speed; the simpler one sorts first."""
+    mesh = layout.mesh
+    degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
+    moved = (layout.offload_optimizer, layout.offload_activations, layout.offload_parameters)
+    return (
+        sum(degree > 1 for degree in degrees),
+        mesh.tp > problem.domain,
+        sum(side == "cpu" for side in moved),
+        layout.zero,
+        sum(RECOMPUTE.index(policy) for policy in layout.recompute),
+        SCHEDULES.index(layout.schedule) if layout.schedule != "1f1b" else -1,
+        layout.chunks,
+        layout.zero > 0 and mesh.dp_replicate > 1,
+        *degrees,
+        SEQUENCE_METHODS.index(layout.sequence_method),
+        -layout.micro_batch,
+    )

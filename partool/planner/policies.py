@@ -1,0 +1,76 @@
+"""What may be computed again and what may go to host memory, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE
+from partool.planner.problem import Problem
+from partool.spec.parallel import Recompute
+
+SHARES = (0.25, 0.5, 1.0)
+"""Shares of the layers that recompute, where the policy is open."""
+GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
+"""Shares of an offloaded optimizer's state that may stay on the device."""
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What is computed again and what goes to the host; one entry per policy.
+
+    The first recomputes and offloads least, the last most; so it is within those that leave parameters alone.
+    """
+
+    recompute: Any
+    """Index in :data:`partool.cost.case.RECOMPUTE`."""
+    share: Any
+    optimizer: Any
+    """Share of the optimizer state in host memory."""
+    parameters: Any
+    """1 where parameter shards are in host memory; with ZeRO-3 only."""
+    activations: Any
+
+    def __len__(self) -> int:
+        return len(self.recompute)
+
+
+def policies_of(problem: Problem) -> Policies:
+    """Return the table of policies that the spec allows, as a product of its choices."""
+    parallel, offload = problem.spec.parallel, problem.spec.parallel.offload
+    pinned = parallel.recompute
+    if isinstance(pinned, list):
+        recompute = [(RECOMPUTE.index(_mildest(pinned)), 1.0)]
+    elif pinned != "auto":
+        recompute = [(RECOMPUTE.index(pinned), 1.0)]
+    else:
+        recompute = [(0, 1.0), *((index, share) for index in (1, 2, 3) for share in SHARES)]
+    fractions = GPU_FRACTIONS if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
+    host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
+    may = problem.host_link
+    optimizer = _open(offload.optimizer, host, may=may)
+    activations = _open(offload.activations, [1], may=may)
+    parameters = _open(offload.parameters, [1], may=may and parallel.data.zero in ("auto", 3))
+    rows = [
+        (policy, share, moved, stored, saved)
+        for stored in parameters
+        for saved in activations
+        for moved in optimizer
+        if not stored or moved == max(optimizer)
+        for policy, share in recompute
+    ]
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
+
+
+def _mildest(policies: list[Recompute]) -> Recompute:
+    return min(policies, key=RECOMPUTE.index)
+
+
+def _open(pinned: str, host: list[Any], *, may: bool) -> list[Any]:
+    """Return the shares in host memory to try for something that is pinned to a side or open."""
+    if pinned == "none" or (pinned == "auto" and not may):
+        return [0]
+    return list(host) if pinned == "cpu" else [0, *host]

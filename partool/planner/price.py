@@ -1,0 +1,86 @@
+"""What layouts cost: columns for many, predictions for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE, Layouts
+from partool.cost.peak import fit_probability, host_bytes, peak_memory, predict_memory
+from partool.cost.time import bound_s, predict_time
+from partool.plan.types import Layout, MemoryPrediction, TimePrediction
+from partool.planner.problem import Problem
+
+HOST_SHARE = 0.9
+"""Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One layout with its exact price; each part is computed once it is asked for."""
+
+    problem: Problem
+    layout: Layout
+
+    @cached_property
+    def time(self) -> TimePrediction:
+        """Predicted time and traffic of a step."""
+        return predict_time(self.problem.job, self.layout, self.problem.spec.training.steps)
+
+    @cached_property
+    def memory(self) -> MemoryPrediction:
+        """Predicted peak memory of each pipeline rank."""
+        return predict_memory(self.problem.job, self.layout, self.problem.spec.limits.memory_headroom)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Of host memory, per node."""
+        layout = self.layout
+        offloaded = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
+        return host_bytes(self.problem.job, layout) if offloaded else 0
+
+    @property
+    def fits(self) -> bool:
+        """True if the predictions stay under the capacity of device and host."""
+        small = self.memory.total_bytes <= self.memory.capacity_bytes
+        return small and self.host_bytes <= host_limit(self.problem)
+
+    @property
+    def safe(self) -> bool:
+        """True if it is sure to fit."""
+        return self.fits and self.memory.verdict == "green"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Predicted memory of many layouts."""
+
+    total_bytes: Any
+    probability: Any
+    host_bytes: Any
+
+
+def room(problem: Problem, layouts: Layouts) -> Room:
+    """Return the memory of many layouts; of a list of policies, as if all layers followed its most frugal one."""
+    pinned = problem.spec.parallel.recompute
+    if isinstance(pinned, list):
+        frugal = max(RECOMPUTE.index(policy) for policy in pinned)
+        layouts = replace(layouts, recompute=0 * layouts.recompute + frugal)
+    memory = peak_memory(problem.job, layouts)
+    total = memory.total_bytes
+    likely = fit_probability(total, memory.sigma_bytes, problem.devices.memory_bytes)
+    return Room(total, likely, memory.host_bytes)
+
+
+def bounds_s(problem: Problem, layouts: Layouts) -> Any:
+    """Return a lower bound of the step time of many layouts."""
+    return np.broadcast_to(bound_s(problem.job, layouts), np.shape(layouts.pp))
+
+
+def host_limit(problem: Problem) -> float:
+    """Return the bytes of a node's memory that may be filled; infinite where the size is not known."""
+    size = problem.devices.host_memory_bytes
+    return float("inf") if size is None or problem.devices.backend == "cpu" else HOST_SHARE * size

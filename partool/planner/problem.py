@@ -1,0 +1,160 @@
+"""A spec with its model and machines resolved, and what it leaves open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from partool.cost.case import Job
+from partool.cost.layer import Kind, kinds
+from partool.cost.stacks import own_stack
+from partool.layout.capabilities import Needs, aspects, gaps, runs
+from partool.plan.types import Layout
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import Compile
+from partool.spec.spec import Spec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spec with its model and machines resolved."""
+
+    spec: Spec
+    model: ModelConfig
+    devices: Devices
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.devices.nodes * self.devices.per_node
+
+    @cached_property
+    def job(self) -> Job:
+        """What the cost functions read."""
+        training = self.spec.training
+        return Job(
+            model=self.model,
+            devices=self.devices,
+            sequence_length=training.sequence_length,
+            global_batch=training.global_batch,
+            precision=training.precision,
+            stack=own_stack(self.devices.backend, self.compile),
+            frozen=tuple(self.spec.model.frozen),
+        )
+
+    @cached_property
+    def layer_kinds(self) -> tuple[Kind, ...]:
+        """The kind of every layer."""
+        return kinds(self.model)
+
+    @property
+    def pinned_degrees(self) -> dict[str, int]:
+        """Model-parallel degrees that the spec gives, by the field's name."""
+        parallel = self.spec.parallel
+        values = {
+            "tensor": parallel.tensor,
+            "pipeline.stages": parallel.pipeline.stages,
+            "sequence.degree": parallel.sequence.degree,
+        }
+        return {name: value for name, value in values.items() if value != "auto"}
+
+    @property
+    def domain(self) -> int:
+        """Ranks that the fast link joins."""
+        return self.job.domain
+
+    @property
+    def host_link(self) -> bool:
+        """True if there is host memory apart from the devices' own."""
+        return self.devices.backend != "cpu" and self.devices.host_link_bytes_per_s is not None
+
+    @property
+    def compile(self) -> Compile:
+        """Whether blocks are compiled: as pinned, else on accelerators."""
+        pinned = self.spec.parallel.compile
+        if pinned != "auto":
+            return pinned
+        return "none" if self.devices.backend == "cpu" else "block"
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Device memory less the headroom."""
+        return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
+
+    def on(self, **figures: object) -> Problem:
+        """Return the same problem on machines with other figures."""
+        return replace(self, devices=self.devices.model_copy(update=figures))
+
+    def with_parallel(self, **changes: object) -> Problem:
+        """Return the same problem with other values in the ``parallel`` section."""
+        parallel = self.spec.parallel.model_copy(update=changes)
+        return replace(self, spec=self.spec.model_copy(update={"parallel": parallel}))
+
+    def with_training(self, **changes: object) -> Problem:
+        """Return the same problem with other values in the ``training`` section."""
+        training = self.spec.training.model_copy(update=changes)
+        return replace(self, spec=self.spec.model_copy(update={"training": training}))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending, in O(sqrt(number))."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def needs(problem: Problem, layout: Layout) -> Needs:
+    """Return what a layout asks of the runtime."""
+    mesh = layout.mesh
+    return Needs(
+        model=problem.model,
+        frozen=bool(problem.spec.model.frozen),
+        backend=problem.devices.backend,
+        nodes=problem.devices.nodes,
+        zero=layout.zero,
+        replicas=mesh.dp_replicate,
+        tensor=mesh.tp,
+        stages=mesh.pp,
+        sequence=mesh.cp,
+        expert=layout.expert,
+        offload_optimizer=layout.offload_optimizer,
+        offload_parameters=layout.offload_parameters,
+        offload_activations=layout.offload_activations,
+        accumulation=layout.accumulation,
+        recompute=frozenset(layout.recompute),
+        compile=layout.compile,
+        precision=problem.spec.training.precision,
+    )
+
+
+def runnable(problem: Problem, layout: Layout) -> bool:
+    """Return True if the runtime can run a layout."""
+    return not gaps(needs(problem, layout))
+
+
+def plain_needs(problem: Problem) -> Needs:
+    """Return what every layout of a problem asks of the runtime, whatever is left open."""
+    return Needs(
+        model=problem.model,
+        frozen=bool(problem.spec.model.frozen),
+        backend=problem.devices.backend,
+        nodes=problem.devices.nodes,
+        zero=0,
+        replicas=1,
+        tensor=1,
+        stages=1,
+        sequence=1,
+        expert=1,
+        offload_optimizer="none",
+        offload_parameters="none",
+        offload_activations="none",
+        accumulation=1,
+        recompute=frozenset({"none"}),
+        compile=problem.compile,
+        precision=problem.spec.training.precision,
+    )
+
+
+def nothing_runs(problem: Problem) -> bool:
+    """Return True if no layout of a problem can be run, for its model or its machines."""
+    return any(not runs(aspect) for aspect in aspects(plain_needs(problem)))

@@ -1,0 +1,152 @@
+"""Questions beside the plan itself: the smallest cluster, the largest batch or sequence, and products of what-ifs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from partool.planner.make import resolve
+from partool.planner.problem import Problem
+from partool.planner.search import Search
+from partool.planner.space import build
+from partool.spec.spec import Spec
+
+Largest = Literal["micro_batch", "sequence_length", "global_batch"]
+LARGEST: tuple[Largest, ...] = get_args(Largest)
+_MOST_NODES = 2**17
+_GRAIN = 256
+"""Sequence lengths are tried in multiples of this many tokens."""
+_MOST = 2**24
+
+
+def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
+    """Return overrides that leave the fewest devices on which a layout is sure to fit; None where no number is enough.
+
+    Nodes double until a layout fits and are bisected then; below one node, its devices. A batch that a number of
+    devices cannot share evenly counts as not fitting, so the answer is the least of those tried.
+    """
+    problem = resolve(spec, base_dir).problem
+    if problem is None:
+        return None
+    per_node = problem.devices.per_node
+
+    def nodes_fit(nodes: int) -> bool:
+        return fits(problem.on(nodes=nodes))
+
+    if nodes_fit(1):
+        sizes = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        size = next(size for size in sizes if fits(problem.on(nodes=1, per_node=size)))
+        return ["hardware.nodes=1", f"hardware.per_node={size}"]
+    nodes = _first(nodes_fit, 1, _MOST_NODES)
+    return None if nodes is None else [f"hardware.nodes={nodes}", f"hardware.per_node={per_node}"]
+
+
+def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
+    """Return the override with the largest value under which a layout is sure to fit; None where none does.
+
+    ``global_batch`` is the most sequences per step without more micro-batches than pipeline stages: with more of them
+    any batch would fit.
+    """
+    problem = resolve(spec, base_dir).problem
+    if problem is None:
+        return None
+    if what == "micro_batch":
+        found = _last([n for n in _micro_batches(problem) if fits(problem.with_parallel(micro_batch=n))])
+        return None if found is None else [f"parallel.micro_batch={found}"]
+    if what == "global_batch":
+        unit = problem.world_size
+
+        def batch_fits(count: int) -> bool:
+            return fits(problem.with_training(global_batch=count * unit), once=True)
+
+        count = _most(batch_fits, _MOST // unit)
+        return None if count is None else [f"training.global_batch={count * unit}"]
+    limit = problem.model.max_position if problem.model.position == "learned" else _MOST
+
+    def length_fits(count: int) -> bool:
+        return fits(problem.with_training(sequence_length=count * _GRAIN))
+
+    count = _most(length_fits, limit // _GRAIN)
+    return None if count is None else [f"training.sequence_length={count * _GRAIN}"]
+
+
+def fits(problem: Problem, *, once: bool = False) -> bool:
+    """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages."""
+    space = build(problem)
+    mask = np.ones(space.size, dtype=bool)
+    if once:
+        mask = space.groups.accumulation <= space.groups.pp
+    if not mask.any():
+        return False
+    search = Search(problem, space, mask)
+    group, policy = search.smallest()
+    return search.price(group, policy).safe
+
+
+def combinations(varied: list[str]) -> list[list[str]]:
+    """Return the overrides of each row of a table: every combination of ``key=a,b,c``.
+
+    ``hardware`` stands for ``hardware.accelerator``. Raises ``ValueError`` where there is no ``=``, or no value.
+    """
+    axes = []
+    for text in varied:
+        key, equals, values = text.partition("=")
+        listed = [value.strip() for value in _split(values)]
+        if not equals or not key.strip() or not all(listed):
+            raise ValueError(f"{text!r} is not key=value,value,...")
+        name = "hardware.accelerator" if key.strip() == "hardware" else key.strip()
+        axes.append([f"{name}={value}" for value in listed])
+    return [list(row) for row in itertools.product(*axes)]
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are in no brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _micro_batches(problem: Problem) -> list[int]:
+    """Return the micro-batches that some layout could have, ascending."""
+    space = build(problem.with_parallel(micro_batch="auto"))
+    return sorted({int(n) for n in np.unique(space.groups.micro_batch)})
+
+
+def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
+    """Return the least number above ``lower``, which does not fit, that does: doubling, then bisecting."""
+    upper = 2 * lower
+    while not fit(upper):
+        lower, upper = upper, 2 * upper
+        if upper > most:
+            return None
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (lower, middle) if fit(middle) else (middle, upper)
+    return upper
+
+
+def _most(fit: Callable[[int], bool], most: int) -> int | None:
+    """Return the largest number that fits: doubling, then bisecting; None where not even 1 does."""
+    if most < 1 or not fit(1):
+        return None
+    lower = 1
+    while 2 * lower <= most and fit(2 * lower):
+        lower *= 2
+    upper = min(2 * lower, most + 1)
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if fit(middle) else (lower, middle)
+    return lower
+
+
+def _last(values: list[int]) -> int | None:
+    return values[-1] if values else None

@@ -1,0 +1,78 @@
+"""Second bounds of pipelined layouts: their own stages under a short run of their own schedule, many at once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from partool.cost.bound import step
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
+from partool.cost.layer import Kind
+from partool.cost.micro import Micro
+from partool.planner.layouts import Bounds, recompute_of, splits, variant_costs
+from partool.planner.problem import Problem
+from partool.schedule import makespan
+
+
+def refined_s(problem: Problem, rows: Layouts, shares: Any) -> Any:
+    """Return lower bounds of the step times of rows that share schedule, pipeline ranks (more than one) and chunks.
+
+    ``shares`` are those of each stage's layers that follow the row's policy. A run of the shortest row's micro-batches,
+    at most a round, shows how uneven stages fill and drain; each micro-batch after that takes the busiest rank at least
+    its own time.
+    """
+    pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
+    short = min(int(np.min(rows.accumulation)), pp)
+    costs = variant_costs(problem, rows)
+    counts = np.stack(
+        [
+            _counts(problem, int(rows.recompute[index]), float(shares[index]), bounds)
+            for index, bounds in enumerate(splits(problem, rows, shares, costs))
+        ]
+    )
+    forward, backward, weight = (_stage_times(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
+    parts = step(problem.job, rows)
+    send = np.broadcast_to(parts.send_s, (len(shares),))
+    span = makespan(
+        schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
+    )  # fmt: skip
+    both = forward + backward
+    busiest = np.max([both[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=0)
+    longer = span + (rows.accumulation - short) * busiest
+    return problem.job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)
+
+
+def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:
+    """Return how many layers of each variant's policy and each kind every stage has: [stages, variants, kinds]."""
+    pinned = problem.spec.parallel.recompute
+    policies = recompute_of(problem, policy, share, bounds)
+    names = tuple(dict.fromkeys(pinned)) if isinstance(pinned, list) else (RECOMPUTE[policy], "none")
+    return _counted(policies, names, problem.layer_kinds, bounds)
+
+
+@lru_cache(maxsize=4096)
+def _counted(policies: tuple[str, ...], names: tuple[str, ...], layers: tuple[Kind, ...], bounds: Bounds) -> Any:
+    kinds = list(dict.fromkeys(layers))
+    counts = np.zeros((len(bounds), len(names), len(kinds)))
+    for stage, (start, stop) in enumerate(bounds):
+        for at in range(start, stop):
+            counts[stage, names.index(policies[at]), kinds.index(layers[at])] += 1
+    return counts
+
+
+def _stage_times(costs: list[Micro], counts: Any, name: str) -> Any:
+    """Return one figure of each row's stages: [rows, stages]."""
+    rows = len(counts)
+    each = np.stack(
+        [
+            np.stack([np.broadcast_to(getattr(unit, name), rows) for unit in cost.layers.values()], axis=-1)
+            for cost in costs
+        ],
+        axis=1,
+    )
+    times = np.einsum("rsvk,rvk->rs", counts, each)
+    times[:, 0] += np.broadcast_to(getattr(costs[0].first, name), rows)
+    times[:, -1] += np.broadcast_to(getattr(costs[0].last, name), rows)
+    return times

@@ -1,0 +1,270 @@
+"""Branch and bound over the space: the fastest layout that is sure to fit, without pricing all of them exactly.
+
+Groups come in the order of a lower bound of their step time. A group is expanded into its policies, which are priced
+with the closed equations; those that fit queue up by their own bound and are priced exactly, best first. The search
+ends when no bound is below the best exact time: what is left cannot win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import Layouts
+from partool.planner.layouts import layout_of, simplicity
+from partool.planner.price import Priced, bounds_s, host_limit, room
+from partool.planner.problem import Problem
+from partool.planner.queue import Queue
+from partool.planner.space import Space
+
+TIE = 1e-3
+"""Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
+SLACK = 0.03
+"""How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
+LIKELY = 0.9
+"""Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
+_CHUNK = 8192
+_FAST_HOST = 100e9
+"""Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
+
+
+@dataclass
+class Leaves:
+    """Priced layouts that fit, as columns."""
+
+    group: Any
+    policy: Any
+    bound_s: Any
+    memory_bytes: Any
+    probability: Any
+    host_bytes: Any
+
+    @classmethod
+    def join(cls, parts: list[Leaves]) -> Leaves:
+        """Return all rows of all parts."""
+        names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
+        if not parts:
+            return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    best: Priced | None
+    """The fastest that is sure to fit, or, where none is, the fastest that is predicted to fit."""
+    leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
+    evaluated: int = 0
+    too_large: int = 0
+    """Layouts of groups that do not fit with everything recomputed and offloaded."""
+
+
+class Search:
+    """One search over some of the groups and some of the policies of a space."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        space: Space,
+        groups: Any = None,
+        policies: Any = None,
+        exact: dict[tuple[int, int], Priced] | None = None,
+    ) -> None:
+        self.problem = problem
+        self.space = space
+        self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
+        self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
+        self.found = Found(None)
+        self.exact: dict[tuple[int, int], Priced] = {} if exact is None else exact
+        """Exact prices by group and policy; searches of one space may share them."""
+        self._settled: list[Priced] = []
+        self._parts: list[Leaves] = []
+        self._limit_s = float("inf")
+        self._queue = Queue(problem, space)
+
+    def run(self) -> Found:
+        """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
+        if len(self.groups) and len(self.policies):
+            smallest = self.least_memory()
+            bound = self.group_bounds(self.groups)
+            for sure in (True, False):
+                self._pass(bound, smallest, sure=sure)
+                if self.found.best is not None:
+                    break
+        self.found.leaves = Leaves.join(self._parts)
+        return self.found
+
+    def price(self, group: int, policy: int) -> Priced:
+        """Return the exact price of one layout."""
+        key = (int(group), int(policy))
+        if key not in self.exact:
+            share = float(self.space.policies.share[key[1]])
+            self.exact[key] = Priced(self.problem, layout_of(self.problem, self.row(*key), share))
+        return self.exact[key]
+
+    def row(self, group: int, policy: int) -> Layouts:
+        """Return one layout as columns of single numbers."""
+        return self.space.rows(int(group), int(policy))
+
+    def least_memory(self) -> tuple[Any, Any]:
+        """Return the least memory that each group can do with, and the probability that this fits."""
+        table, zero3 = self.space.policies, self.space.groups.zero[self.groups] == 3
+        stays = self.policies[table.parameters[self.policies] == 0]
+        policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
+        if (table.parameters[self.policies] == 1).any():
+            policy[zero3] = self.policies[-1]
+        total, likely, _ = self._room(self.groups, policy)
+        return total, likely
+
+    def least_of(self, groups: Any) -> Any:
+        """Return the least memory that each of some groups can do with on device."""
+        table = self.space.policies
+        stays = self.policies[table.parameters[self.policies] == 0]
+        return self._room(groups, np.full(len(groups), stays[-1] if len(stays) else self.policies[-1]))[0]
+
+    def smallest(self) -> tuple[int, int]:
+        """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
+        found = []
+        for policy in self.extremes():
+            groups = self.groups[self.space.allowed(self.groups, np.full(len(self.groups), policy))]
+            total, _, host = self._room(groups, np.full(len(groups), policy))
+            if len(groups):
+                worst = np.where(host <= host_limit(self.problem), total, total + host)
+                found.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
+        return min(found)[1:]
+
+    def extremes(self) -> list[int]:
+        """Return the policies that save most memory: on the device alone, and with host memory."""
+        table = self.space.policies
+        moved = table.optimizer + table.parameters + table.activations
+        here = self.policies[moved[self.policies] == moved[self.policies].min()]
+        stays = self.policies[table.parameters[self.policies] == 0]
+        return sorted({int(here[-1]), int(stays[-1] if len(stays) else here[-1]), int(self.policies[-1])})
+
+    def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
+        """Return lower bounds of time, and memory; infinite where the host's memory is too small."""
+        total, _, host = self._room(group, policy)
+        return self._bounds(group, policy), np.where(host <= host_limit(self.problem), total, np.inf)
+
+    def group_bounds(self, groups: Any) -> Any:
+        """Return the least step time of each group: of the policy that recomputes and offloads least.
+
+        Over a fast host link the host's update may beat the device's: then each split of the optimizer counts.
+        """
+        table, first = self.space.policies, self.policies[0]
+        bases = [first]
+        if (self.problem.devices.host_link_bytes_per_s or 0.0) > _FAST_HOST:
+            same = (table.recompute == table.recompute[first]) & (table.share == table.share[first])
+            same &= (table.parameters == table.parameters[first]) & (table.activations == table.activations[first])
+            bases = [policy for policy in self.policies if same[policy]]
+        return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
+
+    def _pass(self, bound: Any, smallest: tuple[Any, Any], *, sure: bool) -> None:
+        """Search for layouts that are sure to fit, or that are predicted to fit."""
+        total, likely = smallest
+        may = total <= self.problem.capacity_bytes * (1.0 + SLACK)
+        if sure:
+            self.found.too_large = int((~may).sum()) * len(self.policies)
+            may &= likely >= LIKELY
+        order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
+        self._limit_s, self._queue = float("inf"), Queue(self.problem, self.space)
+        position, batch = 0, 32
+        while True:
+            following = bound[order[position]] if position < len(order) else float("inf")
+            if self._queue.least_s <= following:
+                if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
+                    break
+                found = self._queue.pop(self._limit_s * (1.0 + TIE))
+                if found is not None:
+                    self._settle(self.price(*found), sure=sure)
+            elif following <= self._limit_s * (1.0 + TIE):
+                self._expand(self.groups[order[position : position + batch]], sure=sure)
+                position, batch = position + batch, min(2 * batch, 512)
+            else:
+                break
+
+    def _settle(self, priced: Priced, *, sure: bool) -> None:
+        """Take a layout as the best so far if it fits and is faster, or as fast and simpler."""
+        time_s = priced.time.step_time_s
+        if time_s > self._limit_s * (1.0 + TIE) or not (priced.safe if sure else priced.fits):
+            return
+        self._limit_s = min(self._limit_s, time_s)
+        self._settled = [p for p in [*self._settled, priced] if p.time.step_time_s <= self._limit_s * (1.0 + TIE)]
+        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
+
+    def _expand(self, groups: Any, *, sure: bool) -> None:
+        """Price all policies of some groups that may still win, and queue those that fit."""
+        least = self._policy_bounds(groups)
+        open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
+        which, column = np.nonzero(open_)
+        group, policy = groups[which], self.policies[column]
+        total, likely, host = self._room(group, policy)
+        fits = (total <= self.problem.capacity_bytes * (1.0 + SLACK)) & (host <= host_limit(self.problem))
+        group, policy = group[fits], policy[fits]
+        leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
+        self._parts.append(leaves)
+        queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
+        if sure:
+            queued &= leaves.probability >= LIKELY
+        queued &= ~self._dominated(leaves, queued)
+        self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
+
+    def _policy_bounds(self, groups: Any) -> Any:
+        """Return a lower bound for each group (row) and policy (column) from those that differ in one respect only."""
+        table = self.space.policies
+        first = self.policies[0]
+        recompute = table.recompute * 1000 + table.share
+        moved = table.optimizer + 10 * table.parameters + 100 * table.activations
+        plain = [policy for policy in self.policies if moved[policy] == moved[first]]
+        one, many = np.array(plain), np.repeat(groups, len(plain))
+        times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
+        column = {recompute[policy]: index for index, policy in enumerate(plain)}
+        gain = (times[:, 0] - self.group_bounds(groups)).clip(min=0.0)[:, None]
+        return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
+
+    def _dominated(self, leaves: Leaves, queued: Any) -> Any:
+        """Return which leaves recompute and offload at least as much as a queued sibling, and are not faster for it."""
+        table = self.space.policies
+        out = np.zeros(len(leaves), dtype=bool)
+        index = np.flatnonzero(queued & (leaves.probability >= 0.999))
+        for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
+            if len(start) == 0:
+                continue
+            policy = leaves.policy[start]
+            values = [table.recompute, table.optimizer, table.parameters, table.activations]
+            least = np.ones((len(start), len(start)), dtype=bool)
+            for column in values:
+                least &= column[policy][:, None] <= column[policy][None, :]
+            share = table.share[policy]
+            least &= (table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :])
+            least &= leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
+            np.fill_diagonal(least, False)
+            least &= ~(least.T & (np.arange(len(start))[:, None] > np.arange(len(start))[None, :]))
+            out[start] = least.any(axis=0)
+        return out
+
+    def _bounds(self, group: Any, policy: Any) -> Any:
+        self.found.evaluated += len(group)
+        parts = [
+            bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
+            for i in range(0, len(group), _CHUNK)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
+        parts = [
+            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
+            for i in range(0, len(group), _CHUNK)
+        ]
+        if not parts:
+            return np.zeros(0), np.zeros(0), np.zeros(0)
+        return tuple(
+            np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.total_bytes)) for part in parts])
+            for name in ("total_bytes", "probability", "host_bytes")
+        )  # type: ignore[return-value]

@@ -1,0 +1,99 @@
+"""A problem solved: the layout to take, the better one that cannot run yet, and everything that was priced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from partool.plan.types import SearchSummary
+from partool.planner.price import Priced
+from partool.planner.problem import Problem, runnable
+from partool.planner.search import SLACK, TIE, Found, Search
+from partool.planner.space import Space, build
+
+TOO_LARGE = "too large even with everything recomputed and offloaded"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search found, and what of it is taken."""
+
+    problem: Problem
+    space: Space
+    search: Search
+    """Over all layouts."""
+    overall: Found
+    able: Found | None
+    """Over the layouts that the runtime can run; None where the best of all can run, or nothing can."""
+
+    @property
+    def chosen(self) -> Priced | None:
+        """The best layout that can run; where nothing can, the best of all; None where nothing fits."""
+        return (self.able.best if self.able is not None else None) or self.overall.best
+
+    @property
+    def better(self) -> Priced | None:
+        """The best layout of all, if it is faster than the one taken, which is taken because it can run."""
+        chosen, best = self.chosen, self.overall.best
+        if chosen is None or best is None or best is chosen:
+            return None
+        faster = best.time.step_time_s < chosen.time.step_time_s * (1.0 - TIE)
+        return best if faster or (best.safe and not chosen.safe) else None
+
+    @cached_property
+    def fastest(self) -> Priced | None:
+        """The fastest layout of all, by its lower bound, whether it fits or not."""
+        if not self.space.size:
+            return None
+        bound = self.search.group_bounds(np.arange(self.space.size))
+        return self.search.price(int(np.argmin(bound)), int(self.search.policies[0]))
+
+    @property
+    def priced(self) -> list[Priced]:
+        """Every layout whose time has been predicted exactly, fastest first."""
+        return sorted(self.search.exact.values(), key=lambda priced: priced.time.step_time_s)
+
+    def summary(self) -> SearchSummary:
+        """Return the counts."""
+        founds = [self.overall, *([self.able] if self.able is not None else [])]
+        pruned = dict(self.space.pruned)
+        if self.overall.too_large:
+            pruned[TOO_LARGE] = self.overall.too_large
+        pruned = dict(sorted(pruned.items(), key=lambda item: (-item[1], item[0])))
+        keys = {
+            (int(group), int(policy))
+            for found in founds
+            for group, policy in zip(found.leaves.group, found.leaves.policy, strict=True)
+        }
+        return SearchSummary(
+            enumerated=self.space.enumerated,
+            pruned=pruned,
+            evaluated=sum(found.evaluated for found in founds),
+            fitting=len(keys),
+            simulated=len(self.priced),
+        )
+
+
+def solve(problem: Problem) -> Solution:
+    """Search all layouts, and where the best cannot run, those that can."""
+    space = build(problem)
+    search = Search(problem, space)
+    overall = search.run()
+    able = None
+    if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
+        best = overall.best
+        if best is None or not runnable(problem, best.layout):
+            able = Search(problem, space, space.runnable, space.runnable_policies, search.exact).run()
+    return Solution(problem, space, search, overall, able)
+
+
+def may_fit(problem: Problem) -> bool:
+    """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
+    space = build(problem)
+    if space.size == 0:
+        return False
+    total: Any = Search(problem, space).least_memory()[0]
+    return bool((total <= problem.capacity_bytes * (1.0 + SLACK)).any())

@@ -1,0 +1,316 @@
+"""Every combination of the choices that a spec leaves open, as columns, less what constraints rule out.
+
+A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is computed again and what
+goes to host memory. Layouts are groups times policies. Groups are columns in memory, policies a short table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.layout.capabilities import runs
+from partool.planner.policies import Policies, policies_of
+from partool.planner.problem import Problem, divisors, nothing_runs
+
+TOKENS_PER_RANK = 256
+"""Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
+CHUNKS = (2, 3, 4, 5, 6, 8)
+"""Chunks of layers per rank to try with interleaved schedules."""
+MANY = 300_000
+"""Groups beyond which only powers of two are tried for the degrees that are open."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is to be searched."""
+
+    groups: Layouts
+    size: int
+    """Number of groups."""
+    policies: Policies
+    runnable: Any
+    """Mask of groups."""
+    runnable_policies: Any
+    """Mask of policies."""
+    enumerated: int = 0
+    """Layouts before anything was pruned."""
+    pruned: dict[str, int] = field(default_factory=dict)
+    """Layouts that constraints ruled out, by reason."""
+
+    layers: int = 1
+
+    def rows(self, group: Any, policy: Any) -> Layouts:
+        """Return the layouts of pairs of a group's and a policy's index."""
+        taken, chosen = self.groups.take(group), self.policies
+        return Layouts(
+            **{
+                **{name: getattr(taken, name) for name in _GROUP_COLUMNS},
+                "compiled": taken.compiled,
+                "recompute": chosen.recompute[policy],
+                "recompute_share": self._share(taken, chosen.share[policy]),
+                "host_optimizer": chosen.optimizer[policy],
+                "host_parameters": chosen.parameters[policy],
+                "host_activations": chosen.activations[policy],
+            }
+        )
+
+    def allowed(self, group: Any, policy: Any) -> Any:
+        """Return where a policy goes with a group.
+
+        Parameters leave the device as ZeRO-3 shards only; of shares that come to the same layers the least stands for
+        all.
+        """
+        taken, share = self.groups.take(group), self.policies.share[policy]
+        less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
+        before = less[np.searchsorted(less, share) - 1]
+        differs = self._share(taken, share) > self._share(taken, before)
+        return ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
+
+    def _share(self, groups: Layouts, share: Any) -> Any:
+        """Return the share of all layers that is recomputed where stages, split evenly, round up to whole layers."""
+        stages = groups.pp * groups.chunks
+        small, more = self.layers // stages, self.layers % stages
+        layers = (stages - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
+        return layers / self.layers
+
+
+_GROUP_COLUMNS = (
+    "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
+    "sequence_method",
+)  # fmt: skip
+
+
+def build(problem: Problem) -> Space:
+    """Enumerate a problem's layouts; constraints are applied to whole meshes first."""
+    policies = policies_of(problem)
+    space = _Builder(problem, policies).run()
+    if space.size > MANY:
+        space = _Builder(problem, policies, coarse=True).run()
+    return space
+
+
+def micro_batches(problem: Problem, dp: int) -> list[int]:
+    """Return the micro-batches to try: the pinned one, or divisors of a rank's share: small ones and powers of two."""
+    batch, pinned = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
+    if batch % dp:
+        return []
+    share = batch // dp
+    if pinned != "auto":
+        return [pinned] if share % pinned == 0 else []
+    return [n for n in divisors(share) if n <= 16 or _power(n) or n == share]
+
+
+def _power(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+class _Builder:
+    """Meshes first, as columns; then the choices below each mesh that is left."""
+
+    def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
+        self.problem = problem
+        self.policies = policies
+        self.coarse = coarse
+        self.pruned: dict[str, int] = {}
+        self.enumerated = 0
+        self._with_parameters = len(policies)
+        self._without = int((policies.parameters == 0).sum())
+
+    def run(self) -> Space:
+        blocks = [block for mesh in self._meshes() for block in self._below(*mesh)]
+        columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
+        compiled = 1 if self.problem.compile == "block" else 0
+        groups = Layouts(**dict(zip(_GROUP_COLUMNS, columns, strict=True)), compiled=compiled)
+        runnable, policies = _runnable(self.problem, groups, self.policies)
+        return Space(
+            groups=groups,
+            size=columns.shape[1],
+            policies=self.policies,
+            runnable=runnable,
+            runnable_policies=policies,
+            enumerated=self.enumerated,
+            pruned=dict(self.pruned),
+            layers=self.problem.model.layers,
+        )
+
+    def _axis(self, pinned: Any, limit: int) -> list[int]:
+        if pinned != "auto":
+            return [pinned]
+        values = [n for n in divisors(self.problem.world_size) if n <= limit]
+        return [n for n in values if _power(n)] if self.coarse else values
+
+    def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
+        parallel, model, world = self.problem.spec.parallel, self.problem.model, self.problem.world_size
+        length = self.problem.spec.training.sequence_length
+        for tp in self._axis(parallel.tensor, model.heads):
+            for pp in self._axis(parallel.pipeline.stages, model.layers):
+                if world % (tp * pp):
+                    continue
+                for cp in self._axis(parallel.sequence.degree, length):
+                    if world % (tp * pp * cp):
+                        continue
+                    dp = world // (tp * pp * cp)
+                    weight = self._weight(pp, cp, dp)
+                    self.enumerated += weight
+                    reason = self._reason(tp, pp, cp, dp)
+                    if reason is None:
+                        yield tp, pp, cp, dp
+                    else:
+                        self._prune(reason, weight)
+
+    def _reason(self, tp: int, pp: int, cp: int, dp: int) -> str | None:
+        """Return the first constraint that a mesh breaks."""
+        problem, model = self.problem, self.problem.model
+        parallel, training = problem.spec.parallel, problem.spec.training
+        open_tensor = parallel.tensor == "auto"
+        moe = model.moe
+        rules = (
+            (model.heads % tp != 0, "attention heads do not divide by tensor"),
+            (model.kv_heads % tp != 0 and tp % model.kv_heads != 0, "key and value heads do not divide by tensor"),
+            (model.ffn_hidden % tp != 0, "inner width does not divide by tensor"),
+            (moe is not None and moe.ffn_hidden % tp != 0, "inner width of experts does not divide by tensor"),
+            (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
+            (pp > model.layers, "more stages than layers"),
+            (training.sequence_length % cp != 0, "sequences do not divide by sequence.degree"),
+            (
+                cp > 1 and parallel.sequence.degree == "auto" and training.sequence_length // cp < TOKENS_PER_RANK,
+                f"fewer than {TOKENS_PER_RANK} tokens of a sequence per rank",
+            ),
+            (training.global_batch % dp != 0, "global_batch does not divide by the data-parallel ranks"),
+        )
+        return next((reason for broken, reason in rules if broken), None)
+
+    def _weight(self, pp: int, cp: int, dp: int) -> int:
+        """Return the number of layouts on a mesh before constraints."""
+        methods = 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else len(SEQUENCE_METHODS)
+        batches = max(1, len(micro_batches(self.problem, dp)))
+        sharing = sum(
+            self._with_parameters if zero == 3 else self._without for zero, _ in self._sharing(dp, dp)
+        )  # fmt: skip
+        return methods * batches * sharing * len(self._schedules(pp)) * len(self._experts(dp * cp))
+
+    def _sharing(self, dp: int, inside: int) -> list[tuple[int, int]]:
+        """Return (ZeRO stage, ranks that share the state); one rank has nothing to share."""
+        data = self.problem.spec.parallel.data
+        zeros = (0, 1, 2, 3) if data.zero == "auto" else (data.zero,)
+        found = []
+        for zero in zeros:
+            if zero == 0 or dp == 1:
+                if data.zero != "auto" or (zero == 0 and data.shard in ("auto", 1)):
+                    found.append((zero, 1))
+            elif data.shard != "auto":
+                found += [(zero, data.shard)] if dp % data.shard == 0 else []
+            else:
+                found.append((zero, dp))
+                if 1 < inside < dp and dp % inside == 0:
+                    found.append((zero, inside))
+        return found
+
+    def _schedules(self, pp: int) -> list[tuple[int, int]]:
+        """Return (index in SCHEDULES, chunks per rank)."""
+        pipeline = self.problem.spec.parallel.pipeline
+        if pp == 1:
+            return [(SCHEDULES.index("1f1b"), 1)]
+        names = SCHEDULES if pipeline.schedule == "auto" else (pipeline.schedule,)
+        found = []
+        for name in names:
+            if name != "interleaved":
+                found += [(SCHEDULES.index(name), 1)] if pipeline.chunks in ("auto", 1) else []
+            elif pipeline.chunks == "auto":
+                layers = self.problem.model.layers
+                found += [(SCHEDULES.index(name), chunks) for chunks in CHUNKS if chunks * pp <= layers]
+            elif pipeline.chunks > 1:
+                found.append((SCHEDULES.index(name), pipeline.chunks))
+        return found
+
+    def _experts(self, ranks: int) -> list[int]:
+        """Return the degrees of expert parallelism to try within ``ranks`` ranks."""
+        pinned, moe = self.problem.spec.parallel.expert, self.problem.model.moe
+        if pinned != "auto":
+            return [pinned] if ranks % pinned == 0 else []
+        if moe is None:
+            return [1]
+        found = [n for n in divisors(moe.experts) if ranks % n == 0]
+        return [n for n in found if _power(n)] if self.coarse else found
+
+    def _methods(self, cp: int, tp: int) -> list[int]:
+        """Return the sequence methods that can cut this model; ring swaps pairs of half shards for causal balance."""
+        pinned, model = self.problem.spec.parallel.sequence.method, self.problem.model
+        if cp == 1:
+            return [0 if pinned == "auto" else SEQUENCE_METHODS.index(pinned)]
+        names = SEQUENCE_METHODS if pinned == "auto" else (pinned,)
+        length, ways = self.problem.spec.training.sequence_length, cp * tp
+        heads = model.heads % ways == 0 and (model.kv_heads % ways == 0 or ways % model.kv_heads == 0)
+        able = {"ulysses": heads, "ring": length % (2 * cp) == 0}
+        return [SEQUENCE_METHODS.index(name) for name in names if able[name]]
+
+    def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
+        """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""
+        methods, experts = self._methods(cp, tp), self._experts(dp * cp)
+        sharing = self._sharing(dp, max(1, self.problem.domain // (cp * tp)))
+        schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
+        lists = (methods, experts, sharing, schedules, batches)
+        if not all(lists):
+            why = ("sequences or heads do not divide by sequence.degree", "experts do not divide over the ranks",
+                   "shard does not divide the data-parallel ranks", "no schedule has room for the chunks",
+                   "micro_batch does not divide a rank's share")  # fmt: skip
+            reason = next(text for text, values in zip(why, lists, strict=True) if not values)
+            self._prune(reason, self._weight(pp, cp, dp))
+            return
+        index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
+        shared, scheduled = np.array(sharing)[index[2]], np.array(schedules)[index[3]]
+        micro = np.array(batches)[index[4]]
+        share = self.problem.spec.training.global_batch // dp
+        same = np.ones_like(micro)
+        block = np.stack(
+            [
+                pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
+                shared[:, 0], micro, share // micro, scheduled[:, 0], scheduled[:, 1], np.array(methods)[index[0]],
+            ]
+        )  # fmt: skip
+        # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
+        whole = (scheduled[:, 1] == 1) | (block[8] % pp == 0)
+        zero3 = shared[~whole, 0] == 3
+        self._prune(
+            "micro-batches of an interleaved schedule are no multiple of its ranks",
+            int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
+        )
+        yield block[:, whole]
+
+    def _prune(self, reason: str, count: int) -> None:
+        if count:
+            self.pruned[reason] = self.pruned.get(reason, 0) + count
+
+
+def _runnable(problem: Problem, groups: Layouts, policies: Policies) -> tuple[Any, Any]:
+    """Return masks of the groups and of the policies that the runtime can run."""
+    if nothing_runs(problem):
+        return np.zeros(np.shape(groups.pp), dtype=bool), np.zeros(len(policies), dtype=bool)
+    able = np.ones(np.shape(groups.pp), dtype=bool)
+    for aspect, asked in (
+        ("tensor", groups.tp > 1),
+        ("pipeline", groups.pp > 1),
+        ("sequence", groups.cp > 1),
+        ("expert", groups.ep > 1),
+        ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
+        ("accumulation", groups.accumulation > 1),
+        *((f"zero {zero}", groups.zero == zero) for zero in range(4)),
+    ):
+        if not runs(aspect):
+            able &= ~asked
+    policy = np.ones(len(policies), dtype=bool)
+    for aspect, asked in (
+        *((f"recompute {name}", policies.recompute == index) for index, name in enumerate(RECOMPUTE)),
+        ("offload", policies.optimizer > 0),
+        ("offload of parameters", policies.parameters > 0),
+        ("offload of activations", policies.activations > 0),
+    ):
+        if not runs(aspect):
+            policy &= ~asked
+    return able, policy

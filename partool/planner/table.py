@@ -1,0 +1,135 @@
+"""The table of candidates that a plan keeps: the fastest of each kind, and the front over time, memory and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from partool.plan.types import CandidateRow
+from partool.planner.price import Priced
+from partool.planner.problem import Problem, runnable
+from partool.planner.search import Search
+from partool.planner.solve import Solution
+from partool.planner.space import Space, build
+from partool.planner.words import summary, why_lost
+
+ROWS = 40
+_FRONT = 14
+_FASTEST = 14
+_SMALLER = 3
+"""How often the devices are halved."""
+
+
+def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
+    """Return at most :data:`ROWS` rows, fastest first; the plan's own layout is among them."""
+    found = {id(best): (solution.problem, best)}
+    for priced in [*_distinct(solution.priced, _FASTEST), *_front(solution)]:
+        found.setdefault(id(priced), (solution.problem, priced))
+    for problem, priced in _fewer_devices(solution.problem):
+        found[id(priced)] = (problem, priced)
+    rows = [_row(problem, priced, best) for problem, priced in list(found.values())[:ROWS]]
+    front = _on_front(rows)
+    marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, front, strict=True)]
+    return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
+
+
+def kind(priced: Priced) -> tuple[Any, ...]:
+    """Return what makes two layouts different in kind rather than in degree."""
+    layout, mesh = priced.layout, priced.layout.mesh
+    return (
+        mesh.tp > 1, mesh.pp > 1, mesh.cp > 1, layout.expert > 1,
+        layout.zero, mesh.dp_replicate > 1 and layout.zero > 0,
+        max(layout.recompute), layout.offload_optimizer, layout.offload_parameters, layout.offload_activations,
+    )  # fmt: skip
+
+
+def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
+    """Return the first of each kind."""
+    found: dict[tuple[Any, ...], Priced] = {}
+    for one in priced:
+        found.setdefault(kind(one), one)
+    return list(found.values())[:count]
+
+
+def _front(solution: Solution) -> list[Priced]:
+    """Return exact prices along the front over time and memory, from the fastest layout to the smallest.
+
+    Beside what the search has priced, each group is looked at with the policies that need least memory.
+    """
+    search, space = solution.search, solution.space
+    leaves = solution.overall.leaves
+    group, policy = [leaves.group], [leaves.policy]
+    time, size = [leaves.bound_s], [leaves.memory_bytes]
+    for extreme in search.extremes():
+        everyone = np.arange(space.size)
+        taken = np.full(space.size, extreme)
+        allowed = space.allowed(everyone, taken)
+        bound, total = search.columns(everyone[allowed], taken[allowed])
+        group.append(everyone[allowed])
+        policy.append(taken[allowed])
+        time.append(bound)
+        size.append(total)
+    groups, policies, times, sizes = (np.concatenate(part) for part in (group, policy, time, size))
+    fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
+    order = fits[np.lexsort((sizes[fits], times[fits]))]
+    if not len(order):
+        return []
+    least = np.minimum.accumulate(sizes[order])
+    front = order[np.concatenate([[True], least[1:] < least[:-1]])]
+    steps = np.unique(np.linspace(0, len(front) - 1, _FRONT).round().astype(int))
+    return [search.price(groups[index], policies[index]) for index in front[steps]]
+
+
+def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
+    """Return the best layout on a half, a quarter, ... of the devices; only whole layers are recomputed there."""
+    found = []
+    devices = problem.devices
+    for _ in range(_SMALLER):
+        if devices.nodes > 1:
+            devices = devices.model_copy(update={"nodes": devices.nodes // 2})
+        elif devices.per_node > 1 and devices.backend != "cpu":
+            devices = devices.model_copy(update={"per_node": devices.per_node // 2})
+        else:
+            break
+        smaller = problem.on(nodes=devices.nodes, per_node=devices.per_node)
+        space = build(smaller)
+        best = Search(smaller, space, policies=_plain(space)).run().best
+        if best is not None:
+            found.append((smaller, best))
+    return found
+
+
+def _plain(space: Space) -> Any:
+    """Return the policies that leave everything on the device and treat all layers alike."""
+    table = space.policies
+    alike = (table.share == 1.0) & (table.recompute != 1)
+    mask = alike & (table.optimizer == table.optimizer[0]) & (table.activations == 0) & (table.parameters == 0)
+    return mask if mask.any() else np.ones(len(table), dtype=bool)
+
+
+def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
+    devices = problem.world_size
+    why = "" if priced is best else why_lost(best, priced)
+    able = runnable(problem, priced.layout)
+    return CandidateRow(
+        summary=summary(priced.layout),
+        step_time_s=priced.time.step_time_s,
+        memory_bytes=priced.memory.total_bytes,
+        host_bytes=priced.host_bytes,
+        devices=devices,
+        fit_probability=priced.memory.fit_probability,
+        verdict=priced.memory.verdict,
+        runnable=able,
+        why_not=why if able or not why else f"{why}; not runnable yet",
+    )
+
+
+def _on_front(rows: list[CandidateRow]) -> list[bool]:
+    points = [(row.step_time_s, row.memory_bytes, row.devices) for row in rows]
+
+    def dominated(point: tuple[float, int, int]) -> bool:
+        return any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+
+    return [row.verdict != "red" and not dominated(point) for row, point in zip(rows, points, strict=True)]

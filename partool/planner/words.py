@@ -1,0 +1,106 @@
+"""Layouts in words: one line for tables, and what to write into a spec to get one."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from partool.plan.types import Layout
+from partool.planner.price import Priced
+
+GIB = 2**30
+
+
+def summary(layout: Layout) -> str:
+    """Return a layout in one line."""
+    mesh = layout.mesh
+    parts = [f"ZeRO-{layout.zero} over {mesh.dp} rank{'s' * (mesh.dp > 1)}"]
+    if mesh.dp_replicate > 1 and layout.zero:
+        parts[0] = f"ZeRO-{layout.zero} over {mesh.dp_shard}, {mesh.dp_replicate} replicas"
+    if mesh.tp > 1:
+        parts.append(f"tensor {mesh.tp}")
+    if mesh.pp > 1:
+        chunks = f" × {layout.chunks}" if layout.chunks > 1 else ""
+        parts.append(f"pipeline {mesh.pp} ({layout.schedule}{chunks})")
+    if mesh.cp > 1:
+        parts.append(f"sequence {mesh.cp} ({layout.sequence_method})")
+    if layout.expert > 1:
+        parts.append(f"expert {layout.expert}")
+    parts.append(f"micro-batch {layout.micro_batch} × {layout.accumulation}")
+    parts.append(f"recompute {recompute(layout)}")
+    parts += [f"offload {what}" for what in _offloaded(layout)]
+    return ", ".join(parts)
+
+
+def recompute(layout: Layout) -> str:
+    """Return the policies with their number of layers, or the one that all layers follow."""
+    counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
+    if len(counts) == 1:
+        return layout.recompute[0]
+    return " + ".join(f"{policy} × {count}" for policy, count in counts.items())
+
+
+def _offloaded(layout: Layout) -> list[str]:
+    found = []
+    if layout.offload_optimizer == "cpu":
+        share = f" {1.0 - layout.gpu_fraction:.0%}" if layout.gpu_fraction else ""
+        found.append(f"optimizer{share}")
+    if layout.offload_parameters == "cpu":
+        found.append("parameters")
+    if layout.offload_activations == "cpu":
+        found.append("activations")
+    return found
+
+
+def change(layout: Layout) -> str:
+    """Return the ``parallel`` section that leaves this layout and no other."""
+    mesh = layout.mesh
+    shard = f", shard: {mesh.dp_shard}" if layout.zero and mesh.dp > 1 else ""
+    pipeline = str(mesh.pp)
+    if mesh.pp > 1:
+        chunks = f", chunks: {layout.chunks}" if layout.chunks > 1 else ""
+        pipeline = f"{{stages: {mesh.pp}, schedule: {layout.schedule}{chunks}}}"
+    sequence = "1" if mesh.cp == 1 else f"{{method: {layout.sequence_method}, degree: {mesh.cp}}}"
+    fraction = f", gpu_fraction: {layout.gpu_fraction:g}" if layout.offload_optimizer == "cpu" else ""
+    offload = (
+        f"{{optimizer: {layout.offload_optimizer}{fraction}, parameters: {layout.offload_parameters}, "
+        f"activations: {layout.offload_activations}}}"
+    )
+    policies = [(policy, len(list(group))) for policy, group in groupby(layout.recompute)]
+    policy = policies[0][0] if len(policies) == 1 else f"[{', '.join(layout.recompute)}]"
+    return (
+        f"parallel: {{data: {{zero: {layout.zero}{shard}}}, tensor: {mesh.tp}, pipeline: {pipeline}, "
+        f"sequence: {sequence}, expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
+        f"micro_batch: {layout.micro_batch}}}"
+    )
+
+
+def why_lost(best: Priced, other: Priced) -> str:
+    """Return why a layout was not taken: too large, slower and by which term, unsure to fit, or no better."""
+    if not other.fits:
+        return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
+    ratio = other.time.step_time_s / best.time.step_time_s
+    likely = f"fits with a probability of {other.memory.fit_probability:.0%} only"
+    if ratio > 1.0005:
+        text = f"{(ratio - 1.0) * 100:.1f} % slower"
+        name, more = _most(best, other)
+        return text + (f": {name} + {_short(more)}" if more > 0 else "")
+    if not other.safe and best.safe:
+        return likely
+    if ratio < 0.9995:
+        return f"{(1.0 - ratio) * 100:.1f} % faster"
+    more = other.memory.total_bytes - best.memory.total_bytes
+    if abs(more) < GIB / 100:
+        return "as fast, and no simpler"
+    return f"as fast, with {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'} memory"
+
+
+def _most(best: Priced, other: Priced) -> tuple[str, float]:
+    """Return the term that a layout loses most by."""
+    mine, theirs = best.time.terms_s, other.time.terms_s
+    more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
+    name = max(more, key=lambda key: more[key])
+    return name, more[name]
+
+
+def _short(value_s: float) -> str:
+    return f"{value_s * 1e3:.3g} ms" if value_s < 1.0 else f"{value_s:.3g} s"

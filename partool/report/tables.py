@@ -1,0 +1,165 @@
+"""Tables beside the plan's screen: breakdown, shapes, comparison of plans, what-ifs; and the same as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.layout.gemms import Gemm, gemms
+from partool.plan.diff import differences, moved_inputs, predictions
+from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
+from partool.plan.types import Plan
+from partool.report.units import amount, gib, seconds
+
+_RANKS = 6
+"""Pipeline ranks that get a column; of more, the first, the fullest and the last are shown."""
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left)
+    return table
+
+
+def render_breakdown(plan: Plan, console: Console) -> None:
+    """Print every part of the step time, and the memory of each pipeline rank by term."""
+    time = plan.prediction.time
+    parts = _table("Parts of a step, on the slowest rank (those that overlap do not sum up)", "part", "time", "share")
+    for name in TIME_PARTS:
+        value = time.breakdown_s.get(name, 0.0)
+        if value:
+            parts.add_row(name, seconds(value), f"{value / time.step_time_s:.1%}")
+    console.print(parts)
+    console.print()
+    memory = plan.prediction.memory
+    shown = _shown_ranks(plan)
+    table = _table("Memory by pipeline rank, GiB", "term", *(str(rank.pipeline_rank) for rank in shown))
+    for name in MEMORY_TERMS:
+        if any(rank.terms_bytes.get(name) for rank in memory.ranks):
+            table.add_row(name, *(gib(rank.terms_bytes.get(name, 0)) for rank in shown))
+    table.add_row(Text("total", "bold"), *(Text(gib(rank.total_bytes), "bold") for rank in shown))
+    console.print(table)
+
+
+def _shown_ranks(plan: Plan) -> list[Any]:
+    ranks = plan.prediction.memory.ranks
+    if len(ranks) <= _RANKS:
+        return list(ranks)
+    fullest = max(ranks, key=lambda rank: rank.total_bytes)
+    chosen = {0: ranks[0], 1: ranks[1], fullest.pipeline_rank: fullest, len(ranks) - 1: ranks[-1]}
+    return [chosen[index] for index in sorted(chosen)]
+
+
+def plan_gemms(plan: Plan) -> list[Gemm]:
+    """Return the matrix products of a rank under a plan."""
+    layout = plan.layout
+    tokens = layout.micro_batch * plan.training.sequence_length // layout.mesh.cp
+    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens)
+
+
+def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the same as data."""
+    return [asdict(gemm) for gemm in plan_gemms(plan)]
+
+
+def render_gemms(plan: Plan, console: Console) -> None:
+    """Print the matrix products of one rank: output width, input width, rows."""
+    table = _table("Matrix products of a rank, forward, per micro-batch", "product", "M", "N", "K", "groups", "layers")
+    for gemm in plan_gemms(plan):
+        rows = gemm.rows
+        m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
+        table.add_row(gemm.name, m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.layers))
+    console.print(table)
+    console.print("Backward: M × K × N for inputs and N × K × M for weights.")
+
+
+def render_layout(plan: Plan, console: Console) -> None:
+    """Print the stages with their layers and policies, and the axes of the mesh."""
+    mesh, layout = plan.layout.mesh, plan.layout
+    console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh.model_dump().items())}")
+    table = _table("Stages", "stage", "pipeline rank", "layers", "count", "recompute", left=0)
+    for index, (start, stop) in enumerate(layout.stages):
+        policies = [layout.recompute[at] for at in range(start, stop)]
+        kinds = ", ".join(f"{kind} × {policies.count(kind)}" for kind in dict.fromkeys(policies))
+        table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
+    console.print(table)
+
+
+def comparison(old: Plan, new: Plan) -> dict[str, Any]:
+    """Return what two plans would do differently, which inputs moved, and their predictions side by side."""
+    rows = [{"name": name, "old": first, "new": second} for name, first, second in predictions(old, new)]
+    found = differences(old, new)
+    return {"same": not found, "moved": moved_inputs(old, new), "differences": found, "predictions": rows}
+
+
+def render_comparison(old: Plan, new: Plan, console: Console) -> None:
+    """Print what would run differently, and the predictions of both plans side by side."""
+    found = differences(old, new)
+    console.print(Text("What would run differently", "bold"))
+    for line in found or ["nothing"]:
+        console.print(f" • {line}", markup=False, highlight=False)
+    console.print()
+    table = _table("Predictions", "figure", "old", "new", "change")
+    for name, first, second in predictions(old, new):
+        show = gib if "memory" in name else seconds
+        unit = " GiB" if "memory" in name else ""
+        change = f"{second / first - 1.0:+.1%}" if first else "new"
+        table.add_row(name.removesuffix("_s").removesuffix("_bytes"), show(first) + unit, show(second) + unit, change)
+    console.print(table)
+
+
+def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Console) -> None:
+    """Print one line per what-if: (overrides, plan or None, what is wrong)."""
+    table = _table("What if", "with", "layout", "step", "tokens/s/device", "MFU", "GiB", "fits", left=2)
+    for overrides, plan, wrong in rows:
+        label = "\n".join(overrides)
+        if plan is None:
+            table.add_row(label, wrong, *("-",) * 5)
+            continue
+        time, memory = plan.prediction.time, plan.prediction.memory
+        world = plan.layout.mesh.world_size
+        table.add_row(
+            label,
+            plan_summary(plan) + ("" if plan.runnable else f" (not runnable: {' '.join(plan.not_runnable)})"),
+            seconds(time.step_time_s),
+            amount(time.tokens_per_s / world),
+            f"{time.mfu:.1%}" if time.mfu is not None else "-",
+            gib(memory.total_bytes),
+            f"{memory.fit_probability:.1%}",
+        )
+    console.print(table)
+
+
+def plan_summary(plan: Plan) -> str:
+    """Return a plan's layout in one line."""
+    own = [row.summary for row in plan.candidates if not row.why_not]
+    return own[0] if own else ""
+
+
+def varied_rows(rows: list[tuple[list[str], Plan | None, str]]) -> list[dict[str, Any]]:
+    """Return what-ifs as data."""
+    found = []
+    for overrides, plan, wrong in rows:
+        row: dict[str, Any] = {"with": overrides, "plan": None, "problem": wrong or None}
+        if plan is not None:
+            time, memory = plan.prediction.time, plan.prediction.memory
+            row["plan"] = {
+                "summary": plan_summary(plan),
+                "devices": plan.layout.mesh.world_size,
+                "step_time_s": time.step_time_s,
+                "tokens_per_s": time.tokens_per_s,
+                "mfu": time.mfu,
+                "device_hours": time.device_hours,
+                "memory_bytes": memory.total_bytes,
+                "fit_probability": memory.fit_probability,
+                "verdict": memory.verdict,
+                "runnable": plan.runnable,
+                "hash": plan.hash,
+            }
+        found.append(row)
+    return found

@@ -1,0 +1,51 @@
+"""Shapes of a rank's matrix products: they add up to the model's parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from partool.catalog.models import resolve_model
+from partool.layout.gemms import Gemm, gemms
+from partool.layout.parameters import count, parameters
+from partool.spec.model import ModelConfig, ModelSpec
+
+
+def model(preset: str) -> ModelConfig:
+    from pathlib import Path
+
+    config = resolve_model(ModelSpec(preset=preset), Path()).config
+    assert config is not None
+    return config
+
+
+def elements(gemm: Gemm) -> int:
+    twice = 2 if gemm.name.endswith(("k, v", "gate, up")) else 1
+    return twice * gemm.n * gemm.k * gemm.groups * gemm.layers
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-xl", "mixtral-8x7b", "deepseek-v3"])
+def test_shapes_hold_every_weight_once(preset: str) -> None:
+    config = model(preset)
+    weights = [info for info in parameters(config) if info.kind in ("attention", "ffn", "expert", "router", "head")]
+    matrices = count(info for info in weights if len(info.shape) > 1)
+    found = gemms(config, tensor=1, expert=1, tokens=64)
+    head = next(gemm for gemm in found if gemm.name == "head")
+    assert sum(map(elements, found)) == matrices + (elements(head) if config.tied_embeddings else 0)
+
+
+def test_tensor_ranks_share_and_experts_move() -> None:
+    dense = {gemm.name: (gemm.n, gemm.k) for gemm in gemms(model("llama3-8b"), tensor=8, expert=1, tokens=8)}
+    assert dense == {
+        "attention.q": (512, 4096),
+        "attention.k, v": (128, 4096),
+        "attention.o": (4096, 512),
+        "ffn.gate, up": (1792, 4096),
+        "ffn.down": (4096, 1792),
+        "head": (16032, 4096),
+    }
+    wide = {gemm.name: gemm.n for gemm in gemms(model("llama3-8b"), tensor=32, expert=1, tokens=8)}
+    assert wide["attention.k, v"] == 128  # fewer key heads than ranks: each rank holds a whole one
+    experts = {gemm.name: gemm for gemm in gemms(model("mixtral-8x7b"), tensor=2, expert=4, tokens=100)}
+    up = experts["moe.experts.gate, up"]
+    assert (up.groups, up.n, up.rows.least, up.rows.most) == (2, 14336, 0, 200)
+    assert experts["attention.q"].backward == ((100, 4096, 2048), (2048, 4096, 100))
