@@ -84,8 +84,8 @@ def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
     found: list[Item] = []
     for precision in _precisions(cuda):
         found += _gemms(sizes, device, precision)
-    # On accelerators fused attention is for 16 bits; on the CPU fp16 is emulated.
-    for precision in ("fp32", "bf16") if not cuda else [p for p in _precisions(cuda) if p in ("bf16", "fp16")]:
+    # On accelerators fused attention is for 16 bits.
+    for precision in [p for p in _precisions(cuda) if not cuda or p in ("bf16", "fp16")]:
         found += [_attention(shape, device, precision) for shape in sizes.sequences]
     found += _streams(sizes, device)
     found.append(Item("operator", f"{_CHAIN} element-wise operators", "fp32", 2 * _CHAIN, "operator",
