@@ -1,0 +1,104 @@
+"""Predict published runs row by row: ``python tests/bench/replay.py RUNS.csv [--memory MEMORY.csv] [--output json]``.
+
+Takes any file of the columns of ``tests/data/measured_runs.csv`` (``measured_memory.csv``). Rows that a spec cannot
+express, or that lack too much, are skipped with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from replaying.cases import Case, Skip, case_of, rows
+from replaying.score import Result, Tally, memory_result, summary, time_result
+
+_COLUMNS = ("rows", "skipped", "bias", "median", "p90", "median_scaled", "regret_mean", "null_median")
+
+
+def replay(path: Path, predict: Callable[[Case], Result | None], only: str = "") -> dict[str, Tally]:
+    """Return every row of a file, predicted or skipped, by source."""
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    for cells in rows(path):
+        source = cells.text("source") or "(no source)"
+        if only and only.lower() not in source.lower():
+            continue
+        try:
+            result = predict(case_of(cells))
+        except Skip as reason:
+            tallies[source].skipped[str(reason)] += 1
+            continue
+        if result is None:
+            tallies[source].skipped["nothing was measured"] += 1
+        else:
+            tallies[source].results.append(result)
+    return tallies
+
+
+def main() -> None:
+    """Read the arguments and print the table, the rows or the data."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--memory", type=Path)
+    parser.add_argument("--output", choices=["text", "json"], default="text")
+    parser.add_argument("--source", default="", help="only sources with this in their name")
+    parser.add_argument("--rows", action="store_true", help="print each row")
+    arguments = parser.parse_args()
+    found: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
+    if arguments.memory:
+        found.append(("memory", replay(arguments.memory, memory_result, arguments.source)))
+    summaries = [summary(source, metric, tally) for metric, by in found for source, tally in by.items()]
+    if arguments.output == "json":
+        print(json.dumps(summaries, indent=1))
+        return
+    for metric, by_source in found:
+        if arguments.rows:
+            for tally in by_source.values():
+                for result in tally.results:
+                    print(line(result, metric))
+        table([one for one in summaries if one["metric"] == metric], metric)
+
+
+def table(summaries: list[dict[str, Any]], metric: str) -> None:
+    """Print the figures of all sources in percent, and why rows were skipped."""
+    extra = () if metric == "step_time" else ("fitting", "green", "false_rejects", "false_fits")
+    names = (*(name for name in _COLUMNS if metric == "step_time" or name not in ("regret_mean", "null_median")), *extra)
+    print(f"{metric:44.44}" + "".join(f"{name:>14}" for name in names))
+    for one in sorted(summaries, key=lambda one: -one["rows"]):
+        print(f"{one['source']:44.44}" + "".join(f"{_shown(name, one[name]):>14}" for name in names))
+    for one in summaries:
+        for reason, times in one["skip_reasons"].items():
+            print(f"  skipped {times:4}  {one['source'][:40]}: {reason}")
+    print()
+
+
+def line(result: Result, metric: str) -> str:
+    """Return one row: what was predicted, what was measured, and how the row was understood."""
+    scale, unit = (1.0, "s") if metric == "step_time" else (2**30, "GiB")
+    error = f"{100 * (result.predicted / result.measured - 1):+6.1f} %" if result.measured else "   OOM  "
+    truth = f"{result.measured / scale:9.3f}" if result.measured else "        -"
+    layout, job = result.layout, result.job
+    mesh = layout.mesh
+    how = (
+        f"{job.devices.accelerator} x{mesh.world_size} {job.precision} s{job.sequence_length} dp{mesh.dp} tp{mesh.tp} "
+        f"pp{mesh.pp} cp{mesh.cp} ep{layout.expert} z{layout.zero} mb{layout.micro_batch} x{layout.accumulation} "
+        f"{layout.recompute[0]} {layout.schedule} v{layout.chunks} {job.stack.name}"
+    )
+    name = result.case.cells.text("model")[:22]
+    return f"{result.case.source[:24]:24} {name:22} {result.predicted / scale:9.3f} {truth} {unit} {error} {result.verdict:5} {how}"
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{100 * value:.1f} %"
+
+
+if __name__ == "__main__":
+    main()

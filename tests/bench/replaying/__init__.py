@@ -1,0 +1,1 @@
+"""Published runs predicted row by row."""

@@ -1,0 +1,45 @@
+"""Cells of a row: numbers, words, and what the whole row says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One row of a table; a column that is missing is blank."""
+
+    values: Mapping[str, str]
+
+    def text(self, name: str) -> str:
+        """Return a cell without surrounding blanks."""
+        return (self.values.get(name) or "").strip()
+
+    def lower(self, *names: str) -> str:
+        """Return some cells in lower case, joined by blanks."""
+        return " ".join(self.text(name).lower() for name in names)
+
+    def number(self, name: str) -> float | None:
+        """Return the first positive number of a cell, or None."""
+        found = _NUMBER.search(self.text(name))
+        if not found:
+            return None
+        try:
+            value = float(found.group().replace(",", ""))
+        except ValueError:
+            return None
+        return value if 0 < value < 1e18 else None
+
+    def count(self, name: str, default: int = 0) -> int:
+        """Return the first number of a cell as a whole number, or a default."""
+        value = self.number(name)
+        return default if value is None or value > 1e9 else max(int(round(value)), 0) or default
+
+    @property
+    def everything(self) -> str:
+        """All that describes the run, in lower case."""
+        return self.lower("source", "model", "zero_or_fsdp", "vpp_or_schedule", "recompute", "method", "notes")

@@ -1,0 +1,63 @@
+"""What a row measured, as seconds per step or bytes per device."""
+
+from __future__ import annotations
+
+import re
+
+from partool.cost.case import Job
+from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token
+from partool.layout.parameters import count, parameters
+from partool.plan.types import Layout
+from replaying.cells import Cells
+
+_GIB = 2**30
+
+
+def step_s(cells: Cells, job: Job, layout: Layout) -> float | None:
+    """Return the seconds of the step that a job and a layout describe, or None where a row has no time.
+
+    A time per step, or tokens per second, or FLOP/s or a share of the peak by the source's own way of counting.
+    """
+    seconds, ranks = cells.number("step_time_s"), layout.mesh.world_size
+    if seconds is not None:
+        return seconds
+    if (rate := cells.number("tokens_per_s_per_gpu")) is not None:
+        return job.global_batch * job.sequence_length / ranks / rate
+    if (tera := cells.number("tflops_per_gpu")) is not None:
+        return counted_flops(cells, job) / ranks / (tera * 1e12)
+    share, peak = cells.number("mfu_pct"), job.devices.peak_flops
+    if share is not None and peak:
+        return counted_flops(cells, job) / ranks / (share / 100.0 * peak)
+    return None
+
+
+def counted_flops(cells: Cells, job: Job) -> float:
+    """Return the FLOPs of a step as the source counts them: attention causal or whole, recomputation in or out."""
+    text = cells.lower("notes", "source")
+    tokens = job.global_batch * job.sequence_length
+    if re.search(r"8\s*\*?\s*n\s*\*?\s*tokens", text):
+        return 8.0 * count(parameters(job.model)) * tokens
+    attention = attention_flops_per_token(job.model, job.sequence_length)
+    causal = "causal" in text and "non-causal" not in text and "full attention" not in text
+    forward = matmul_flops_per_token(job.model) + attention * (1.0 if causal else 2.0)
+    again = re.search(r"incl\.?(?:uding)? recomput|hardware flops|\bhfu\b printed", text)
+    return (4.0 if again and "full" in cells.lower("recompute") else 3.0) * tokens * forward
+
+
+def peak_bytes(cells: Cells) -> float | None:
+    """Return the measured peak. Tools of torch print GiB whatever they call them; decimal only where a row says bytes."""
+    value = cells.number("peak_mem_value") or cells.number("peak_mem_gib")
+    unit = cells.lower("peak_mem_unit_as_printed")
+    if value is None:
+        return None
+    return value * (2**20 if unit.startswith(("mb", "mib")) else _GIB)
+
+
+def reading(cells: Cells) -> str:
+    """Return what was read: ``device`` (with the context), ``reserved`` by the allocator, or ``allocated`` from it."""
+    text = cells.lower("reading_kind")
+    if "nvidia-smi" in text or "nvml" in text or "rocm-smi" in text:
+        return "device"
+    if "active" in text or "allocated" in text or text.strip() == "torch peak":
+        return "allocated"
+    return "reserved"

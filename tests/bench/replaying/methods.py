@@ -1,0 +1,140 @@
+"""How a row was run: code base, ZeRO stage, schedule, recomputation, or why a spec cannot express it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from partool.cost.stacks import STACKS, Stack
+from replaying.cells import Cells
+
+_INEXPRESSIBLE = (
+    (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|adamss|waveft|rank\d+", "parameter-efficient tuning"),
+    (r"\bmuon\b", "the Muon optimizer"),
+    (r"8-?bit adam|paged ?adam|adamw?8bit|adafactor|sgd\b|in backward|fused in(to)? backward", "another optimizer"),
+    (r"v-half|v-min|zbv|dualpipe|hanayo|bitpipe|chimera", "a schedule that is not there yet"),
+    (r"\bnvme\b|infinity", "states on NVMe"),
+    (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
+)  # fmt: skip
+_OLD = ("vtrain", "sc21", "sc'21", "bigscience", "bloom", "korthikanti", "mt-nlg", "megatron-deepspeed", "reducing activation")
+_MEGATRON = ("megatron", "nemo", "dgx", "dgxc", "primus", "bridge", "transformerengine", "transformer engine", "modelzoo", "swiss")
+
+
+def inexpressible(cells: Cells) -> str | None:
+    """Return why no spec can say what a row did, or None."""
+    text = cells.lower("method", "optimizer", "vpp_or_schedule", "zero_or_fsdp", "dtype", "model")
+    for pattern, reason in _INEXPRESSIBLE:
+        if re.search(pattern, text):
+            return reason
+    task = re.search(r"task ([a-z-]+)", cells.lower("notes"))
+    if task and "lora" in task.group(1):
+        return "parameter-efficient tuning"
+    return None
+
+
+def stack_of(cells: Cells) -> Stack:
+    """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
+    source, text = cells.lower("source"), cells.everything
+    found = _named(source, text)
+    if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
+        found = replace(found, sequence_parallel=True)
+    if "liger" in text:
+        found = replace(found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2))
+    return found
+
+
+def _named(source: str, text: str) -> Stack:
+    if "torchtune" in source:
+        return STACKS["torchtune"]
+    if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
+        eager = "no compile" in text or "compile" not in text
+        return STACKS["fsdp2" if eager else "fsdp2-compiled"]
+    if "nanotron" in source or "picotron" in source:
+        return STACKS["nanotron"]
+    if any(part in source for part in _OLD):
+        zero = "zero-3" in text and "megatron" not in text.replace("megatron-lm sc21", "")
+        return STACKS["deepspeed" if zero else "megatron-2021"]
+    if any(part in source for part in _MEGATRON):
+        return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
+    if "deepspeed" in text or "zero-" in text or "trl" in source:
+        return STACKS["megatron-2021" if "megatron-lm sp" in text else "deepspeed"]
+    if "fsdp" in text or "foundry" in source:
+        return STACKS["fsdp1"]
+    return STACKS["megatron" if "tp" in text else "fsdp2"]
+
+
+def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
+    """Return the ZeRO stage of a row: as printed, else what the code base does by itself."""
+    text = cells.lower("zero_or_fsdp", "method")
+    if dp == 1 and "offload" not in text:
+        return 0
+    for pattern, stage in (
+        (r"zero-?3|zero stage 3|full_shard|fsdp|hsdp", 3), (r"zero-?2|shard_grad_op", 2),
+        (r"zero-?1|distributed optimizer|dist.?opt", 1), (r"ddp|zero-?0|none|\bno\b", 0),
+    ):  # fmt: skip
+        if re.search(pattern, text) and not (stage == 3 and "shard_grad_op" in text):
+            return stage
+    base = stack.name.split("+")[0]
+    return {"megatron": 1, "nanotron": 1, "deepspeed": 3, "fsdp1": 3, "fsdp2": 3, "fsdp2-compiled": 3}.get(base, 0)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A policy as index of ``partool.cost.case.RECOMPUTE``, and the share of the layers that follow it."""
+
+    policy: int
+    share: float = 1.0
+
+
+def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
+    """Return what a row recomputes: as printed, or what it may be, the cheapest first."""
+    text = cells.lower("recompute")
+    own = 2 if stack.name.startswith("fsdp2") else 1
+    if re.search(r"every (2nd|second|other)|half", text):
+        return [Recompute(3, 0.5)]
+    if "per op" in text or "per-op" in text:
+        return [Recompute(2)]
+    if "full" in text or text in ("yes", "true", "1", "on", "ac"):
+        return [Recompute(3)]
+    if "select" in text:
+        return [Recompute(own)]
+    if text in ("none", "no", "false", "0", "off"):
+        return [Recompute(0)]
+    return [Recompute(0), Recompute(own), Recompute(3)]
+
+
+def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
+    """Return schedules with chunks per rank: as printed, or what a tuned Megatron run may have used."""
+    text = cells.lower("vpp_or_schedule")
+    if pp == 1:
+        return [("1f1b", 1)]
+    chunks = re.search(r"v(?:p|pp|ps)?\s*[=:]?\s*(\d+)|(\d+)\s*(?:virtual|chunks)", text)
+    if chunks:
+        number = int(chunks.group(1) or chunks.group(2))
+        return [("interleaved", number)] if 1 < number <= 64 else [("1f1b", 1)]
+    if text.isdigit():
+        return [("interleaved", int(text))] if 1 < int(text) <= 64 else [("1f1b", 1)]
+    if "interleav" in text:
+        return [("interleaved", 2)]
+    if "zero-bubble" in text or "zero bubble" in text or re.search(r"\bzb", text):
+        return [("zb-h1", 1)]
+    if "gpipe" in text or "afab" in text:
+        return [("gpipe", 1)]
+    if "1f1b" in text or stack.name != "megatron":
+        return [("1f1b", 1)]
+    return [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)]
+
+
+def offload_of(cells: Cells) -> dict[str, str]:
+    """Return what lives in host memory, as fields of a layout."""
+    text = cells.lower("zero_or_fsdp", "offload", "method")
+    if "offload" not in text and "cpu" not in text:
+        return {}
+    if re.search(r"offload[a-z ]*:? *(false|no\b|none)|w/o (cpu )?offload|without", text):
+        return {}
+    found = {"offload_optimizer": "cpu"}
+    if re.search(r"full cpu|param", text):
+        found["offload_parameters"] = "cpu"
+    if "activation" in text:
+        found = {**({} if "activation" in text and "optim" not in text else found), "offload_activations": "cpu"}
+    return found
