@@ -151,7 +151,8 @@ def _reason(profile: Profile, scalars: StackScalars) -> str:
         if scalar is not None:
             runs = "run" if scalar.n == 1 else "runs"
             parts.append(f"{name} are scaled by {scalar.value:.3f} (median of {scalar.n} {runs})")
-    return "; ".join(parts)
+    text = "; ".join(parts)
+    return text[:1].upper() + text[1:] + "." if text else ""
 
 
 def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precision: str) -> Devices:

@@ -11,6 +11,7 @@ from partool import __version__
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
 from partool.catalog.models import resolve_model
+from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.types import Finding, Plan, Prediction
@@ -39,6 +40,7 @@ class Resolved:
     data: DataSpec
     model_source: str = ""
     inputs: dict[str, str] = field(default_factory=dict)
+    measured: Applied | None = None
 
 
 def resolve(spec: Spec, base_dir: Path) -> Resolved:
@@ -49,9 +51,11 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     found = [*found, *model.diagnostics, *hardware.diagnostics]
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
-    problem = Problem(spec, model.config, hardware.devices)
-    found += check(problem, tokenizer_vocab)
-    return Resolved(None if _failed(found) else problem, found, data, model.source, _inputs(spec, model.inputs))
+    measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
+    problem = Problem(spec, model.config, measured.devices, measured)
+    found += [*measured.findings, *check(problem, tokenizer_vocab)]
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs})
+    return Resolved(None if _failed(found) else problem, found, data, model.source, inputs, measured)
 
 
 def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
@@ -69,6 +73,7 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
     from partool.planner.solve import solve
 
     problem, found = resolved.problem, resolved.diagnostics
+    measured = resolved.measured or Applied(problem.devices)
     solution = solve(problem)
     best = solution.chosen
     if best is None:
@@ -94,13 +99,17 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
         checkpoint=_checkpoint(spec, base_dir),
         launch=spec.launch,
         prediction=Prediction(
-            memory=best.memory, time=best.time, relative_error=RELATIVE_ERROR[problem.devices.backend]
+            memory=best.memory,
+            time=best.time,
+            relative_error=measured.time_error(RELATIVE_ERROR[problem.devices.backend]),
+            time_scalar=measured.time_scalar,
+            memory_scalar=measured.memory_scalar,
         ),
         alternatives=alternatives,
         candidates=table.candidates(solution, best),
         search=solution.summary(),
         limit=explain.limit(solution, best),
-        reasons=explain.reasons(solution, best),
+        reasons=(*explain.reasons(solution, best), *([measured.reason] if measured.reason else [])),
         findings=tuple(Finding(code=f.code, message=f.message) for f in found),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from partool.catalog.profile import Applied
 from partool.cost.case import Job
 from partool.cost.layer import Kind, kinds
 from partool.cost.stacks import own_stack
@@ -23,6 +24,8 @@ class Problem:
     spec: Spec
     model: ModelConfig
     devices: Devices
+    measured: Applied | None = None
+    """What a calibration says about these machines; their figures stand in ``devices`` already."""
 
     @property
     def world_size(self) -> int:
@@ -32,7 +35,9 @@ class Problem:
     @cached_property
     def job(self) -> Job:
         """What the cost functions read."""
-        training = self.spec.training
+        training, measured = self.spec.training, self.measured
+        if measured is None or measured.devices.accelerator != self.devices.accelerator:
+            measured = Applied(self.devices)
         return Job(
             model=self.model,
             devices=self.devices,
@@ -41,6 +46,10 @@ class Problem:
             precision=training.precision,
             stack=own_stack(self.devices.backend, self.compile),
             frozen=tuple(self.spec.model.frozen),
+            time_scalar=measured.time_scalar,
+            memory_scalar=measured.memory_scalar,
+            memory_runs=measured.memory.n if measured.memory else 0,
+            memory_spread=measured.memory.spread if measured.memory else 0.0,
         )
 
     @cached_property

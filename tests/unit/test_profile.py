@@ -26,6 +26,9 @@ from partool.catalog.profile_file import (
 from partool.cost import collective
 from partool.cost.case import Job
 from partool.diagnostics.record import Diagnostic
+from partool.planner import make_plan
+from partool.planner.make import PlanResult
+from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.model import ModelConfig
 
@@ -262,3 +265,59 @@ def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     prior = float(before.sigma_bytes / before.total_bytes)
     expected = narrowed(prior, Scalar(value=1.5, n=3, spread=0.01))
     assert float(after.sigma_bytes / after.total_bytes) == pytest.approx(expected, rel=1e-3)
+
+
+SPEC = """\
+model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
+hardware: {accelerator: cpu, per_node: 2}
+training: {sequence_length: 64, global_batch: 8, precision: fp32}
+data: python-stdlib
+"""
+
+
+def planned(tmp_path: Path, *overrides: str) -> PlanResult:
+    spec = load_text(SPEC, overrides=list(overrides)).spec
+    assert spec is not None
+    return make_plan(spec, base_dir=tmp_path, default_name="case")
+
+
+def test_plans_take_figures_and_scalars_and_name_them(tmp_path: Path) -> None:
+    pins = ("parallel.data.zero=1", "parallel.micro_batch=4", "parallel.recompute=none")
+    before = planned(tmp_path, *pins).plan
+    save_profile(made(**ALL), tmp_path / "calibration.json")
+    measured = planned(tmp_path, *pins).plan
+    scalars = StackScalars(
+        stack="partool", time=Scalar(value=1.5, n=8, spread=0.03), memory=Scalar(value=1.25, n=8, spread=0.01)
+    )
+    save_profile(made(scalars=(scalars,), **ALL), tmp_path / "elsewhere.json")
+    (tmp_path / "calibration.json").unlink()
+    scaled = planned(tmp_path, *pins, "hardware.profile=elsewhere.json").plan
+    assert before is not None
+    assert measured is not None
+    assert scaled is not None
+    assert "calibration" not in before.inputs
+    assert measured.inputs["calibration"] == scaled.inputs["calibration"]
+    assert measured.inputs["calibration/scalars"] != scaled.inputs["calibration/scalars"]
+    assert measured.devices.achievable_flops == 80e9 != before.devices.achievable_flops
+    assert any("2026-11-21" in reason for reason in measured.reasons)
+    assert any("median of 8 runs" in reason for reason in scaled.reasons)
+    time, longer = measured.prediction.time, scaled.prediction.time
+    assert longer.step_time_s == pytest.approx(1.5 * time.step_time_s)
+    assert sum(longer.terms_s.values()) == pytest.approx(longer.step_time_s)
+    assert all(longer.terms_s[name] == pytest.approx(1.5 * value) for name, value in time.terms_s.items())
+    memory, larger = measured.prediction.memory, scaled.prediction.memory
+    assert larger.total_bytes == pytest.approx(1.25 * memory.total_bytes, rel=1e-5)
+    assert sum(larger.terms_bytes.values()) == larger.total_bytes
+    assert larger.sigma_bytes / larger.total_bytes < memory.sigma_bytes / memory.total_bytes
+    assert scaled.prediction.relative_error < measured.prediction.relative_error == before.prediction.relative_error
+    assert (scaled.prediction.time_scalar, scaled.prediction.memory_scalar) == (1.5, 1.25)
+
+
+def test_a_plan_goes_on_without_a_damaged_calibration_unless_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text("{")
+    found = planned(tmp_path)
+    assert found.plan is not None
+    assert [finding.code for finding in found.plan.findings] == ["PT280"]
+    named = planned(tmp_path, "hardware.profile=calibration.json")
+    assert named.plan is None
+    assert "PT280" in {finding.code for finding in named.diagnostics}
