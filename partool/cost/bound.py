@@ -128,4 +128,5 @@ def saved_bytes(job: Job, layouts: Layouts) -> Column:
     kept = np.where(
         layouts.recompute == 3, model.hidden / layouts.tp, np.where(layouts.recompute == 2, 0.6 * whole, whole)
     )
+    kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
     return rows * kept * job.compute_bytes * model.layers / layouts.pp

@@ -23,8 +23,14 @@ _DATA_S = 1e-4
 
 
 def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
-    """Return a layout as columns of single numbers, as if all layers had one recompute policy (default: the first)."""
+    """Return a layout as columns of single numbers, as if all layers had one recompute policy.
+
+    Without one, the share of the layers that recompute follows the most frugal of their policies.
+    """
     mesh = layout.mesh
+    some = [chosen for chosen in layout.recompute if chosen != "none"]
+    share = 1.0 if policy or not some else len(some) / len(layout.recompute)
+    policy = policy or max(some, key=RECOMPUTE.index, default="none")
     return Layouts(
         pp=mesh.pp,
         replicas=mesh.dp_replicate,
@@ -35,7 +41,8 @@ def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
         zero=layout.zero,
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,
-        recompute=RECOMPUTE.index(policy or layout.recompute[0]),
+        recompute=RECOMPUTE.index(policy),
+        recompute_share=share,
         schedule=SCHEDULES.index(layout.schedule),
         chunks=layout.chunks,
         sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),

@@ -21,13 +21,13 @@ Bounds = tuple[tuple[int, int], ...]
 """First and one-past-last layer of each stage."""
 
 
-def layout_of(problem: Problem, row: Layouts, share: float) -> Layout:
-    """Return the layout of a row whose columns are single numbers; ``share`` of each stage's layers recompute."""
+def layout_of(problem: Problem, row: Layouts) -> Layout:
+    """Return the layout of a row whose columns are single numbers."""
     stages = int(row.pp) * int(row.chunks)
     bounds: Bounds = ((0, problem.model.layers),)
     if stages > 1:
         wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
-        bounds = splits(problem, wide, np.array([share]), variant_costs(problem, wide))[0]
+        bounds = splits(problem, wide, variant_costs(problem, wide))[0]
     host = float(row.host_optimizer)
     return Layout(
         mesh=Mesh(
@@ -41,7 +41,7 @@ def layout_of(problem: Problem, row: Layouts, share: float) -> Layout:
         zero=cast("ZeroStage", int(row.zero)),
         micro_batch=int(row.micro_batch),
         accumulation=int(row.accumulation),
-        recompute=recompute_of(problem, int(row.recompute), share, bounds),
+        recompute=recompute_of(problem, int(row.recompute), float(row.recompute_share), bounds),
         compile=problem.compile,
         stages=bounds,
         schedule=SCHEDULES[int(row.schedule)],
@@ -86,7 +86,7 @@ def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
     ]
 
 
-def splits(problem: Problem, rows: Layouts, shares: Any, costs: list[Micro]) -> list[Bounds]:
+def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     """Return the stages of each row, so that the slowest is as quick as can be.
 
     Times are compared as rounded shares of the slowest layer's: a thousandth of it does not move a layer.
@@ -94,7 +94,7 @@ def splits(problem: Problem, rows: Layouts, shares: Any, costs: list[Micro]) -> 
     count = len(rows.recompute)
     order = tuple(costs[0].layers)
     pinned = problem.spec.parallel.recompute
-    weights = [shares, 1.0 - shares]
+    weights = [rows.recompute_share, 1.0 - rows.recompute_share]
     if isinstance(pinned, list):
         weights = [pinned.count(policy) / len(pinned) for policy in dict.fromkeys(pinned)]
     times = {

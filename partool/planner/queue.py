@@ -59,8 +59,7 @@ class Queue:
         waiting = self._coarse[self._structure(group)]
         near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
         groups, policies = (np.array(part) for part in zip(*(key for _, key in near), strict=True))
-        shares = self._space.policies.share[policies]
-        second = refined_s(self._problem, self._space.rows(groups, policies), shares)
+        second = refined_s(self._problem, self._space.rows(groups, policies))
         for (first, key), value in zip(near, second.tolist(), strict=True):
             self._settled[key] = max(first, value)
             if self._settled[key] > first:

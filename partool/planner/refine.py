@@ -16,25 +16,24 @@ from partool.planner.problem import Problem
 from partool.schedule import makespan
 
 
-def refined_s(problem: Problem, rows: Layouts, shares: Any) -> Any:
+def refined_s(problem: Problem, rows: Layouts) -> Any:
     """Return lower bounds of the step times of rows that share schedule, pipeline ranks (more than one) and chunks.
 
-    ``shares`` are those of each stage's layers that follow the row's policy. A run of the shortest row's micro-batches,
-    at most a round, shows how uneven stages fill and drain; each micro-batch after that takes the busiest rank at least
-    its own time.
+    A run of the shortest row's micro-batches, at most a round, shows how uneven stages fill and drain; each micro-batch
+    after that takes the busiest rank at least its own time.
     """
     pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
     short = min(int(np.min(rows.accumulation)), pp)
     costs = variant_costs(problem, rows)
     counts = np.stack(
         [
-            _counts(problem, int(rows.recompute[index]), float(shares[index]), bounds)
-            for index, bounds in enumerate(splits(problem, rows, shares, costs))
+            _counts(problem, int(rows.recompute[index]), float(rows.recompute_share[index]), bounds)
+            for index, bounds in enumerate(splits(problem, rows, costs))
         ]
     )
     forward, backward, weight = (_stage_times(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
     parts = step(problem.job, rows)
-    send = np.broadcast_to(parts.send_s, (len(shares),))
+    send = np.broadcast_to(parts.send_s, (len(rows.pp),))
     span = makespan(
         schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
     )  # fmt: skip

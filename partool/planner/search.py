@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import Layouts
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s, host_limit, room
 from partool.planner.problem import Problem
@@ -104,13 +103,8 @@ class Search:
         """Return the exact price of one layout."""
         key = (int(group), int(policy))
         if key not in self.exact:
-            share = float(self.space.policies.share[key[1]])
-            self.exact[key] = Priced(self.problem, layout_of(self.problem, self.row(*key), share))
+            self.exact[key] = Priced(self.problem, layout_of(self.problem, self.space.rows(*key)))
         return self.exact[key]
-
-    def row(self, group: int, policy: int) -> Layouts:
-        """Return one layout as columns of single numbers."""
-        return self.space.rows(int(group), int(policy))
 
     def least_memory(self) -> tuple[Any, Any]:
         """Return the least memory that each group can do with, and the probability that this fits."""
@@ -259,7 +253,7 @@ class Search:
 
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
         parts = [
-            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
+            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK], rounded=True))
             for i in range(0, len(group), _CHUNK)
         ]
         if not parts:

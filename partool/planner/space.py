@@ -44,15 +44,21 @@ class Space:
 
     layers: int = 1
 
-    def rows(self, group: Any, policy: Any) -> Layouts:
-        """Return the layouts of pairs of a group's and a policy's index."""
+    def rows(self, group: Any, policy: Any, *, rounded: bool = False) -> Layouts:
+        """Return the layouts of pairs of a group's and a policy's index.
+
+        ``rounded`` gives the share of layers that recompute where stages are even and round up to whole layers: what
+        memory is least with. Without, it is the share itself where there are several stages: what time is least with.
+        """
         taken, chosen = self.groups.take(group), self.policies
+        whole = self._share(taken, chosen.share[policy])
+        share = whole if rounded else np.where(taken.pp == 1, whole, chosen.share[policy])
         return Layouts(
             **{
                 **{name: getattr(taken, name) for name in _GROUP_COLUMNS},
                 "compiled": taken.compiled,
                 "recompute": chosen.recompute[policy],
-                "recompute_share": self._share(taken, chosen.share[policy]),
+                "recompute_share": share,
                 "host_optimizer": chosen.optimizer[policy],
                 "host_parameters": chosen.parameters[policy],
                 "host_activations": chosen.activations[policy],
