@@ -57,7 +57,8 @@ class MemoryStack:
     recompiles: bool = False
     """Blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0
-    """fp32 tensors of logits that exist at once in the loss, besides one in the compute type."""
+    """fp32 tensors of logits that exist at once in the loss: of an eager one the logarithms of the softmax, the gradient
+    by them and the gradient by the logits."""
     logit_chunks: int = 1
     """Parts that the loss is computed in."""
     logit_limit: float = 0.0

@@ -196,12 +196,13 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     saved, at_work = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
     saved = saved - on_host
-    loss = held.last * _loss(job, layouts, stack)
+    loss, freed = (held.last * size for size in _loss(job, layouts, stack))
     buffers = state.buffers + _exchange(job, layouts)
     if backend == "cpu":
         activations, gradients = saved + at_work, state.gradients
     else:
         activations, gradients, loss = _fullest_phase(state, saved, at_work, loss)
+        freed = np.where(loss > 0, freed, 0.0)
     outside = FRAMEWORK_BYTES[backend] + _communicators(layouts) * COMMUNICATOR_BYTES[backend]
     terms = {
         "parameters": state.parameters,
@@ -215,7 +216,7 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     }
     allocated = sum(terms.values()) - outside
     share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
-    terms["fragmentation"] = allocated * share + fixed
+    terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
     outside = job.memory_scalar * outside
@@ -279,8 +280,11 @@ def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, lay
     return saved * held.in_flight + held.last * norm, at_work
 
 
-def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
-    """Return the bytes of logits, narrow and wide, and of their gradient."""
+def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+    """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
+
+    The freed block stays with the allocator: what follows is twice as large and does not fit into it.
+    """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
     logits = micro_batch_tokens(job, layouts) * vocab
@@ -288,15 +292,17 @@ def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
     if stack.logit_limit:
         at_once = np.minimum(at_once, stack.logit_limit)
     narrow = small if small != wide else 0
-    spike = at_once * (stack.logit_wide * wide + narrow)
-    if stack.logits_kept and stack.logit_chunks > 1:
+    in_parts = at_once < logits
+    spike = at_once * stack.logit_wide * wide
+    if stack.logits_kept:
         # The logits of all parts and their gradients, as those of the parts are joined.
-        spike = spike + 2 * small * logits
-    if not stack.logits_kept:
-        # The head's gradient is summed over the parts in a wide type, then cast.
-        spike = spike + np.where(at_once < logits, vocab * job.model.hidden * (wide + small), 0.0)
+        spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
+    else:
+        # Of each part the gradient in the compute type, beside that of the part before; and the head's gradient, summed
+        # over the parts in a wide type, then cast.
+        spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
     outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
-    return spike + outputs * small * logits
+    return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
 
 
 def _exchange(job: Job, layouts: Layouts) -> Column:

@@ -152,7 +152,9 @@ def _compiled(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
-    inner = (3 if job.model.gated else 2) * sizes.inner
+    # A rectifier keeps its result and a mask of one byte; others their input and what the last product reads.
+    tensors = 3 if job.model.gated else 1 + (1 / small if job.model.activation == "relu" else 1)
+    inner = tensors * sizes.inner
     return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from partool.layout.traced import COEFFICIENTS, WIDTHS, family, numbers
 from partool.spec.model import ModelConfig
+from partool.spec.parallel import Compile
 from partool.spec.training import Precision
 
 DATA = Path(__file__).with_name("traced.json")
@@ -86,21 +87,28 @@ def using(trace: Trace) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def refresh(model: ModelConfig, precision: Precision) -> Trace:
+def refresh(model: ModelConfig, precision: Precision, compiles: tuple[Compile, ...] = ("none", "block")) -> Trace:
     """Trace one model with the installed torch, at its own widths, and return that over the shipped data.
 
     Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
     """
-    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": precision})
+    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": precision, "compile": compiles})
     command = [sys.executable, "-m", "partool_runtime.trace", "-"]
     try:
         done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TraceError(str(error)) from error
     if done.returncode:
-        raise TraceError((done.stderr.strip().splitlines() or ["the tracer failed"])[-1])
+        raise TraceError(_last_message(done.stderr))
     found = parse(done.stdout)
     return Trace(found.torch, found.date, shipped().families | found.families, found.sha256)
+
+
+def _last_message(stderr: str) -> str:
+    """Return the last line that is not indented, with the lines below it: what a traceback ends with."""
+    lines = stderr.rstrip().splitlines()
+    starts = [index for index, line in enumerate(lines) if line[:1].strip()]
+    return " ".join(line.strip() for line in lines[starts[-1] :]) if starts else "the tracer failed"
 
 
 def coefficients(model: ModelConfig, precision: Precision, compiled: int, policy: str) -> Coefficients | None:

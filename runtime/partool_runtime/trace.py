@@ -6,8 +6,9 @@ the model's widths per token, so that one trace holds for every size of the same
 result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
 
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
-    python -m partool_runtime.trace FILE.json       one model at its own widths; the file holds {"model": {...},
-                                                    "precision": "bf16"}; ``-`` reads from standard input
+    python -m partool_runtime.trace FILE.json       one model at its own widths; the file (or, for ``-``, standard input)
+                                                    holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
+                                                    without ``compile`` both ways are traced
 
 Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
 square of the sequence (masks that a layer makes of its window), then per layer and micro-batch.
@@ -236,12 +237,12 @@ def _config(norm: Norm, activation: Activation, position: Position, qk_norm: boo
     )
 
 
-def model_cases(model: ModelConfig, precision: Precision) -> Iterator[Case]:
+def model_cases(model: ModelConfig, precision: Precision, compiles: Sequence[Compile]) -> Iterator[Case]:
     """Yield the cases of one model: each kind of its layers, compiled or not, under each policy."""
     for kind in sorted(set(model.layer_types) or {"full"}):
         window = min(model.window, WINDOW) if model.window and kind == "sliding" else None
         config = model.model_copy(update={"layers": 2, "layer_types": (kind,) * 2, "window": window})
-        for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
+        for compile, policy in itertools.product(compiles, get_args(Recompute)):
             yield Case(config, precision, compile, policy)
 
 
@@ -250,7 +251,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments:
         text = sys.stdin.read() if arguments[0] == "-" else Path(arguments[0]).read_text("utf-8")
         wanted = json.loads(text)
-        cases = model_cases(ModelConfig.model_validate_json(json.dumps(wanted["model"])), wanted["precision"])
+        model = ModelConfig.model_validate_json(json.dumps(wanted["model"]))
+        cases = model_cases(model, wanted["precision"], wanted.get("compile", get_args(Compile)))
     else:
         cases = shipped_cases()
     found = trace(cases)

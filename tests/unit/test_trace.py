@@ -1,0 +1,143 @@
+"""The trace of saved tensors against what autograd really saves, and against the data that is shipped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from partool.cost import traced
+from partool.layout.traced import COEFFICIENTS
+from partool.spec.model import ModelConfig
+from partool_runtime import trace
+from partool_runtime.model import Decoder
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.zero import COMPUTE_DTYPE
+from partool_runtime.telemetry._memory import SavedTensors
+from partool_runtime.torch_internals import FakeTensorMode
+
+BATCH, LENGTH = 3, 14
+TOKENS = BATCH * LENGTH
+SMALL: dict[str, Any] = {
+    "layers": 3, "hidden": 28, "ffn_hidden": 52, "heads": 6, "kv_heads": 2, "head_dim": 10, "vocab": 37, "window": 5,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen": {"qk_norm": True, "qkv_bias": True},
+    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "ffn_bias": True},
+    "window": {"layer_types": ("sliding",) * 3, "activation": "relu"},
+}
+
+
+def model(kind: str, **changes: Any) -> ModelConfig:
+    return ModelConfig(**(SMALL | KINDS[kind] | changes))
+
+
+def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
+    """What autograd saves in a forward pass of a real model, as the trainer's telemetry counts it."""
+    network = Decoder(config).to(COMPUTE_DTYPE[precision])
+    recompute(network, [policy] * config.layers)
+    counter = SavedTensors(config.vocab, TOKENS * config.vocab, lambda: None)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    counter.start()
+    total = network(tokens, tokens)
+    counter.stop()
+    total.backward()
+    return counter.total_bytes
+
+
+def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
+    """The same of one layer, from the shipped data."""
+    found = traced.coefficients(config, precision, 0, policy)
+    assert found is not None
+    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes = {
+        "hidden": config.hidden, "query": query, "key": key, "inner": config.ffn_hidden, "heads": config.heads,
+        "kv_heads": config.kv_heads, "scores": config.heads * LENGTH, "vocab": config.vocab, "one": 1,
+    }  # fmt: skip
+    masks = found.square * LENGTH * LENGTH if "sliding" in config.layer_types else 0
+    return sum(sizes[name] * size for name, size in found.token.items()) * TOKENS + masks + found.layer
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "full"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_layer_saves_what_the_data_say(kind: str, precision: str, policy: str) -> None:
+    """To the byte, at odd sizes: a model of three layers saves so much more than one of two."""
+    three, two = (model(kind, layers=n, layer_types=KINDS[kind].get("layer_types", ())[:n]) for n in (3, 2))
+    more = saved_bytes(three, precision, policy) - saved_bytes(two, precision, policy)
+    assert more == shipped_bytes(three, precision, policy)
+
+
+@pytest.mark.parametrize("policy", ["none", "attention", "selective", "full"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_tensors_give_the_same_trace(kind: str, policy: Any) -> None:
+    """What selective recomputation caches is seen by its life, not by autograd's hooks; real and fake tensors agree."""
+    config = model(kind, layers=2, layer_types=KINDS[kind].get("layer_types", ())[:2])
+    case = trace.Case(config, "bf16", "none", policy)
+    real = trace.coefficients(trace.block_storages(case), config)
+    known = traced.shipped().families
+    assert tuple(real) == known[trace.family(config, 0, "bf16", "none", policy)]
+    head = trace.coefficients(trace.head_storages(case), config)
+    assert tuple(head) == known[trace.head_family(config, "bf16")]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_shipped_data_are_what_this_torch_gives() -> None:
+    data = traced.shipped()
+    config = ModelConfig(**trace.SIZES)
+    ways = ["none", "block"] if data.torch.split("+")[0] == torch.__version__.split("+")[0] else ["none"]
+    found = trace.trace(trace.Case(config, "bf16", way, "none") for way in ways)  # type: ignore[arg-type]
+    assert {key: tuple(values) for key, values in found.items()}.items() <= data.families.items()
+
+
+def test_every_kind_of_model_is_shipped() -> None:
+    wanted = {trace.family(c.model, 0, c.precision, c.compile, c.policy) for c in trace.shipped_cases()}
+    wanted |= {trace.head_family(c.model, c.precision) for c in trace.shipped_cases()}
+    assert wanted == set(traced.shipped().families)
+
+
+def test_the_users_model_is_traced_by_a_process() -> None:
+    config = model("llama", hidden=1024, ffn_hidden=2048)
+    found = traced.refresh(config, "bf16", ("none",))
+    assert found.sha256 != traced.shipped().sha256
+    assert found.families == traced.shipped().families
+    with traced.using(found):
+        assert traced.current() is found
+    assert traced.current() is traced.shipped()
+
+
+def test_other_data_change_the_plan() -> None:
+    config = model("llama")
+    families = {key: tuple(2 * value for value in values) for key, values in traced.shipped().families.items()}
+    before = traced.coefficients(config, "bf16", 1, "none")
+    with traced.using(traced.Trace("0", "2000-01-01", families, "other")):
+        after = traced.coefficients(config, "bf16", 1, "none")
+    assert before is not None
+    assert after is not None
+    assert after.token["hidden"] == 2 * before.token["hidden"]
+
+
+def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="coefficients"):
+        traced.parse(json.dumps({"coefficients": ["hidden"], "families": {}}))
+    with pytest.raises(traced.TraceError, match="mixture-of-experts"):
+        moe = {"experts": 4, "top_k": 2, "ffn_hidden": 8}
+        traced.refresh(ModelConfig.model_validate({**SMALL, "moe": moe}), "bf16", ("none",))
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(traced.TraceError):
+        traced.refresh(model("llama"), "bf16")
+    with FakeTensorMode(), pytest.raises(trace.UnknownTensorError):
+        odd = trace.Counter({(trace.TOKENS * 3071, 2): 1})
+        trace.coefficients(odd, ModelConfig(**trace.SIZES))
+
+
+def test_experts_and_latent_attention_are_not_traced() -> None:
+    from partool.spec.model import Mla
+
+    mla = Mla(kv_rank=4, nope_head_dim=4, rope_head_dim=4, v_head_dim=4)
+    assert traced.coefficients(model("llama", mla=mla), "bf16", 0, "none") is None
+    assert len(COEFFICIENTS) == len(set(COEFFICIENTS))
