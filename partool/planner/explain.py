@@ -17,8 +17,8 @@ from partool.planner.table import kind
 from partool.planner.words import GIB, change, recompute, summary, why_lost
 
 _ALTERNATIVES = 4
-_LOOKED_AT = 24
-"""Layouts that are priced exactly to find the runners-up of other kinds."""
+_LOOKED_AT = 6
+"""Kinds of layouts whose best is priced exactly to find the runners-up."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -92,21 +92,16 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
     index = np.flatnonzero(groups)
     if not len(index):
         return False
-    total = solution.search.least_of(index)
-    return bool((total <= solution.problem.capacity_bytes).any())
+    return bool((solution.search.least_bytes[index] <= solution.problem.capacity_bytes).any())
 
 
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     """Return what the best layout without a kind of parallelism would cost, from its lower bound."""
-    index = np.flatnonzero(column == 1)
-    index = (
-        index[solution.search.least_of(index) <= solution.problem.capacity_bytes * (1.0 + SLACK)]
-        if len(index)
-        else index
-    )
+    search = solution.search
+    index = np.flatnonzero((column == 1) & (search.least_bytes <= solution.problem.capacity_bytes * (1.0 + SLACK)))
     if not len(index):
         return f"no layout without {name.lower()} parallelism fits."
-    bound = float(solution.search.group_bounds(index).min())
+    bound = float(search.bound_s[index].min())
     slower = bound / best.time.step_time_s - 1.0
     if slower > TIE:
         return f"every layout without it is slower, by {slower:.1%} or more."

@@ -17,6 +17,7 @@ from partool.plan.types import Layout, Mesh
 from partool.planner.problem import Problem
 from partool.spec.parallel import Recompute, ZeroStage
 
+_GRAINS = 20
 Bounds = tuple[tuple[int, int], ...]
 """First and one-past-last layer of each stage."""
 
@@ -89,7 +90,8 @@ def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     """Return the stages of each row, so that the slowest is as quick as can be.
 
-    Times are compared as rounded shares of the slowest layer's: a thousandth of it does not move a layer.
+    Times are compared as shares of the slowest layer's, rounded to 1/20: less would move a layer for nothing, and what
+    is alike is split once.
     """
     count = len(rows.recompute)
     order = tuple(costs[0].layers)
@@ -105,7 +107,7 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
         unit.both_s for unit in (costs[0].first, costs[0].last)
     ))]  # fmt: skip
     slowest = np.max(columns[: len(order)], axis=0)
-    rounded = np.round(np.stack(columns) / slowest, 3).T.tolist()
+    rounded = (np.round(_GRAINS * np.stack(columns) / slowest) / _GRAINS).T.tolist()
     stages = np.broadcast_to(rows.pp * rows.chunks, count)
     return [
         _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)

@@ -83,6 +83,10 @@ class Search:
         self.exact: dict[tuple[int, int], Priced] = {} if exact is None else exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._settled: list[Priced] = []
+        self.bound_s: Any = np.zeros(0)
+        """Least step time of each group."""
+        self.least_bytes: Any = np.zeros(0)
+        """Least memory of each group."""
         self._parts: list[Leaves] = []
         self._limit_s = float("inf")
         self._queue = Queue(problem, space)
@@ -90,10 +94,10 @@ class Search:
     def run(self) -> Found:
         """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
         if len(self.groups) and len(self.policies):
-            smallest = self.least_memory()
-            bound = self.group_bounds(self.groups)
+            self.least_bytes, likely = self.least_memory()
+            self.bound_s = self._group_bounds(self.groups)
             for sure in (True, False):
-                self._pass(bound, smallest, sure=sure)
+                self._pass(likely, sure=sure)
                 if self.found.best is not None:
                     break
         self.found.leaves = Leaves.join(self._parts)
@@ -115,12 +119,6 @@ class Search:
             policy[zero3] = self.policies[-1]
         total, likely, _ = self._room(self.groups, policy)
         return total, likely
-
-    def least_of(self, groups: Any) -> Any:
-        """Return the least memory that each of some groups can do with on device."""
-        table = self.space.policies
-        stays = self.policies[table.parameters[self.policies] == 0]
-        return self._room(groups, np.full(len(groups), stays[-1] if len(stays) else self.policies[-1]))[0]
 
     def smallest(self) -> tuple[int, int]:
         """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
@@ -146,7 +144,7 @@ class Search:
         total, _, host = self._room(group, policy)
         return self._bounds(group, policy), np.where(host <= host_limit(self.problem), total, np.inf)
 
-    def group_bounds(self, groups: Any) -> Any:
+    def _group_bounds(self, groups: Any) -> Any:
         """Return the least step time of each group: of the policy that recomputes and offloads least.
 
         Over a fast host link the host's update may beat the device's: then each split of the optimizer counts.
@@ -159,10 +157,10 @@ class Search:
             bases = [policy for policy in self.policies if same[policy]]
         return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
 
-    def _pass(self, bound: Any, smallest: tuple[Any, Any], *, sure: bool) -> None:
+    def _pass(self, likely: Any, *, sure: bool) -> None:
         """Search for layouts that are sure to fit, or that are predicted to fit."""
-        total, likely = smallest
-        may = total <= self.problem.capacity_bytes * (1.0 + SLACK)
+        bound = self.bound_s
+        may = self.least_bytes <= self.problem.capacity_bytes * (1.0 + SLACK)
         if sure:
             self.found.too_large = int((~may).sum()) * len(self.policies)
             may &= likely >= LIKELY
@@ -219,7 +217,7 @@ class Search:
         one, many = np.array(plain), np.repeat(groups, len(plain))
         times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
         column = {recompute[policy]: index for index, policy in enumerate(plain)}
-        gain = (times[:, 0] - self.group_bounds(groups)).clip(min=0.0)[:, None]
+        gain = (times[:, 0] - self._group_bounds(groups)).clip(min=0.0)[:, None]
         return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
 
     def _dominated(self, leaves: Leaves, queued: Any) -> Any:

@@ -48,8 +48,7 @@ class Solution:
         """The fastest layout of all, by its lower bound, whether it fits or not."""
         if not self.space.size:
             return None
-        bound = self.search.group_bounds(np.arange(self.space.size))
-        return self.search.price(int(np.argmin(bound)), int(self.search.policies[0]))
+        return self.search.price(int(np.argmin(self.search.bound_s)), int(self.search.policies[0]))
 
     @property
     def priced(self) -> list[Priced]:
@@ -63,16 +62,13 @@ class Solution:
         if self.overall.too_large:
             pruned[TOO_LARGE] = self.overall.too_large
         pruned = dict(sorted(pruned.items(), key=lambda item: (-item[1], item[0])))
-        keys = {
-            (int(group), int(policy))
-            for found in founds
-            for group, policy in zip(found.leaves.group, found.leaves.policy, strict=True)
-        }
+        policies = len(self.space.policies)
+        keys = [found.leaves.group * policies + found.leaves.policy for found in founds]
         return SearchSummary(
             enumerated=self.space.enumerated,
             pruned=pruned,
             evaluated=sum(found.evaluated for found in founds),
-            fitting=len(keys),
+            fitting=len(np.unique(np.concatenate(keys))),
             simulated=len(self.priced),
         )
 

@@ -19,8 +19,10 @@ from partool.planner.problem import Problem, divisors, nothing_runs
 
 TOKENS_PER_RANK = 256
 """Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
-CHUNKS = (2, 3, 4, 5, 6, 8)
-"""Chunks of layers per rank to try with interleaved schedules."""
+CHUNKS = (2, 4, 8)
+"""Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
+stages even."""
+MOST_CHUNKS = 8
 MANY = 300_000
 """Groups beyond which only powers of two are tried for the degrees that are open."""
 
@@ -230,7 +232,8 @@ class _Builder:
                 found += [(SCHEDULES.index(name), 1)] if pipeline.chunks in ("auto", 1) else []
             elif pipeline.chunks == "auto":
                 layers = self.problem.model.layers
-                found += [(SCHEDULES.index(name), chunks) for chunks in CHUNKS if chunks * pp <= layers]
+                useful = [n for n in range(2, MOST_CHUNKS + 1) if n in CHUNKS or layers % (n * pp) == 0]
+                found += [(SCHEDULES.index(name), chunks) for chunks in useful if chunks * pp <= layers]
             elif pipeline.chunks > 1:
                 found.append((SCHEDULES.index(name), pipeline.chunks))
         return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from partool.cost.case import SCHEDULES
 from partool.plan.types import CandidateRow
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
@@ -16,9 +17,9 @@ from partool.planner.space import Space, build
 from partool.planner.words import summary, why_lost
 
 ROWS = 40
-_FRONT = 14
-_FASTEST = 14
-_SMALLER = 3
+_FRONT = 10
+_FASTEST = 10
+_SMALLER = 2
 """How often the devices are halved."""
 
 
@@ -56,15 +57,17 @@ def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
 def _front(solution: Solution) -> list[Priced]:
     """Return exact prices along the front over time and memory, from the fastest layout to the smallest.
 
-    Beside what the search has priced, each group is looked at with the policies that need least memory.
+    Beside what the search has priced, groups with plain schedules are looked at with the policies that need least
+    memory.
     """
     search, space = solution.search, solution.space
     leaves = solution.overall.leaves
     group, policy = [leaves.group], [leaves.policy]
     time, size = [leaves.bound_s], [leaves.memory_bytes]
+    plain = np.flatnonzero(space.groups.schedule == SCHEDULES.index("1f1b"))
     for extreme in search.extremes():
-        everyone = np.arange(space.size)
-        taken = np.full(space.size, extreme)
+        everyone = plain
+        taken = np.full(len(plain), extreme)
         allowed = space.allowed(everyone, taken)
         bound, total = search.columns(everyone[allowed], taken[allowed])
         group.append(everyone[allowed])
@@ -83,9 +86,14 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return the best layout on a half, a quarter, ... of the devices; only whole layers are recomputed there."""
+    """Return the best layout on a half, a quarter, ... of the devices: plain schedules, nothing in host memory."""
     found = []
-    devices = problem.devices
+    devices, parallel = problem.devices, problem.spec.parallel
+    pipeline, offload = parallel.pipeline, parallel.offload
+    if pipeline.schedule == "auto" and pipeline.chunks == "auto":
+        pipeline = pipeline.model_copy(update={"schedule": "1f1b", "chunks": 1})
+    kept = {name: "none" for name in ("optimizer", "parameters", "activations") if getattr(offload, name) == "auto"}
+    plain = problem.with_parallel(pipeline=pipeline, offload=offload.model_copy(update=kept))
     for _ in range(_SMALLER):
         if devices.nodes > 1:
             devices = devices.model_copy(update={"nodes": devices.nodes // 2})
@@ -93,20 +101,18 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
             devices = devices.model_copy(update={"per_node": devices.per_node // 2})
         else:
             break
-        smaller = problem.on(nodes=devices.nodes, per_node=devices.per_node)
+        smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
         space = build(smaller)
-        best = Search(smaller, space, policies=_plain(space)).run().best
+        best = Search(smaller, space, policies=_alike(space)).run().best
         if best is not None:
             found.append((smaller, best))
     return found
 
 
-def _plain(space: Space) -> Any:
-    """Return the policies that leave everything on the device and treat all layers alike."""
+def _alike(space: Space) -> Any:
+    """Return the policies that treat all layers alike."""
     table = space.policies
-    alike = (table.share == 1.0) & (table.recompute != 1)
-    mask = alike & (table.optimizer == table.optimizer[0]) & (table.activations == 0) & (table.parameters == 0)
-    return mask if mask.any() else np.ones(len(table), dtype=bool)
+    return (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
 
 
 def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
