@@ -57,8 +57,8 @@ class MemoryStack:
     recompiles: bool = False
     """Blocks are always compiled, whatever the layout says."""
     logit_wide: float = 3.0
-    """fp32 tensors of logits that exist at once in the loss: of an eager one the logarithms of the softmax, the gradient
-    by them and the gradient by the logits."""
+    """fp32 tensors of logits that exist at once in the loss: of an eager one the logarithms of the softmax, and the
+    gradients by these and by the logits."""
     logit_chunks: int = 1
     """Parts that the loss is computed in."""
     logit_limit: float = 0.0
@@ -117,6 +117,7 @@ def memory_stack(name: str) -> MemoryStack:
     ``+whole-loss``: the loss is not computed in parts; ``+calibrated``: a run of this kind has been measured.
     """
     base, *features = name.split("+")
+    base = {"deepspeed-2021": "deepspeed"}.get(base, base)
     stack = MEMORY_STACKS[base]
     if "fused-loss" in features:
         stack = replace(stack, logit_chunks=64, logits_kept=False)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import erf, sqrt
-from typing import Literal
 
 import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Column, Job, Layouts
+from partool.cost.case import RECOMPUTE, Column, Job, Layouts
+from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
+from partool.cost.predict import columns
 from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
 from partool.plan.terms import MEMORY_TERMS
@@ -39,11 +39,8 @@ CPU_FIRST_STEP_BYTES = 70 * MIB
 """What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
 """Relative standard deviation on a CPU, where libraries decide what they keep."""
-Verdict = Literal["green", "amber", "red"]
 Layers = dict[tuple[int, int], tuple[Column, Column]]
 """Bytes that one layer saves, and that it takes while its backward pass runs, by kind and policy."""
-GREEN = 0.99
-"""Least probability of fitting that counts as sure."""
 
 
 @dataclass(frozen=True)
@@ -125,64 +122,18 @@ def host_bytes(job: Job, layout: Layout) -> int:
 
 def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
-    columns = layout_columns(layout)
+    layouts = columns(layout)
     counts: Sequence[int] = (1,)
     if layout.mesh.pp > 1:
         counts = in_flight(layout.schedule, layout.mesh.pp, layout.accumulation, layout.chunks)
     held = [held_by_layout(job, layout, rank, count) for rank, count in enumerate(counts)]
-    layers = _layers(job, columns, memory_stack(job.stack.name))
-    return [_memory(job, columns, each, layers) for each in held]
-
-
-def layout_columns(layout: Layout) -> Layouts:
-    """Return one layout as columns of one number each; policies per layer do not fit in and stay out."""
-    mesh = layout.mesh
-    return Layouts(
-        pp=mesh.pp,
-        replicas=mesh.dp_replicate,
-        shards=mesh.dp_shard,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=layout.expert,
-        zero=layout.zero,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        recompute=RECOMPUTE.index(layout.recompute[0]),
-        schedule=SCHEDULES.index(layout.schedule),
-        chunks=layout.chunks,
-        sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
-        host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
-        host_parameters=int(layout.offload_parameters == "cpu"),
-        host_activations=int(layout.offload_activations == "cpu"),
-        compiled=int(layout.compile == "block"),
-    )
-
-
-def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
-    """Return the probability that the true peak stays under the capacity, for a normal error."""
-    z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
-    if z.ndim == 0:
-        return 0.5 * (1.0 + erf(float(z)))
-    return 0.5 * (1.0 + _erf(z))
-
-
-def verdict(probability: float) -> Verdict:
-    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the memory."""
-    if probability >= GREEN:
-        return "green"
-    return "red" if probability < 0.5 else "amber"
+    layers = _layers(job, layouts, memory_stack(job.stack.name))
+    return [_memory(job, layouts, each, layers) for each in held]
 
 
 def largest_term(prediction: MemoryPrediction) -> str:
     """Return the name of the term that takes most."""
     return max(MEMORY_TERMS, key=lambda name: prediction.terms_bytes[name])
-
-
-def _erf(z: Column) -> Column:
-    """Return the error function (Abramowitz and Stegun, 7.1.26: within 1.5e-7)."""
-    t = 1.0 / (1.0 + 0.3275911 * np.abs(z))
-    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    return np.sign(z) * (1.0 - series * np.exp(-z * z))
 
 
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:

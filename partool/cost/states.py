@@ -134,12 +134,12 @@ def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sh
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size = stack.gradient_bytes or master
     if stack.lasting_gradients or stack.resident_copy:
-        uncut = layouts.zero < 2
+        uncut: Column = layouts.zero < 2
     else:
         # Reduced as soon as they are complete, unless they have to accumulate whole.
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
-    gradients = size * np.where(uncut, whole, sharded)
-    at_step = stack.step_gradient_bytes * sharded
+    gradients: Column = size * np.where(uncut, whole, sharded)
+    at_step: Column = stack.step_gradient_bytes * sharded
     if stack.pipeline_wide_gradients and job.precision == "bf16":
         gradients = np.where(layouts.pp > 1, job.master_bytes * whole, gradients)
         at_step = np.where(layouts.pp > 1, 0.0, at_step)

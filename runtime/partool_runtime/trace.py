@@ -6,7 +6,7 @@ the model's widths per token, so that one trace holds for every size of the same
 result as data (``partool/cost/traced.json``), so that it plans the same with and without torch.
 
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
-    python -m partool_runtime.trace FILE.json       one model at its own widths; the file (or, for ``-``, standard input)
+    python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)
                                                     holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
                                                     without ``compile`` both ways are traced
 

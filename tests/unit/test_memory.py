@@ -19,11 +19,11 @@ from partool.cost.peak import (
     fit_probability,
     host_bytes,
     largest_term,
-    layout_columns,
     peak_memory,
     predict_memory,
     verdict,
 )
+from partool.cost.predict import columns
 from partool.cost.saved import saved_by_layer
 from partool.cost.stacks import STACKS
 from partool.cost.states import HOST_FACTOR, States, states
@@ -219,7 +219,7 @@ def layouts(draw: st.DrawFn, model: ModelConfig = LLAMA) -> Layout:
 
 
 def columns_of(some: list[Layout]) -> Layouts:
-    rows = [layout_columns(layout) for layout in some]
+    rows = [columns(layout) for layout in some]
     return Layouts(**{f.name: np.array([getattr(row, f.name) for row in rows]) for f in fields(Layouts)})
 
 

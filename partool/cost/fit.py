@@ -1,0 +1,36 @@
+"""How likely a predicted peak stays under a device's memory."""
+
+from __future__ import annotations
+
+from math import erf, sqrt
+from typing import Literal
+
+import numpy as np
+
+from partool.cost.case import Column
+
+Verdict = Literal["green", "amber", "red"]
+GREEN = 0.99
+"""Least probability of fitting that counts as sure."""
+
+
+def fit_probability(total_bytes: Column, sigma_bytes: Column, capacity_bytes: Column) -> Column:
+    """Return the probability that the true peak stays under the capacity, for a normal error."""
+    z = (np.asarray(capacity_bytes) - total_bytes) / np.maximum(sigma_bytes, 1.0) / sqrt(2.0)
+    if z.ndim == 0:
+        return 0.5 * (1.0 + erf(float(z)))
+    return 0.5 * (1.0 + _erf(z))
+
+
+def verdict(probability: float) -> Verdict:
+    """Return green from :data:`GREEN` on, red where more than half of the probability lies above the memory."""
+    if probability >= GREEN:
+        return "green"
+    return "red" if probability < 0.5 else "amber"
+
+
+def _erf(z: Column) -> Column:
+    """Return the error function (Abramowitz and Stegun, 7.1.26: within 1.5e-7)."""
+    t = 1.0 / (1.0 + 0.3275911 * np.abs(z))
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return np.sign(z) * (1.0 - series * np.exp(-z * z))
