@@ -17,6 +17,8 @@ _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 """Bus bandwidth of large collectives against the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100; RCCL
 0.70 (AMD Primus' projection defaults)."""
 _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
+_HOP = 0.4
+"""Time of one hop of a ring against the start of a collective: NCCL's tuning table has 3.4 us per NVLink hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 """Of reductions against gathers of the same bytes: gloo adds on the core that also sends (1.7 to 1.9 measured)."""
 
@@ -79,22 +81,29 @@ def latency(job: Job, ranks: Group) -> Column:
     A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make it logarithmic.
     """
     devices = job.devices
-    hop = 0.4 * devices.link_latency_s
-    inside = devices.link_latency_s + hop * (ranks.inside - 1)
+    inside = devices.link_latency_s * (1.0 + _HOP * (ranks.inside - 1))
     between = devices.fabric_latency_s * np.log2(np.maximum(ranks.domains, 1.0) + 1.0)
     return inside + np.where(ranks.domains > 1, between, 0.0)
+
+
+def ring_latency(job: Job, ranks: Group) -> Column:
+    """Return the seconds before the last byte of a gather or scatter could move: a ring, hop by hop around all ranks."""
+    devices = job.devices
+    inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
+    between = _HOP * devices.fabric_latency_s * np.maximum(ranks.domains - 1.0, 0.0)
+    return devices.link_latency_s + inside + between
 
 
 def gather_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
     """Return the seconds of an all-gather or reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
-    return np.where(ranks.size > 1, latency(job, ranks) + moved, 0.0)
+    return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
 def reduce_scatter_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
     """Return the seconds of a reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
-    return np.where(ranks.size > 1, latency(job, ranks) + moved, 0.0)
+    return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
 def all_reduce_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:

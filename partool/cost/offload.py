@@ -16,8 +16,6 @@ _START_SHARE = 0.05
 """Of these, what shows even where the passes are long: the first and last pieces have nothing beside them."""
 _HOST_BYTES = 28.0
 """Memory traffic of AdamW per parameter: gradient, weight and two moments read, three written back."""
-_HOST_SHARE = 0.75
-"""Of the host's memory bandwidth that AdamW reaches (a fused kernel on Grace: 13.2 G parameters/s, 370 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def offload(
         nothing = 0.0 * layouts.host_optimizer
         return Offload(nothing, nothing, nothing)
     link = _LINK_SHARE * devices.host_link_bytes_per_s
-    memory = _HOST_SHARE * devices.host_memory_bytes_per_s / devices.per_node
+    memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
     moved = layouts.host_optimizer * elements
     down = moved * job.stack.gradient_bytes / link
     up = moved * job.compute_bytes / link

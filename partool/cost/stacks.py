@@ -38,6 +38,8 @@ class Stack:
     """Share of the last micro-batch's backward pass that can hide gradient reduction."""
     overlap_gathers: float = 0.8
     """Share of compute that can hide parameter gathers."""
+    collectives_per_layer: float = 1.0
+    """Of gathers and reductions; old code sends each parameter by itself."""
     overlap_tensor: float = 0.0
     """Share of tensor parallelism's collectives that compute hides."""
     overlap_expert: float = 0.0
@@ -54,6 +56,8 @@ class Stack:
     """How well the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0
     """Memory traffic of norm, clipping and update per parameter."""
+    host_share: float = 0.5
+    """Of the host's memory bandwidth that the optimizer reaches there, with what it waits for; ours is assumed."""
     overhead_s: float = 1e-3
     """Per step: logging, data, checks."""
     derate: float = 1.0
@@ -94,7 +98,11 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "deepspeed", elementwise=1.6, operators_forward=45.0, operators_backward=80.0, derate=1.15,
-            gradient_bytes=2.0, attention="flash2",
+            gradient_bytes=2.0, attention="flash2", host_share=0.12,
+        ),
+        Stack(
+            "deepspeed-2021", sequence_parallel=False, elementwise=1.6, operators_forward=45.0, operators_backward=80.0,
+            derate=1.15, gradient_bytes=2.0, attention="unfused", host_share=0.12, collectives_per_layer=12.0,
         ),
         Stack(
             "fsdp1", elementwise=1.6, operators_forward=35.0, operators_backward=60.0, derate=1.14,

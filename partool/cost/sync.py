@@ -86,9 +86,10 @@ def _groups_s(
 ) -> Column:
     """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
     everyone, owners = ranks
-    dense = cost(job, held.dense * each_bytes / held.groups, everyone)
-    expert = cost(job, held.expert * each_bytes / held.groups, owners)
-    return held.groups * (dense + np.where(held.expert > 0, expert, 0.0))
+    groups = held.groups * job.stack.collectives_per_layer
+    dense = cost(job, held.dense * each_bytes / groups, everyone)
+    expert = cost(job, held.expert * each_bytes / groups, owners)
+    return groups * (dense + np.where(held.expert > 0, expert, 0.0))
 
 
 def _expert_group(job: Job, layouts: Layouts) -> Group:

@@ -68,7 +68,10 @@ def main() -> None:
 def table(summaries: list[dict[str, Any]], metric: str) -> None:
     """Print the figures of all sources in percent, and why rows were skipped."""
     extra = () if metric == "step_time" else ("fitting", "green", "false_rejects", "false_fits")
-    names = (*(name for name in _COLUMNS if metric == "step_time" or name not in ("regret_mean", "null_median")), *extra)
+    names = (
+        *(name for name in _COLUMNS if metric == "step_time" or name not in ("regret_mean", "null_median")),
+        *extra,
+    )
     print(f"{metric:44.44}" + "".join(f"{name:>14}" for name in names))
     for one in sorted(summaries, key=lambda one: -one["rows"]):
         print(f"{one['source']:44.44}" + "".join(f"{_shown(name, one[name]):>14}" for name in names))

@@ -56,7 +56,9 @@ def rows(path: Path) -> Iterator[Cells]:
     """Yield every row of a table."""
     with path.open(encoding="utf-8", newline="", errors="replace") as file:
         for values in csv.DictReader(file):
-            yield Cells({key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, str)})
+            yield Cells(
+                {key: value for key, value in values.items() if isinstance(key, str) and isinstance(value, str)}
+            )
 
 
 def case_of(cells: Cells) -> Case:
@@ -90,8 +92,10 @@ def _options(cells: Cells, model: ModelConfig, devices: Devices, precision: str)
     found = 0
     for degrees in _degrees(cells, devices, length):
         for schedule, recompute in product(schedule_of(cells, stack, degrees.pp), recompute_of(cells, stack)):
-            for micro, accumulation in _batches(cells, degrees, stack.name):
-                layout = _layout(cells, model, degrees, schedule=schedule, recompute=recompute, batch=(micro, accumulation))
+            for micro, accumulation in _batches(cells, degrees, stack.name, length):
+                layout = _layout(
+                    cells, model, degrees, schedule=schedule, recompute=recompute, batch=(micro, accumulation)
+                )
                 if layout is None or found >= _MOST:
                     continue
                 found += 1
@@ -115,21 +119,32 @@ def _degrees(cells: Cells, devices: Devices, length: int) -> Iterator[Degrees]:
     yield Degrees(dp, tp, pp, cp, ep if 1 < ep <= dp * cp * tp else 1)
 
 
-def _batches(cells: Cells, degrees: Degrees, stack: str) -> Iterator[tuple[int, int]]:
+def _batches(cells: Cells, degrees: Degrees, stack: str, length: int) -> Iterator[tuple[int, int]]:
     """Yield micro-batches with their number per step; a blank global batch is one micro-batch (a few with stages)."""
     batch, micro = cells.count("global_batch"), cells.count("micro_batch")
+    local = 0
     if stack.startswith("fsdp2") and degrees.pp > 1 and micro > 1:
         # torchtitan's local batch goes through the pipeline in as many micro-batches as there are stages.
-        micro = max(micro // degrees.pp, 1)
+        local, micro = micro, max(micro // degrees.pp, 1)
     share = max(batch // degrees.dp, 1) if batch else 0
-    for size in [micro] if micro else [1, 2, 4, 8]:
+    usual = [1] if length >= 32768 else [1, 2, 4, 8]
+    for size in [micro] if micro else usual:
         if share and size > share and not micro:
             continue
-        yield size, (max(round(share / size), 1) if share else (1 if degrees.pp == 1 else 4 * degrees.pp))
+        if share:
+            yield size, max(round(share / size), 1)
+        else:
+            yield size, (1 if degrees.pp == 1 else local // size if local else 4 * degrees.pp)
 
 
 def _layout(
-    cells: Cells, model: ModelConfig, degrees: Degrees, *, schedule: tuple[str, int], recompute: Recompute, batch: tuple[int, int]
+    cells: Cells,
+    model: ModelConfig,
+    degrees: Degrees,
+    *,
+    schedule: tuple[str, int],
+    recompute: Recompute,
+    batch: tuple[int, int],
 ) -> Layout | None:
     name, chunks = schedule
     micro, accumulation = batch
@@ -160,5 +175,3 @@ def _layout(
 def _spread(recompute: Recompute, layers: int) -> list[str]:
     some = round(recompute.share * layers)
     return [RECOMPUTE[recompute.policy]] * some + ["none"] * (layers - some)
-
-

@@ -39,8 +39,10 @@ def counted_flops(cells: Cells, job: Job) -> float:
         return 8.0 * count(parameters(job.model)) * tokens
     attention = attention_flops_per_token(job.model, job.sequence_length)
     causal = "causal" in text and "non-causal" not in text and "full attention" not in text
+    # The Machine Learning Engineering book counts attention causally, and what checkpointing runs again as work.
+    causal = causal or "ml-engineering" in text
     forward = matmul_flops_per_token(job.model) + attention * (1.0 if causal else 2.0)
-    again = re.search(r"incl\.?(?:uding)? recomput|hardware flops|\bhfu\b printed", text)
+    again = "ml-engineering" in text or re.search(r"incl\.?(?:uding)? recomput|hardware flops|\bhfu\b printed", text)
     return (4.0 if again and "full" in cells.lower("recompute") else 3.0) * tokens * forward
 
 

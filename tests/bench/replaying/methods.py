@@ -16,8 +16,29 @@ _INEXPRESSIBLE = (
     (r"\bnvme\b|infinity", "states on NVMe"),
     (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
 )  # fmt: skip
-_OLD = ("vtrain", "sc21", "sc'21", "bigscience", "bloom", "korthikanti", "mt-nlg", "megatron-deepspeed", "reducing activation")
-_MEGATRON = ("megatron", "nemo", "dgx", "dgxc", "primus", "bridge", "transformerengine", "transformer engine", "modelzoo", "swiss")
+_OLD = (
+    "vtrain",
+    "sc21",
+    "sc'21",
+    "bigscience",
+    "bloom",
+    "korthikanti",
+    "mt-nlg",
+    "megatron-deepspeed",
+    "reducing activation",
+)
+_MEGATRON = (
+    "megatron",
+    "nemo",
+    "dgx",
+    "dgxc",
+    "primus",
+    "bridge",
+    "transformerengine",
+    "transformer engine",
+    "modelzoo",
+    "swiss",
+)
 
 
 def inexpressible(cells: Cells) -> str | None:
@@ -35,15 +56,21 @@ def inexpressible(cells: Cells) -> str | None:
 def stack_of(cells: Cells) -> Stack:
     """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
     source, text = cells.lower("source"), cells.everything
-    found = _named(source, text)
+    found = _named(source, text, cells.lower("zero_or_fsdp"), cells.count("year", 2024))
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
         found = replace(found, sequence_parallel=True)
+    if "async tp" in text:
+        found = replace(found, overlap_tensor=0.5)
+    if found.attention == "flash2" and cells.count("year") >= 2025:
+        found = replace(found, attention="flash3")
     if "liger" in text:
-        found = replace(found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2))
+        found = replace(
+            found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
+        )
     return found
 
 
-def _named(source: str, text: str) -> Stack:
+def _named(source: str, text: str, zero: str, year: int) -> Stack:
     if "torchtune" in source:
         return STACKS["torchtune"]
     if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
@@ -52,12 +79,13 @@ def _named(source: str, text: str) -> Stack:
     if "nanotron" in source or "picotron" in source:
         return STACKS["nanotron"]
     if any(part in source for part in _OLD):
-        zero = "zero-3" in text and "megatron" not in text.replace("megatron-lm sc21", "")
-        return STACKS["deepspeed" if zero else "megatron-2021"]
+        return STACKS["deepspeed-2021" if "zero-3" in zero else "megatron-2021"]
     if any(part in source for part in _MEGATRON):
         return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
     if "deepspeed" in text or "zero-" in text or "trl" in source:
-        return STACKS["megatron-2021" if "megatron-lm sp" in text else "deepspeed"]
+        if "megatron-lm sp" in text:
+            return STACKS["megatron-2021"]
+        return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
     return STACKS["megatron" if "tp" in text else "fsdp2"]
@@ -75,7 +103,15 @@ def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
         if re.search(pattern, text) and not (stage == 3 and "shard_grad_op" in text):
             return stage
     base = stack.name.split("+")[0]
-    return {"megatron": 1, "nanotron": 1, "deepspeed": 3, "fsdp1": 3, "fsdp2": 3, "fsdp2-compiled": 3}.get(base, 0)
+    return {
+        "megatron": 1,
+        "nanotron": 1,
+        "deepspeed": 3,
+        "deepspeed-2021": 3,
+        "fsdp1": 3,
+        "fsdp2": 3,
+        "fsdp2-compiled": 3,
+    }.get(base, 0)
 
 
 @dataclass(frozen=True)
@@ -127,7 +163,7 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
 
 def offload_of(cells: Cells) -> dict[str, str]:
     """Return what lives in host memory, as fields of a layout."""
-    text = cells.lower("zero_or_fsdp", "offload", "method")
+    text = cells.lower("zero_or_fsdp", "offload", "method", "notes")
     if "offload" not in text and "cpu" not in text:
         return {}
     if re.search(r"offload[a-z ]*:? *(false|no\b|none)|w/o (cpu )?offload|without", text):

@@ -24,7 +24,20 @@ _GPT_SHAPES = (
 )  # fmt: skip
 """Billions of parameters, layers, width and heads: GPT-3 (arXiv 2005.14165, table 2.1), Megatron-LM (arXiv 2104.04473,
 table 1), BLOOM's forerunners and vTrain."""
-_LLAMA_LIKE = ("llama", "qwen", "mistral", "mixtral", "deepseek", "yi-", "gemma", "phi", "olmo", "smol", "apertus", "kimi")
+_LLAMA_LIKE = (
+    "llama",
+    "qwen",
+    "mistral",
+    "mixtral",
+    "deepseek",
+    "yi-",
+    "gemma",
+    "phi",
+    "olmo",
+    "smol",
+    "apertus",
+    "kimi",
+)
 _LARGE = 10**7
 
 
@@ -68,8 +81,10 @@ def _completed(fields: dict[str, Any], cells: Cells) -> ModelConfig | None:
     fields.setdefault("vocab", 32000 if gated else 51200)
     if fields.get("position", "rope") == "rope" and fields["head_dim"] % 2:
         fields["head_dim"] += 1
-    fields["max_position"] = 1 << 21
-    fields.pop("layer_types", None) if len(fields.get("layer_types", ())) != fields["layers"] else None
+    learned = fields.get("position", "rope") == "learned"
+    fields["max_position"] = max(cells.count("seq_len"), 2048) if learned else 1 << 21
+    if len(fields.get("layer_types", ())) != fields["layers"]:
+        fields.pop("layer_types", None)
     try:
         return ModelConfig.model_validate(fields)
     except ValidationError:
@@ -112,7 +127,9 @@ def _tabled(row: dict[str, str]) -> dict[str, Any] | None:
     fields |= {"activation": "swiglu" if gated else "gelu", "tied_embeddings": row["tied_embeddings"] == "1"}
     if row["experts"]:
         moe = {"experts": row["experts"], "top_k": row["top_k"], "ffn_hidden": row["moe_ffn"]}
-        fields["moe"] = Moe(**{name: int(value) for name, value in moe.items()}, shared_experts=int(row["shared_experts"] or 0))
+        fields["moe"] = Moe(
+            **{name: int(value) for name, value in moe.items()}, shared_experts=int(row["shared_experts"] or 0)
+        )
     return fields
 
 

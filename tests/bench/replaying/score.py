@@ -16,6 +16,10 @@ from replaying import measured
 from replaying.cases import Case
 
 
+_PLAUSIBLE = 0.02
+"""Least probability of fitting of a reading: the run did fit."""
+
+
 @dataclass(frozen=True)
 class Result:
     """One predicted row."""
@@ -42,18 +46,26 @@ def time_result(case: Case) -> Result | None:
 
     Of several readings the fastest that may fit is taken: what published tables leave out is what their authors tuned.
     """
-    best: tuple[bool, float, Result] | None = None
+    best: tuple[float, float, Result] | None = None
     for job, layout in case.options:
         seconds = measured.step_s(case.cells, job, layout)
         if seconds is None:
             return None
         predicted = predict_time(job, layout, 1).step_time_s
-        red = len(case.options) > 1 and predict_memory(job, layout, 0.0).verdict == "red"
+        over = _over(job, layout) if len(case.options) > 1 else 0.0
         # Readings may differ in their batch: compare time per sequence.
-        key = (red, predicted / job.global_batch)
+        key = (over, predicted / job.global_batch)
         if best is None or key < best[:2]:
             best = (*key, Result(case, job, layout, predicted, seconds))
     return best[2] if best else None
+
+
+def _over(job: Job, layout: Layout) -> float:
+    """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
+    found = predict_memory(job, layout, 0.0)
+    if found.fit_probability >= _PLAUSIBLE:
+        return 0.0
+    return found.total_bytes / max(found.capacity_bytes, 1)
 
 
 def memory_result(case: Case) -> Result | None:
@@ -65,7 +77,7 @@ def memory_result(case: Case) -> Result | None:
     job, layout = case.options[0]
     for job, layout in case.options:
         found = predict_memory(job, layout, 0.0)
-        if found.verdict != "red":
+        if found.fit_probability >= _PLAUSIBLE:
             break
     else:
         job, layout = case.options[-1]
@@ -122,7 +134,9 @@ def sweeps(results: list[Result]) -> list[list[Result]]:
 
 def regret_of(rows: list[Result]) -> float | None:
     """Return how much slower than the best the configuration is that was predicted to be the best."""
-    timed = [(row.predicted / row.job.global_batch, row.measured / row.job.global_batch) for row in rows if row.measured]
+    timed = [
+        (row.predicted / row.job.global_batch, row.measured / row.job.global_batch) for row in rows if row.measured
+    ]
     return min(timed)[1] / min(truth for _, truth in timed) - 1.0 if len(timed) >= 3 else None
 
 
