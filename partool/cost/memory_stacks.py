@@ -37,9 +37,9 @@ class MemoryStack:
     pipeline_keeps_whole: bool = False
     """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
     ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
-    pipeline_wide_gradients: bool = False
-    """With pipeline stages and bf16, gradients accumulate whole in fp32 instead of the two above (DeepSpeed's
-    ``BF16_Optimizer``)."""
+    wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
+    """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM sets this for bf16, DeepSpeed
+    with pipeline stages (``BF16_Optimizer``)."""
     traced: bool = False
     """What dense layers keep is traced from the code itself."""
     norm_passes: float = 1.0
@@ -92,11 +92,15 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
         ),
         MemoryStack(
             "megatron-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, lasting_gradients=True,
-            norm_passes=0.0, dropout=True, selective="attention",
+            norm_passes=0.0, dropout=True, selective="attention", wide_bf16_gradients="always",
         ),
         MemoryStack(
             "deepspeed", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
-            live_elements=1e9, selective="attention", pipeline_wide_gradients=True,
+            live_elements=1e9, selective="attention", wide_bf16_gradients="pipeline",
+        ),
+        MemoryStack(
+            "deepspeed-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            live_elements=1e9, dropout=True, selective="attention", wide_bf16_gradients="pipeline",
         ),
         MemoryStack("fsdp1", selective="half-matmul"),
         MemoryStack("fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2),

@@ -140,9 +140,10 @@ def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sh
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
     gradients: Column = size * np.where(uncut, whole, sharded)
     at_step: Column = stack.step_gradient_bytes * sharded
-    if stack.pipeline_wide_gradients and job.precision == "bf16":
-        gradients = np.where(layouts.pp > 1, job.master_bytes * whole, gradients)
-        at_step = np.where(layouts.pp > 1, 0.0, at_step)
+    if stack.wide_bf16_gradients != "never" and job.precision == "bf16":
+        wide = (layouts.pp > 1) | (stack.wide_bf16_gradients == "always")
+        gradients = np.where(wide, job.master_bytes * whole, gradients)
+        at_step = np.where(wide, 0.0, at_step)
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
     on_device = 1 - layouts.host_optimizer

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import RECOMPUTE, Layouts
-from partool.cost.peak import fit_probability, host_bytes, peak_memory, predict_memory
+from partool.cost.fit import fit_probability
+from partool.cost.peak import host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
 from partool.plan.types import Layout, MemoryPrediction, TimePrediction
 from partool.planner.problem import Problem

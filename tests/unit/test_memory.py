@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import held_by_rank
 from partool.cost.in_flight import in_flight as closed
 from partool.cost.memory_stacks import MEMORY_STACKS, memory_stack
 from partool.cost.peak import (
-    fit_probability,
     host_bytes,
     largest_term,
     peak_memory,
     predict_memory,
-    verdict,
 )
 from partool.cost.predict import columns
 from partool.cost.saved import saved_by_layer
@@ -72,7 +71,7 @@ def state(job: Job, stack: str = "partool", **columns: Any) -> States:
 @pytest.mark.parametrize(
     ("stack", "zero", "fixed", "cut"),
     [
-        ("megatron", 0, 18, 0), ("megatron", 1, 6, 12),
+        ("megatron", 0, 18, 0), ("megatron", 1, 6, 12), ("megatron-2021", 0, 18, 0),
         ("nanotron", 1, 6, 12),
         ("deepspeed", 0, 20, 0), ("deepspeed", 1, 4, 16), ("deepspeed", 2, 2, 18), ("deepspeed", 3, 0, 20),
         ("fsdp2", 3, 0, 16), ("fsdp1", 3, 0, 16),
