@@ -129,8 +129,8 @@ RULES: tuple[Rule, ...] = (
         "Ranks hold equal pieces of a sequence; Ulysses also gives each the same number of heads (arXiv 2309.14509).",
         "model: {layers: 2, hidden: 60, heads: 3, head_dim: 20, vocab: 256}\n"
         + _TWO_GPUS
-        + "parallel: {sequence: {degree: 2}}\n",
-        _gpus("parallel: {sequence: {degree: 2}}"),
+        + "parallel: {sequence: {method: ulysses, degree: 2}}\n",
+        _gpus("parallel: {sequence: {method: ulysses, degree: 2}}"),
     ),
     Rule(
         "PT266",
@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT272",
         "Inner width cannot be split over the tensor-parallel ranks",
-        "Tensor parallelism gives every rank the same number of columns of the feed-forward network (arXiv 1909.08053).",
+        "Tensor parallelism gives every rank as many columns of the feed-forward network (arXiv 1909.08053).",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 90}\nhardware: {accelerator: h100-sxm, "
         "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
@@ -263,21 +263,21 @@ RULES: tuple[Rule, ...] = (
         "PT301",
         "No layout fits into memory",
         "The finding lists the largest terms of the smallest layout, and changes under which a layout fits.",
-        "model: llama3-8b\n" + _ONE_GPU,
+        "model: deepseek-v3\n" + _ONE_GPU,
         "model: llama3.2-1b\n" + _ONE_GPU,
     ),
     Rule(
         "PT302",
         "The plan may not fit after all",
         "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
+        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 67}\n"
+        + _DATA
+        + "training: {sequence_length: 8192, global_batch: 8}\n"
+        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none}}\nlimits: {memory_headroom: 0.0}\n",
         "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1}\n"
         + _DATA
         + "training: {sequence_length: 8192, global_batch: 8}\n"
-        "parallel: {micro_batch: 4, recompute: full}\n",
-        "model: llama3.2-1b\nhardware: {accelerator: a100-80, per_node: 1}\n"
-        + _DATA
-        + "training: {sequence_length: 8192, global_batch: 8}\n"
-        "parallel: {micro_batch: 4, recompute: full}\n",
+        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none}}\n",
     ),
     Rule(
         "PT401",

@@ -163,14 +163,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT223",
         "Chunks that the pipeline has no use for",
-        "Only the interleaved schedule gives a rank more than one chunk of layers (arXiv 2104.04473), and it needs two.",
+        "Only interleaved schedules give a rank more than one chunk of layers (arXiv 2104.04473), and they need two.",
         BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, chunks: 2}}\n",
         BASE + "parallel: {pipeline: {schedule: auto, chunks: auto}}\n",
     ),
     Rule(
         "PT224",
         "Offload settings that contradict each other",
-        "gpu_fraction splits an offloaded optimizer; parameters go to the host as ZeRO-3 shards, beside their optimizer.",
+        "gpu_fraction splits an offloaded optimizer; parameters go to the host as ZeRO-3 shards, with their optimizer.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
     ),

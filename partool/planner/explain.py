@@ -10,7 +10,7 @@ import numpy as np
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
 from partool.planner.price import Priced
-from partool.planner.problem import runnable
+from partool.planner.problem import nothing_runs, runnable
 from partool.planner.search import SLACK, TIE
 from partool.planner.solve import Solution
 from partool.planner.table import kind
@@ -43,9 +43,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found.append(_recompute(solution, best))
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.accumulation
-        found.append(
-            f"Micro-batch {layout.micro_batch}: the fastest way to split the {share} sequences per rank and step."
-        )
+        found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
     return tuple(found)
 
 
@@ -53,12 +51,13 @@ def _searched(solution: Solution, best: Priced) -> str:
     counts = solution.summary()
     if counts.enumerated == 1:
         return "The spec leaves one layout."
-    among = "that can run" if solution.able is not None and solution.able.best is best else "of all"
-    sure = f"fastest {among} that is sure to fit" if best.safe else f"fastest {among} that may fit; none is sure to"
+    able = " that can run" if solution.able is not None and solution.able.best is best else ""
+    sure = "and is sure to fit" if able else "that is sure to fit"
+    if not best.safe:
+        sure = "and may fit; none is sure to" if able else "that may fit; none is sure to"
     return (
-        f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out by constraints, "
-        f"{counts.evaluated:,} prices computed, {counts.simulated:,} simulated; no other can be faster. "
-        f"This is the {sure}."
+        f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out, {counts.evaluated:,} prices "
+        f"computed, {counts.simulated:,} simulated. This is the fastest{able} {sure}."
     )
 
 
@@ -84,7 +83,7 @@ def _zero(solution: Solution, best: Priced) -> str:
     none = [str(zero) for zero in range(layout.zero) if zero not in fits]
     if len(none) == layout.zero:
         return f"ZeRO-{layout.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
-    return f"ZeRO-{layout.zero}: the fastest of the stages."
+    return f"ZeRO-{layout.zero}: the fastest of the stages that fit."
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
@@ -200,16 +199,31 @@ def limit(solution: Solution, best: Priced) -> str:
         over = fastest.memory.total_bytes - fastest.memory.capacity_bytes
         gain = 1.0 - fastest.time.step_time_s / best.time.step_time_s
         return (
-            f"Memory: {gain:.1%} of the step would be saved by {summary(fastest.layout)}, which needs "
-            f"{over / GIB:.1f} GiB more than there is, most of it for {name} ({terms[name] / GIB:.1f} GiB)."
+            f"memory. {summary(fastest.layout)} would take {gain:.1%} less time, but needs {over / GIB:.1f} GiB more "
+            f"than there is; its {name} alone take{'' if name.endswith('s') else 's'} {terms[name] / GIB:.1f} GiB."
         )
     terms_s = best.time.terms_s
     waits = {name: value for name, value in terms_s.items() if name not in ("forward", "backward")}
     name = max(waits, key=lambda key: waits[key])
     share = waits[name] / best.time.step_time_s
     if share < 0.02:
-        return "Compute: the step is almost all forward and backward pass; only faster devices or more of them help."
-    return f"Time: {name} takes {share:.1%} of the step, more than anything else beside compute."
+        return "compute. The step is almost all forward and backward pass; faster devices or more of them would help."
+    return f"{name}, {share:.1%} of the step: more than anything else beside compute."
+
+
+def blocked(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
+    """Yield a warning if only the batch keeps the plan from running: layouts that run share it over all devices."""
+    problem = solution.problem
+    batch, world = problem.spec.training.global_batch, problem.world_size
+    if runnable(problem, best.layout) or nothing_runs(problem) or batch % world == 0:
+        return
+    if all(degree == 1 for degree in problem.pinned_degrees.values()):
+        message = f"global_batch: {batch} does not divide by the {world} data-parallel ranks of a plan that could run"
+        sizes = sorted({batch - batch % world, batch - batch % world + world} - {0})
+        path = ("training", "global_batch")
+        yield Diagnostic(
+            "PT259", message, severity="warning", path=path, help=f"use {' or '.join(str(size) for size in sizes)}"
+        )
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

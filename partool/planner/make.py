@@ -81,7 +81,7 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
         return PlanResult(None, [*found, finding])
     missing = gaps(needs(problem, best.layout))
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
-    found += explain.tight(solution, best)
+    found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
     alternatives = explain.alternatives(solution, best)
     plan = Plan(
         partool_version=__version__,

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.cost import predict_memory
 from partool.layout.parameters import count, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.candidates import Problem, candidates, price
+from partool.planner.layouts import layout_of
+from partool.planner.price import Priced
+from partool.planner.problem import Problem
+from partool.planner.space import build
 from partool.spec import load_text
 from partool.spec.spec import Spec
 
@@ -60,7 +62,8 @@ models = st.sampled_from(
     ]
 )
 accelerators = st.sampled_from(["h100-sxm", "a100-40", "mi300x", "t4", "cpu", "no-such"])
-degrees = st.sampled_from([1, 1, 1, 2, 3, 4])
+degrees = st.sampled_from(["auto", "auto", 1, 1, 2, 3, 4])
+nodes = st.sampled_from([1, 1, 2, 3])
 
 
 @st.composite
@@ -69,13 +72,15 @@ def specs(draw: st.DrawFn) -> Spec:
     cpu = draw(accelerators)
     document = {
         "model": draw(models),
-        "hardware": {"accelerator": cpu, "nodes": draw(degrees), "per_node": draw(st.sampled_from([1, 2, 3, 4, 8]))},
+        "hardware": {"accelerator": cpu, "nodes": draw(nodes), "per_node": draw(st.sampled_from([1, 2, 3, 4, 8]))},
         "parallel": {
             "data": {"zero": draw(st.sampled_from(["auto", 0, 1, 2, 3])), "shard": "auto"},
             "tensor": draw(degrees),
-            "pipeline": {"stages": draw(degrees)},
+            "pipeline": {"stages": draw(degrees), "schedule": draw(st.sampled_from(["auto", "1f1b", "interleaved"]))},
             "sequence": {"degree": draw(degrees)},
-            "recompute": draw(st.sampled_from(["auto", "none", "selective", "full"])),
+            "expert": draw(degrees),
+            "offload": {"optimizer": draw(st.sampled_from(["auto", "none", "cpu"]))},
+            "recompute": draw(st.sampled_from(["auto", "none", "selective", "full", ["none", "full"]])),
             "micro_batch": draw(st.sampled_from(["auto", "auto", 1, 2, 5])),
         },
         "training": {
@@ -124,13 +129,24 @@ def test_more_sharing_never_needs_more_memory(model: dict[str, Any], ranks: int,
         document = {
             "model": model,
             "hardware": {"accelerator": "h100-sxm", "per_node": per_node},
-            "parallel": {"data": {"zero": zero}, "micro_batch": 1, "recompute": recompute, "compile": "none"},
+            "parallel": {
+                "data": {"zero": zero, "shard": per_node if zero else 1},
+                "micro_batch": 1,
+                "recompute": recompute,
+                "compile": "none",
+                "tensor": 1,
+                "pipeline": {"stages": 1},
+                "sequence": {"degree": 1},
+                "expert": 1,
+                "offload": {"optimizer": "none", "parameters": "none", "activations": "none"},
+            },
             "training": {"sequence_length": 64, "global_batch": k * per_node},
             "data": {"source": "python-stdlib"},
         }
-        spec = Spec.model_validate(document)
-        work = price(_problem(spec), next(candidates(_problem(spec)))).work
-        return predict_memory(work, 0.0).terms_bytes
+        problem = _problem(Spec.model_validate(document))
+        space = build(problem)
+        assert (space.size, len(space.policies)) == (1, 1)
+        return Priced(problem, layout_of(problem, space.rows(0, 0))).memory.terms_bytes
 
     stages = [memory(zero, ranks) for zero in range(4)]
     for lower, higher in pairwise(stages):
@@ -198,31 +214,30 @@ def test_several_problems_come_in_one_run() -> None:
     assert {"PT203", "PT266", "PT258", "PT267"} <= set(codes(both))
 
 
+ONLY_DATA = "tensor: 1, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
 DOES_NOT_FIT = {
     "pinned stage": "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
-    "training: {global_batch: 64}\nparallel: {data: {zero: 0}}\n",
+    f"training: {{global_batch: 64}}\nparallel: {{data: {{zero: 0}}, {ONLY_DATA}}}\n",
     "pinned micro-batch": "model: llama3.2-1b\nhardware: {accelerator: a100-40, per_node: 2}\ndata: python-stdlib\n"
-    "training: {global_batch: 64}\nparallel: {micro_batch: 32, recompute: none}\n",
-    "too few devices": "model: llama3-70b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"
-    "training: {global_batch: 64}\n",
+    f"training: {{global_batch: 64}}\nparallel: {{micro_batch: 32, recompute: none, {ONLY_DATA}}}\n",
+    "too few devices": "model: llama3-70b\nhardware: {accelerator: h100-sxm, per_node: 2}\ndata: python-stdlib\n"
+    f"training: {{global_batch: 64}}\nparallel: {{{ONLY_DATA}}}\n",
     "long sequences": "model: {preset: llama3.2-1b, max_position: 999999}\nhardware: {accelerator: a10g, per_node: 2}\n"
-    "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 262144}\n",
+    "data: python-stdlib\ntraining: {global_batch: 2, sequence_length: 524288}\n",
 }
 
 
 @pytest.mark.parametrize("text", DOES_NOT_FIT.values(), ids=DOES_NOT_FIT)
 def test_advice_on_memory_is_true(text: str) -> None:
-    """Every change that the finding proposes, written into the spec, yields a plan."""
+    """Every change that the finding proposes, written into the spec, yields a plan with the step time it names."""
     (finding,) = (d for d in plan_of(text).diagnostics if d.code == "PT301")
     assert re.search(r"needs [\d.]+ GiB per rank", finding.message)
-    assert ": " in finding.help
-    for advice in finding.help.split("; or "):
-        overrides = []
-        for part in advice.split(" with "):
-            key, _, value = part.partition(": ")
-            overrides.append(f"{'hardware.nodes' if key == 'nodes' else key}={value}")
-        assert "PT301" not in codes(plan_of(text, overrides)), advice
-        assert plan_of(text, overrides).plan is not None
+    advices = finding.help.split("; or ")
+    for advice in advices:
+        found = re.fullmatch(r"([a-z_.]+): (\S+) \((\S+) s per step, .*\)", advice)
+        assert found, advice
+        plan = planned(text, [f"{found[1]}={found[2]}"])
+        assert plan.prediction.time.step_time_s == pytest.approx(float(found[3]), rel=0.01)
 
 
 def test_change_of_an_alternative_gives_that_alternative() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,12 @@ def test_screen(width: int) -> None:
         file.write_text(got, encoding="utf-8")
     assert got == file.read_text(encoding="utf-8")
     assert max(map(len, got.splitlines())) <= width
-    assert len(got.splitlines()) <= 50
+    assert len(got.splitlines()) <= 60
 
 
 def test_a_plan_that_cannot_run_says_so() -> None:
     text = screen(100, SPEC.replace("h100-sxm", "mi300x"))
-    assert "cannot be launched yet: partool explain PT408" in text
+    assert re.search(r"cannot be launched yet: .*partool explain PT408", text)
     assert "partool launch" not in text
 
 
