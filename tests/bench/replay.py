@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from replaying.cases import Case, Skip, case_of, rows
+from replaying.cases import Case, SkipError, case_of, rows
 from replaying.score import Result, Tally, memory_result, summary, time_result
 
 _COLUMNS = ("rows", "skipped", "bias", "median", "p90", "median_scaled", "regret_mean", "null_median")
@@ -31,7 +31,7 @@ def replay(path: Path, predict: Callable[[Case], Result | None], only: str = "")
             continue
         try:
             result = predict(case_of(cells))
-        except Skip as reason:
+        except SkipError as reason:
             tallies[source].skipped[str(reason)] += 1
             continue
         if result is None:
@@ -94,7 +94,8 @@ def line(result: Result, metric: str) -> str:
         f"{layout.recompute[0]} {layout.schedule} v{layout.chunks} {job.stack.name}"
     )
     name = result.case.cells.text("model")[:22]
-    return f"{result.case.source[:24]:24} {name:22} {result.predicted / scale:9.3f} {truth} {unit} {error} {result.verdict:5} {how}"
+    what = f"{result.case.source[:24]:24} {name:22} {result.predicted / scale:9.3f} {truth} {unit}"
+    return f"{what} {error} {result.verdict:5} {how}"
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 from partool.cost.case import RECOMPUTE, Job
+from partool.cost.stacks import Stack
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
 from partool.schedule import check
@@ -25,7 +26,7 @@ _MOST = 48
 _DEFAULT_LENGTH = {"torchtitan": 8192, "torchtune": 2048}
 
 
-class Skip(Exception):
+class SkipError(Exception):
     """Why a row is not predicted."""
 
 
@@ -62,55 +63,73 @@ def rows(path: Path) -> Iterator[Cells]:
 
 
 def case_of(cells: Cells) -> Case:
-    """Return a row as a case; raises :class:`Skip` with the reason where it cannot be one."""
+    """Return a row as a case; raises :class:`SkipError` with the reason where it cannot be one."""
     if reason := inexpressible(cells):
-        raise Skip(f"not expressible: {reason}")
+        raise SkipError(f"not expressible: {reason}")
     accelerator = accelerator_of(cells)
     if accelerator is None:
-        raise Skip(f"unknown device {cells.text('gpu')[:30]!r}")
+        raise SkipError(f"unknown device {cells.text('gpu')[:30]!r}")
     precision = precision_of(cells, accelerator)
     if precision is None:
-        raise Skip(f"not expressible: precision {cells.text('dtype')[:20]!r} on {accelerator}")
+        raise SkipError(f"not expressible: precision {cells.text('dtype')[:20]!r} on {accelerator}")
     model = model_of(cells)
     if model is None:
-        raise Skip("the model's dimensions are unknown")
+        raise SkipError("the model's dimensions are unknown")
     devices = devices_of(cells, accelerator, precision)
     if devices is None:
-        raise Skip("the number of devices makes no sense")
+        raise SkipError("the number of devices makes no sense")
     options = tuple(_options(cells, model, devices, precision))
     if not options:
-        raise Skip("the degrees do not fit the devices, the batch or the model")
+        raise SkipError("the degrees do not fit the devices, the batch or the model")
     names = ("source", "model", "seq_len", "gpu", "n_gpus", "global_batch", "dtype")
     return Case(cells, cells.text("source"), tuple(cells.text(name) for name in names), options)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """One way to understand a row."""
+
+    degrees: Degrees
+    schedule: tuple[str, int]
+    """Name and chunks per rank."""
+    recompute: Recompute
+    offload: dict[str, Any]
+    micro_batch: int
+    accumulation: int
+
+
 def _options(cells: Cells, model: ModelConfig, devices: Devices, precision: str) -> Iterator[tuple[Job, Layout]]:
     stack = stack_of(cells)
-    length = cells.count("seq_len") or next(
-        (size for name, size in _DEFAULT_LENGTH.items() if name in cells.lower("source")), 4096
-    )
-    found = 0
-    for degrees in _degrees(cells, devices, length):
-        for schedule, recompute in product(schedule_of(cells, stack, degrees.pp), recompute_of(cells, stack)):
-            for micro, accumulation in _batches(cells, degrees, stack.name, length):
-                layout = _layout(
-                    cells, model, degrees, schedule=schedule, recompute=recompute, batch=(micro, accumulation)
-                )
-                if layout is None or found >= _MOST:
-                    continue
-                found += 1
-                batch = micro * accumulation * degrees.dp
-                vocab = -(-model.vocab // (128 * degrees.tp)) * 128 * degrees.tp if "megatron" in stack.name else None
-                yield Job(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
+    usual = next((size for name, size in _DEFAULT_LENGTH.items() if name in cells.lower("source")), 4096)
+    length = cells.count("seq_len") or usual
+    layouts = (_layout(cells, model, stack, reading) for reading in _readings(cells, stack, devices, length))
+    for layout in islice((layout for layout in layouts if layout is not None), _MOST):
+        mesh = layout.mesh
+        batch = layout.micro_batch * layout.accumulation * mesh.dp
+        vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if "megatron" in stack.name else None
+        yield Job(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
 
 
-def _degrees(cells: Cells, devices: Devices, length: int) -> Iterator[Degrees]:
+def _readings(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iterator[Reading]:
+    for degrees in _degrees(cells, stack, devices, length):
+        ways = product(schedule_of(cells, stack, degrees.pp), recompute_of(cells, stack), offload_of(cells))
+        for (schedule, recompute, offload), (micro, accumulation) in product(
+            ways, _batches(cells, degrees, stack, length)
+        ):
+            yield Reading(degrees, schedule, recompute, offload, micro, accumulation)
+
+
+def _degrees(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iterator[Degrees]:
+    """Yield the degrees as printed; where none is and sequences are long, some ranks share a sequence."""
     ranks = devices.nodes * devices.per_node
     ranks = min(ranks, cells.count("n_gpus", ranks))
     printed = any(cells.number(name) for name in ("tp", "pp", "cp", "dp"))
+    shares = [size for size in (1, 2, 4, 8, 16, 32, 64) if ranks % size == 0]
+    if not printed and ranks > 1 and stack.name.startswith("megatron"):
+        yield from (Degrees(ranks // tp, tp, 1, 1, 1) for tp in shares)
+        return
     if not printed and ranks > 1 and length >= 32768:
-        # Long sequences on several devices without degrees: some of them share a sequence.
-        yield from (Degrees(ranks // cp, 1, 1, cp, 1) for cp in (1, 2, 4, 8, 16, 32, 64) if ranks % cp == 0)
+        yield from (Degrees(ranks // cp, 1, 1, cp, 1) for cp in shares)
         return
     tp, pp, cp, ep = (cells.count(name, 1) for name in ("tp", "pp", "cp", "ep"))
     if ranks % (tp * pp * cp):
@@ -119,11 +138,10 @@ def _degrees(cells: Cells, devices: Devices, length: int) -> Iterator[Degrees]:
     yield Degrees(dp, tp, pp, cp, ep if 1 < ep <= dp * cp * tp else 1)
 
 
-def _batches(cells: Cells, degrees: Degrees, stack: str, length: int) -> Iterator[tuple[int, int]]:
+def _batches(cells: Cells, degrees: Degrees, stack: Stack, length: int) -> Iterator[tuple[int, int]]:
     """Yield micro-batches with their number per step; a blank global batch is one micro-batch (a few with stages)."""
-    batch, micro = cells.count("global_batch"), cells.count("micro_batch")
-    local = 0
-    if stack.startswith("fsdp2") and degrees.pp > 1 and micro > 1:
+    batch, micro, local = cells.count("global_batch"), cells.count("micro_batch"), 0
+    if stack.name.startswith("fsdp2") and degrees.pp > 1 and micro > 1:
         # torchtitan's local batch goes through the pipeline in as many micro-batches as there are stages.
         local, micro = micro, max(micro // degrees.pp, 1)
     share = max(batch // degrees.dp, 1) if batch else 0
@@ -137,39 +155,29 @@ def _batches(cells: Cells, degrees: Degrees, stack: str, length: int) -> Iterato
             yield size, (1 if degrees.pp == 1 else local // size if local else 4 * degrees.pp)
 
 
-def _layout(
-    cells: Cells,
-    model: ModelConfig,
-    degrees: Degrees,
-    *,
-    schedule: tuple[str, int],
-    recompute: Recompute,
-    batch: tuple[int, int],
-) -> Layout | None:
-    name, chunks = schedule
-    micro, accumulation = batch
-    stages = degrees.pp * chunks
-    if stages > model.layers or check(name, degrees.pp, accumulation, chunks):
-        if name != "interleaved" or degrees.pp > model.layers:
+def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) -> Layout | None:
+    degrees, (name, chunks) = reading.degrees, reading.schedule
+    if degrees.pp * chunks > model.layers or check(name, degrees.pp, reading.accumulation, chunks):
+        if cells.number("vpp_or_schedule") is None and chunks > 1:
             return None
-        name, chunks, stages = "1f1b", 1, degrees.pp
-        if len(schedule_of(cells, stack_of(cells), degrees.pp)) > 1:
-            return None
-    zero = zero_of(cells, stack_of(cells), degrees.dp)
-    offload = offload_of(cells)
-    if degrees.ep > 1 and (model.moe is None or model.moe.experts % degrees.ep):
+        name, chunks = "1f1b", 1
+    if degrees.pp > model.layers or (degrees.ep > 1 and (model.moe is None or model.moe.experts % degrees.ep)):
         return None
-    share = 1.0 if zero else 0.0
-    bounds = balance([1.0] * model.layers, stages)
-    some = [policy for start, stop in bounds for policy in _spread(recompute, stop - start)]
+    zero = zero_of(cells, stack, degrees.dp * degrees.cp)
+    bounds = balance([1.0] * model.layers, degrees.pp * chunks)
+    policies = [policy for start, stop in bounds for policy in _spread(reading.recompute, stop - start)]
+    shards = degrees.dp if zero else 1
     values: dict[str, Any] = {
-        "mesh": Mesh(pp=degrees.pp, dp_replicate=1 if share else degrees.dp, dp_shard=degrees.dp if share else 1, cp=degrees.cp, tp=degrees.tp),
-        "expert": degrees.ep, "zero": zero, "micro_batch": micro, "accumulation": accumulation, "recompute": tuple(some),
-        "compile": "none" if stack_of(cells).name.split("+")[0] in ("fsdp2", "fsdp1", "deepspeed", "megatron-2021") else "block",
-        "stages": bounds, "schedule": name, "chunks": chunks,
-        "sequence_method": "ulysses" if "ulysses" in cells.everything or "deepspeed" in stack_of(cells).name else "ring",
+        "mesh": Mesh(pp=degrees.pp, dp_replicate=degrees.dp // shards, dp_shard=shards, cp=degrees.cp, tp=degrees.tp),
+        "expert": degrees.ep, "zero": zero, "micro_batch": reading.micro_batch, "accumulation": reading.accumulation,
+        "recompute": tuple(policies), "compile": "none" if stack.operators_forward > 20 else "block", "stages": bounds,
+        "schedule": name, "chunks": chunks, "sequence_method": "ulysses" if _ulysses(cells, stack) else "ring",
     }  # fmt: skip
-    return Layout(**values, **offload)
+    return Layout(**values, **reading.offload)
+
+
+def _ulysses(cells: Cells, stack: Stack) -> bool:
+    return "ulysses" in cells.everything or stack.name.startswith("deepspeed")
 
 
 def _spread(recompute: Recompute, layers: int) -> list[str]:

@@ -37,7 +37,7 @@ class Cells:
     def count(self, name: str, default: int = 0) -> int:
         """Return the first number of a cell as a whole number, or a default."""
         value = self.number(name)
-        return default if value is None or value > 1e9 else max(int(round(value)), 0) or default
+        return default if value is None or value > 1e9 else max(round(value), 0) or default
 
     @property
     def everything(self) -> str:

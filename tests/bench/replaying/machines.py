@@ -12,11 +12,14 @@ from partool.spec.hardware import Devices, HardwareSpec
 from replaying.cells import Cells
 
 _NAMES = (
-    (r"gb300", "gb300"), (r"b300", "b300"), (r"gb200", "gb200"), (r"b200|blackwell", "b200"), (r"gh200.*144", "gh200-144"),
+    (r"gb300", "gb300"), (r"b300", "b300"), (r"gb200", "gb200"), (r"b200|blackwell", "b200"),
+    (r"gh200.*144", "gh200-144"),
     (r"gh200|grace.?hopper", "gh200-96"), (r"h200", "h200"), (r"h100.*nvl", "h100-nvl"), (r"h100.*pcie", "h100-pcie"),
-    (r"h100|h800", "h100-sxm"), (r"\bh20\b", "h20"), (r"a100.*40", "a100-40"), (r"a100|a800", "a100-80"), (r"a10g?\b", "a10g"),
+    (r"h100|h800", "h100-sxm"), (r"\bh20\b", "h20"), (r"a100.*40", "a100-40"), (r"a100|a800", "a100-80"),
+    (r"a10g?\b", "a10g"),
     (r"a6000", "rtx-a6000"), (r"4090", "rtx-4090"), (r"l40", "l40s"), (r"v100.*16", "v100-16"), (r"v100", "v100-32"),
-    (r"mi355x?", "mi355x"), (r"mi350x?", "mi355x"), (r"mi325x?", "mi325x"), (r"mi300", "mi300x"), (r"mi250", "mi250x"), (r"\bt4\b", "t4"),
+    (r"mi355x?", "mi355x"), (r"mi350x?", "mi355x"), (r"mi325x?", "mi325x"), (r"mi300", "mi300x"),
+    (r"mi250", "mi250x"), (r"\bt4\b", "t4"),
 )  # fmt: skip
 _BY_MEMORY = ((23, 26, "rtx-4090"), (38, 42, "a100-40"), (46, 50, "l40s"), (78, 82, "a100-80"))
 _POWER = 2 / 3
@@ -91,7 +94,7 @@ def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
 
 
 def _network(note: str, per_node: int) -> float | None:
-    """Return bytes per second and rank of a note such as ``RoCE 1600 Gbps per node`` or ``8x CX-7 400 Gb/s per GPU``."""
+    """Return bytes per second and rank of ``RoCE 1600 Gbps per node`` or ``8x CX-7 400 Gb/s per GPU``."""
     rate = re.search(r"(\d+(?:\.\d+)?)\s*(g|t)(?:b|bit)(?:ps|/s|it/s)", note)
     if not rate:
         return None

@@ -58,7 +58,8 @@ def peak_bytes(cells: Cells) -> float | None:
 def reading(cells: Cells) -> str:
     """Return what was read: ``device`` (with the context), ``reserved`` by the allocator, or ``allocated`` from it."""
     text = cells.lower("reading_kind")
-    if "nvidia-smi" in text or "nvml" in text or "rocm-smi" in text:
+    # What is not stated is what people look at first: the tool that shows the whole device.
+    if "nvidia-smi" in text or "nvml" in text or "rocm-smi" in text or "not stated" in text or not text:
         return "device"
     if "active" in text or "allocated" in text or text.strip() == "torch peak":
         return "allocated"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from partool.cost.stacks import STACKS, Stack
 from replaying.cells import Cells
@@ -16,6 +17,8 @@ _INEXPRESSIBLE = (
     (r"\bnvme\b|infinity", "states on NVMe"),
     (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
 )  # fmt: skip
+_LONG = 131072
+"""Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
 _OLD = (
     "vtrain",
     "sc21",
@@ -47,6 +50,9 @@ def inexpressible(cells: Cells) -> str | None:
     for pattern, reason in _INEXPRESSIBLE:
         if re.search(pattern, text):
             return reason
+    method = cells.lower("method")
+    if method and not re.search(r"full|pre-?train|fine-?tun|sft", method):
+        return "parameter-efficient tuning"
     task = re.search(r"task ([a-z-]+)", cells.lower("notes"))
     if task and "lora" in task.group(1):
         return "parameter-efficient tuning"
@@ -56,14 +62,16 @@ def inexpressible(cells: Cells) -> str | None:
 def stack_of(cells: Cells) -> Stack:
     """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
     source, text = cells.lower("source"), cells.everything
-    found = _named(source, text, cells.lower("zero_or_fsdp"), cells.count("year", 2024))
+    found = _named(source, f"{text} {cells.lower('dtype')}", cells.lower("zero_or_fsdp"), cells.count("year", 2024))
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
         found = replace(found, sequence_parallel=True)
+    if cells.lower("notes").startswith("deepcompile"):
+        found = replace(found, elementwise=1.2, derate=1.05)
     if "async tp" in text:
         found = replace(found, overlap_tensor=0.5)
     if found.attention == "flash2" and cells.count("year") >= 2025:
         found = replace(found, attention="flash3")
-    if "liger" in text:
+    if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
         found = replace(
             found, name=f"{found.name}+fused-loss", logit_bytes=8.0, elementwise=min(found.elementwise, 1.2)
         )
@@ -73,6 +81,9 @@ def stack_of(cells: Cells) -> Stack:
 def _named(source: str, text: str, zero: str, year: int) -> Stack:
     if "torchtune" in source:
         return STACKS["torchtune"]
+    if "peft" in source and "bfloat16" in text:
+        # Transformers' own trainer on weights of that type: no wide copies, heads of keys repeated, the whole loss.
+        return replace(STACKS["torchtune"], name="torchtune+whole-loss")
     if "torchtitan" in source or "fsdp2" in text or "torchao" in source or "titan" in source:
         eager = "no compile" in text or "compile" not in text
         return STACKS["fsdp2" if eager else "fsdp2-compiled"]
@@ -84,7 +95,7 @@ def _named(source: str, text: str, zero: str, year: int) -> Stack:
         return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
     if "deepspeed" in text or "zero-" in text or "trl" in source:
         if "megatron-lm sp" in text:
-            return STACKS["megatron-2021"]
+            return replace(STACKS["megatron"], attention="flash2", overlap_tensor=0.0)
         return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
@@ -111,6 +122,7 @@ def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
         "fsdp1": 3,
         "fsdp2": 3,
         "fsdp2-compiled": 3,
+        "torchtune": 3,
     }.get(base, 0)
 
 
@@ -161,16 +173,18 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)]
 
 
-def offload_of(cells: Cells) -> dict[str, str]:
-    """Return what lives in host memory, as fields of a layout."""
+def offload_of(cells: Cells) -> list[dict[str, Any]]:
+    """Return what lives in host memory, as fields of a layout; DeepCompile offloads only as much as has to be."""
     text = cells.lower("zero_or_fsdp", "offload", "method", "notes")
     if "offload" not in text and "cpu" not in text:
-        return {}
+        return [{}]
     if re.search(r"offload[a-z ]*:? *(false|no\b|none)|w/o (cpu )?offload|without", text):
-        return {}
-    found = {"offload_optimizer": "cpu"}
+        return [{}]
+    found: dict[str, Any] = {"offload_optimizer": "cpu"}
     if re.search(r"full cpu|param", text):
         found["offload_parameters"] = "cpu"
     if "activation" in text:
         found = {**({} if "activation" in text and "optim" not in text else found), "offload_activations": "cpu"}
-    return found
+    if cells.lower("notes").startswith("deepcompile"):
+        return [{}, *({**found, "gpu_fraction": share} for share in (0.75, 0.5, 0.25, 0.0))]
+    return [found]

@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from partool.cost.peak import rank_memories
-from partool.cost.predict import predict_time
-from partool.cost.peak import predict_memory
-from partool.plan.types import Layout
 from partool.cost.case import Job
+from partool.cost.peak import predict_memory, rank_memories
+from partool.cost.predict import predict_time
+from partool.plan.types import Layout
 from replaying import measured
 from replaying.cases import Case
 
-
-_PLAUSIBLE = 0.02
-"""Least probability of fitting of a reading: the run did fit."""
+_PLAUSIBLE = 1.25
+"""Predicted over actual memory up to which a reading is believed: the run did fit, and predictions are this far off."""
 
 
 @dataclass(frozen=True)
@@ -63,33 +61,32 @@ def time_result(case: Case) -> Result | None:
 def _over(job: Job, layout: Layout) -> float:
     """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
     found = predict_memory(job, layout, 0.0)
-    if found.fit_probability >= _PLAUSIBLE:
-        return 0.0
-    return found.total_bytes / max(found.capacity_bytes, 1)
+    used = found.total_bytes / max(found.capacity_bytes, 1)
+    return 0.0 if used <= _PLAUSIBLE else used
 
 
 def memory_result(case: Case) -> Result | None:
-    """Return the predicted and measured peak of a row, and whether it was predicted to fit."""
+    """Return the predicted and measured peak of a row, and whether it was predicted to fit.
+
+    Of several readings of a row that ran, the first that may fit is taken, else the smallest. Where readings disagree
+    whether a run fits, nobody can be sure of it: amber.
+    """
     kind, value = measured.reading(case.cells), measured.peak_bytes(case.cells)
     fits = not case.cells.lower("fits").startswith("no")
     if value is None and fits:
         return None
-    job, layout = case.options[0]
-    for job, layout in case.options:
-        found = predict_memory(job, layout, 0.0)
-        if found.fit_probability >= _PLAUSIBLE:
-            break
-    else:
-        job, layout = case.options[-1]
-        found = predict_memory(job, layout, 0.0)
-    memories = rank_memories(job, layout)
-    worst = max(memories, key=lambda memory: float(memory.total_bytes))
+    found = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in case.options]
+    smallest = min(found, key=lambda one: one[0].total_bytes)
+    prediction, job, layout = next((one for one in found if one[0].verdict != "red"), smallest)
+    verdicts = {one[0].verdict for one in found}
+    verdict = prediction.verdict if len(verdicts) == 1 else "amber"
+    worst = max(rank_memories(job, layout), key=lambda memory: float(memory.total_bytes))
     read = float(worst.total_bytes)
     if kind != "device":
         read -= float(worst.outside_bytes)
     if kind == "allocated":
         read -= float(worst.terms["fragmentation"])
-    return Result(case, job, layout, read, value if fits else None, found.verdict, fits)
+    return Result(case, job, layout, read, value if fits else None, verdict, fits)
 
 
 def summary(source: str, metric: str, tally: Tally) -> dict[str, Any]:
