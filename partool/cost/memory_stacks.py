@@ -38,7 +38,7 @@ class MemoryStack:
     """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
     ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
-    """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM sets this for bf16, DeepSpeed
+    """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM does so for bf16, DeepSpeed
     with pipeline stages (``BF16_Optimizer``)."""
     traced: bool = False
     """What dense layers keep is traced from the code itself."""
@@ -59,6 +59,9 @@ class MemoryStack:
     logit_wide: float = 3.0
     """fp32 tensors of logits that exist at once in the loss: of an eager one the logarithms of the softmax, and the
     gradients by these and by the logits."""
+    logit_wide_parallel: float | None = None
+    """The same where tensor ranks share the vocabulary (DTensor's ``loss_parallel`` fills a tensor with zeros, adds the
+    exponentials and scales the sum, each in a tensor of its own); None: as above."""
     logit_chunks: int = 1
     """Parts that the loss is computed in."""
     logit_limit: float = 0.0
@@ -72,7 +75,7 @@ class MemoryStack:
     """Allocator overhead as a share of what is allocated."""
     sigma_states: float = 0.02
     """Relative standard deviation of parameters, gradients and moments: they are counted."""
-    sigma_moving: float = 0.08
+    sigma_moving: float = 0.07
     """Relative standard deviation of everything else, by closed equations: what code bases allocate besides the tensors
     that are counted, and when. From published peaks (torchtitan, torchtune, DeepSpeed)."""
 
@@ -84,7 +87,7 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
     stack.name: stack
     for stack in (
         MemoryStack(
-            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, sigma_moving=0.06,
+            "partool", copies_alone=True, traced=True, logit_limit=2.0**26, logits_kept=False, sigma_moving=0.05,
         ),
         MemoryStack(
             "megatron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, gate_products=1,
@@ -103,9 +106,12 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             live_elements=1e9, dropout=True, selective="attention", wide_bf16_gradients="pipeline",
         ),
         MemoryStack("fsdp1", selective="half-matmul"),
-        MemoryStack("fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2),
+        MemoryStack(
+            "fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0,
+        ),
         MemoryStack(
             "fsdp2-compiled", selective="half-matmul", recompiles=True, pipeline_keeps_whole=True, kept_outputs=2,
+            logit_wide_parallel=4.0,
         ),
         MemoryStack("torchtune", wide_weights=False, expanded_keys=True, logit_chunks=8),
         MemoryStack("nanotron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, selective="attention"),

@@ -244,7 +244,8 @@ def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Colum
         at_once = np.minimum(at_once, stack.logit_limit)
     narrow = small if small != wide else 0
     in_parts = at_once < logits
-    spike = at_once * stack.logit_wide * wide
+    tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
+    spike = at_once * tensors * wide
     if stack.logits_kept:
         # The logits of all parts and their gradients, as those of the parts are joined.
         spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
