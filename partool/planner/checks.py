@@ -22,9 +22,9 @@ def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
 
 
 def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
-    """Return the legal values nearest to the wanted one, as ``4 or 8``."""
-    chosen = sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])
-    return " or ".join(str(n) for n in chosen)
+    """Return the legal values nearest to the wanted one, as ``4 or 8``, or ``1, 2 or 4``."""
+    chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
+    return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)
 
 
 def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagnostic]:

@@ -69,6 +69,7 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
         return PlanResult(None, resolved.diagnostics)
     # What prices layouts needs numpy, which takes longer to import than most findings take to find.
     from partool.cost.time import RELATIVE_ERROR
+    from partool.cost.traced import current
     from partool.planner import changes, explain, table
     from partool.planner.solve import solve
 
@@ -114,7 +115,7 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
-        inputs=resolved.inputs,
+        inputs={**resolved.inputs, "cost/trace": current().sha256},
     )
     return PlanResult(plan, found)
 

@@ -72,7 +72,7 @@ def room(problem: Problem, layouts: Layouts) -> Room:
         layouts = replace(layouts, recompute=0 * layouts.recompute + frugal)
     memory = peak_memory(problem.job, layouts)
     total = memory.total_bytes
-    likely = fit_probability(total, memory.sigma_bytes, problem.devices.memory_bytes)
+    likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
     return Room(total, likely, memory.host_bytes)
 
 

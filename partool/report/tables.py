@@ -15,35 +15,42 @@ from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
 from partool.report.units import amount, gib, seconds
 
+_TINY = 1e-6
+"""Share of the step below which a part is not worth a line."""
 _RANKS = 6
 """Pipeline ranks that get a column; of more, the first, the fullest and the last are shown."""
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(*columns: str, left: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False)
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left)
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
     return table
+
+
+def _show(console: Console, title: str, table: Table) -> None:
+    console.print(Text(title, "bold"))
+    console.print(table)
 
 
 def render_breakdown(plan: Plan, console: Console) -> None:
     """Print every part of the step time, and the memory of each pipeline rank by term."""
     time = plan.prediction.time
-    parts = _table("Parts of a step, on the slowest rank (those that overlap do not sum up)", "part", "time", "share")
+    parts = _table("part", "time", "share")
     for name in TIME_PARTS:
         value = time.breakdown_s.get(name, 0.0)
-        if value:
+        if value > _TINY * time.step_time_s:
             parts.add_row(name, seconds(value), f"{value / time.step_time_s:.1%}")
-    console.print(parts)
+    _show(console, "Parts of a step, on the slowest rank; those that overlap do not sum up", parts)
     console.print()
     memory = plan.prediction.memory
     shown = _shown_ranks(plan)
-    table = _table("Memory by pipeline rank, GiB", "term", *(str(rank.pipeline_rank) for rank in shown))
+    table = _table("term", *(str(rank.pipeline_rank) for rank in shown))
     for name in MEMORY_TERMS:
         if any(rank.terms_bytes.get(name) for rank in memory.ranks):
             table.add_row(name, *(gib(rank.terms_bytes.get(name, 0)) for rank in shown))
     table.add_row(Text("total", "bold"), *(Text(gib(rank.total_bytes), "bold") for rank in shown))
-    console.print(table)
+    _show(console, "Memory by pipeline rank, GiB", table)
 
 
 def _shown_ranks(plan: Plan) -> list[Any]:
@@ -69,12 +76,12 @@ def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def render_gemms(plan: Plan, console: Console) -> None:
     """Print the matrix products of one rank: output width, input width, rows."""
-    table = _table("Matrix products of a rank, forward, per micro-batch", "product", "M", "N", "K", "groups", "layers")
+    table = _table("product", "M", "N", "K", "groups", "layers")
     for gemm in plan_gemms(plan):
         rows = gemm.rows
         m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
         table.add_row(gemm.name, m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.layers))
-    console.print(table)
+    _show(console, "Matrix products of a rank, forward, per micro-batch", table)
     console.print("Backward: M × K × N for inputs and N × K × M for weights.")
 
 
@@ -82,12 +89,12 @@ def render_layout(plan: Plan, console: Console) -> None:
     """Print the stages with their layers and policies, and the axes of the mesh."""
     mesh, layout = plan.layout.mesh, plan.layout
     console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh.model_dump().items())}")
-    table = _table("Stages", "stage", "pipeline rank", "layers", "count", "recompute", left=0)
+    table = _table("stage", "pipeline rank", "layers", "count", "recompute", left=0)
     for index, (start, stop) in enumerate(layout.stages):
         policies = [layout.recompute[at] for at in range(start, stop)]
         kinds = ", ".join(f"{kind} × {policies.count(kind)}" for kind in dict.fromkeys(policies))
         table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
-    console.print(table)
+    _show(console, "Stages", table)
 
 
 def comparison(old: Plan, new: Plan) -> dict[str, Any]:
@@ -104,35 +111,36 @@ def render_comparison(old: Plan, new: Plan, console: Console) -> None:
     for line in found or ["nothing"]:
         console.print(f" • {line}", markup=False, highlight=False)
     console.print()
-    table = _table("Predictions", "figure", "old", "new", "change")
+    table = _table("figure", "old", "new", "change")
     for name, first, second in predictions(old, new):
         show = gib if "memory" in name else seconds
         unit = " GiB" if "memory" in name else ""
         change = f"{second / first - 1.0:+.1%}" if first else "new"
         table.add_row(name.removesuffix("_s").removesuffix("_bytes"), show(first) + unit, show(second) + unit, change)
-    console.print(table)
+    _show(console, "Predictions", table)
 
 
 def render_varied(rows: list[tuple[list[str], Plan | None, str]], console: Console) -> None:
     """Print one line per what-if: (overrides, plan or None, what is wrong)."""
-    table = _table("What if", "with", "layout", "step", "tokens/s/device", "MFU", "GiB", "fits", left=2)
+    keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]] if rows else []
+    table = _table(*keys, "layout", "step", "tokens/s/device", "MFU", "GiB", "fits", left=len(keys) + 1)
     for overrides, plan, wrong in rows:
-        label = "\n".join(overrides)
+        values = [override.partition("=")[2] for override in overrides]
         if plan is None:
-            table.add_row(label, wrong, *("-",) * 5)
+            table.add_row(*values, wrong, *("-",) * 5)
             continue
         time, memory = plan.prediction.time, plan.prediction.memory
         world = plan.layout.mesh.world_size
         table.add_row(
-            label,
-            plan_summary(plan) + ("" if plan.runnable else f" (not runnable: {' '.join(plan.not_runnable)})"),
+            *values,
+            plan_summary(plan) + ("" if plan.runnable else f" (cannot run yet: {' '.join(plan.not_runnable)})"),
             seconds(time.step_time_s),
             amount(time.tokens_per_s / world),
             f"{time.mfu:.1%}" if time.mfu is not None else "-",
             gib(memory.total_bytes),
             f"{memory.fit_probability:.1%}",
         )
-    console.print(table)
+    _show(console, "What if", table)
 
 
 def plan_summary(plan: Plan) -> str:
