@@ -32,6 +32,9 @@ device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by 
 kept)."""
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
 """Of each communicator (a group of more than one rank), outside of the framework's allocator."""
+EMPTY_SHARE = 0.5
+"""Of an accelerator's fragmentation, whole blocks that are empty. PyTorch's caching allocator frees these and tries
+again before it says that memory is short (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
 CPU_FRAGMENTATION = 0.75
 """On a CPU, of all that is allocated. The temporaries of the backward pass count here too: glibc keeps freed blocks of
 up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
@@ -55,6 +58,13 @@ class Memory:
     """Of host memory, per node."""
     outside_bytes: Column
     """Of the terms, what the framework's allocator does not see: context and communicators."""
+    reclaimable_bytes: Column
+    """Of the fragmentation, blocks that hold nothing: the allocator returns them to the device before it gives up."""
+
+    @property
+    def needed_bytes(self) -> Column:
+        """What has to fit: the total without blocks that hold nothing."""
+        return self.total_bytes - self.reclaimable_bytes
 
     @cached_property
     def total_bytes(self) -> Column:
@@ -88,6 +98,7 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
         chosen([memory.sigma_bytes for memory in found]),
         np.maximum.reduce(np.broadcast_arrays(*(memory.host_bytes for memory in found))),
         chosen([memory.outside_bytes for memory in found]),
+        chosen([memory.reclaimable_bytes for memory in found]),
     )
 
 
@@ -102,7 +113,7 @@ def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPredictio
     ranks = tuple(_rank_memory(rank, memory) for rank, memory in enumerate(memories))
     sigma = float(memories[worst].sigma_bytes)
     capacity = job.devices.memory_bytes
-    probability = float(fit_probability(ranks[worst].total_bytes, sigma, capacity))
+    probability = float(fit_probability(float(memories[worst].needed_bytes), sigma, capacity))
     return MemoryPrediction(
         rank=worst * (layout.mesh.world_size // layout.mesh.pp),
         terms_bytes=ranks[worst].terms_bytes,
@@ -168,11 +179,12 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     allocated = sum(terms.values()) - outside
     share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
     terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
+    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
     host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
-    return Memory(terms, sigma, host, outside)
+    return Memory(terms, sigma, host, outside, np.floor(job.memory_scalar * empty))
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:

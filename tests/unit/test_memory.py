@@ -386,6 +386,15 @@ def test_sigma_follows_what_is_known() -> None:
     assert set(MEMORY_STACKS) == set(STACKS)
 
 
+def test_empty_blocks_do_not_stand_in_the_way() -> None:
+    """What the allocator holds without using it counts as read, not as needed."""
+    whole = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=3))
+    narrow_logits = 65536 * LLAMA.vocab * 2
+    assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
+    assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes
+    assert peak_memory(Job(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0
+
+
 def test_largest_term() -> None:
     long = predict_memory(Job(LLAMA, GPU, 131072, 64, "bf16"), plain(), 0.1)
     assert largest_term(long) == "activations"
