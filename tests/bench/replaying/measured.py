@@ -47,7 +47,7 @@ def counted_flops(cells: Cells, job: Job) -> float:
 
 
 def peak_bytes(cells: Cells) -> float | None:
-    """Return the measured peak. Tools of torch print GiB whatever they call them; decimal only where a row says bytes."""
+    """Return the measured peak. Tools of torch print GiB whatever they call them."""
     value = cells.number("peak_mem_value") or cells.number("peak_mem_gib")
     unit = cells.lower("peak_mem_unit_as_printed")
     if value is None:

@@ -10,7 +10,7 @@ from partool.cost.stacks import STACKS, Stack
 from replaying.cells import Cells
 
 _INEXPRESSIBLE = (
-    (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|adamss|waveft|rank\d+", "parameter-efficient tuning"),
+    (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|adamss|waveft|rank\d+", "tuning of few parameters"),
     (r"\bmuon\b", "the Muon optimizer"),
     (r"8-?bit adam|paged ?adam|adamw?8bit|adafactor|sgd\b|in backward|fused in(to)? backward", "another optimizer"),
     (r"v-half|v-min|zbv|dualpipe|hanayo|bitpipe|chimera", "a schedule that is not there yet"),
@@ -52,23 +52,33 @@ def inexpressible(cells: Cells) -> str | None:
             return reason
     method = cells.lower("method")
     if method and not re.search(r"full|pre-?train|fine-?tun|sft", method):
-        return "parameter-efficient tuning"
+        return "tuning of few parameters"
     task = re.search(r"task ([a-z-]+)", cells.lower("notes"))
     if task and "lora" in task.group(1):
-        return "parameter-efficient tuning"
+        return "tuning of few parameters"
     return None
 
 
 def stack_of(cells: Cells) -> Stack:
     """Return the row of :data:`STACKS` that ran a published run, by names that appear in it."""
     source, text = cells.lower("source"), cells.everything
-    found = _named(source, f"{text} {cells.lower('dtype')}", cells.lower("zero_or_fsdp"), cells.count("year", 2024))
+    found = _named(
+        source,
+        f"{text} {cells.lower('dtype')}",
+        cells.lower("zero_or_fsdp"),
+        cells.count("year", 2024),
+        cells.count("pp", 1) > 1,
+    )
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
         found = replace(found, sequence_parallel=True)
     if cells.lower("notes").startswith("deepcompile"):
         found = replace(found, elementwise=1.2, derate=1.05)
+    if found.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
+        found = replace(found, attention="unfused")  # flash attention needs Ampere or newer
     if "async tp" in text:
         found = replace(found, overlap_tensor=0.5)
+    if found.name == "megatron" and cells.count("year") >= 2025:
+        found = replace(found, sends_once=True, overlap_expert=0.6)
     if found.attention == "flash2" and cells.count("year") >= 2025:
         found = replace(found, attention="flash3")
     if "liger" in text or (found.name == "deepspeed" and cells.count("seq_len") >= _LONG):
@@ -78,7 +88,7 @@ def stack_of(cells: Cells) -> Stack:
     return found
 
 
-def _named(source: str, text: str, zero: str, year: int) -> Stack:
+def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stack:
     if "torchtune" in source:
         return STACKS["torchtune"]
     if "peft" in source and "bfloat16" in text:
@@ -93,6 +103,8 @@ def _named(source: str, text: str, zero: str, year: int) -> Stack:
         return STACKS["deepspeed-2021" if "zero-3" in zero else "megatron-2021"]
     if any(part in source for part in _MEGATRON):
         return STACKS["fsdp1" if "fsdp" in text and "megatron" not in text else "megatron"]
+    if pipeline and "deepspeed" not in text:
+        return STACKS["megatron"]
     if "deepspeed" in text or "zero-" in text or "trl" in source:
         if "megatron-lm sp" in text:
             return replace(STACKS["megatron"], attention="flash2", overlap_tensor=0.0)
@@ -148,7 +160,7 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
         return [Recompute(own)]
     if text in ("none", "no", "false", "0", "off"):
         return [Recompute(0)]
-    return [Recompute(0), Recompute(own), Recompute(3)]
+    return [Recompute(0), Recompute(own), Recompute(3, 0.25), Recompute(3, 0.5), Recompute(3)]
 
 
 def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
@@ -163,7 +175,8 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
     if text.isdigit():
         return [("interleaved", int(text))] if 1 < int(text) <= 64 else [("1f1b", 1)]
     if "interleav" in text:
-        return [("interleaved", 2)]
+        number = re.search(r"interleav\w*\D{0,3}(\d+)", text)
+        return [("interleaved", int(number.group(1)) if number and 1 < int(number.group(1)) <= 64 else 2)]
     if "zero-bubble" in text or "zero bubble" in text or re.search(r"\bzb", text):
         return [("zb-h1", 1)]
     if "gpipe" in text or "afab" in text:

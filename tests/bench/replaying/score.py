@@ -69,13 +69,15 @@ def memory_result(case: Case) -> Result | None:
     """Return the predicted and measured peak of a row, and whether it was predicted to fit.
 
     Of several readings of a row that ran, the first that may fit is taken, else the smallest. Where readings disagree
-    whether a run fits, nobody can be sure of it: amber.
+    whether a run fits, nobody can be sure of it: amber. A micro-batch that is not stated is the smallest.
     """
     kind, value = measured.reading(case.cells), measured.peak_bytes(case.cells)
     fits = not case.cells.lower("fits").startswith("no")
     if value is None and fits:
         return None
-    found = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in case.options]
+    least = min(layout.micro_batch for _, layout in case.options)
+    options = [(job, layout) for job, layout in case.options if layout.micro_batch == least]
+    found = [(predict_memory(job, layout, 0.0), job, layout) for job, layout in options]
     smallest = min(found, key=lambda one: one[0].total_bytes)
     prediction, job, layout = next((one for one in found if one[0].verdict != "red"), smallest)
     verdicts = {one[0].verdict for one in found}
