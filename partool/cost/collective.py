@@ -50,7 +50,7 @@ def axis_group(job: Job, layouts: Layouts, axis: str) -> Group:
     if axis == "cp":
         return group(job, cp, tp)
     if axis == "ep":
-        return group(job, layouts.ep, tp)
+        return group(job, layouts.ep, 1 if job.stack.folded_experts else tp)
     if axis == "shards":
         return group(job, layouts.shards * cp, tp)
     if axis == "replicas":
@@ -87,7 +87,7 @@ def latency(job: Job, ranks: Group) -> Column:
 
 
 def ring_latency(job: Job, ranks: Group) -> Column:
-    """Return the seconds before the last byte of a gather or scatter could move: a ring, hop by hop around all ranks."""
+    """Return the seconds before the last byte of a gather or scatter could move: hop by hop around all ranks."""
     devices = job.devices
     inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
     between = _HOP * devices.fabric_latency_s * np.maximum(ranks.domains - 1.0, 0.0)
@@ -113,16 +113,17 @@ def all_reduce_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
     return np.where(ranks.size > 1, 2.0 * latency(job, ranks) + moved, 0.0)
 
 
-def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group) -> Column:
+def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
-    The share for members of other nodes goes through the rank's own adapter; the rest over its links at the same time.
+    The share for members of other nodes goes through the rank's own adapter, ``between`` of it where copies for one
+    node travel once; the rest goes over its links at the same time.
     """
     devices = job.devices
     inside = sent_bytes * (ranks.inside - 1) / ranks.size / inside_rate(job, ranks.inside)
     network = _FABRIC_SHARE[devices.backend] * devices.fabric_bytes_per_s
-    between = sent_bytes * (ranks.size - ranks.inside) / ranks.size / network
-    return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, between), 0.0)
+    across = between * sent_bytes * (ranks.size - ranks.inside) / ranks.size / network
+    return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, across), 0.0)
 
 
 def send_s(job: Job, sent_bytes: Column, stride: Column) -> Column:

@@ -253,8 +253,15 @@ def _expert_s(job: Job, layouts: Layouts) -> Column:
     if job.model.moe is None:
         return 0.0
     rows = tokens(job, layouts) / layouts.tp
-    sent = _IMBALANCE * rows * job.model.moe.top_k * job.model.hidden * job.compute_bytes
-    return 2.0 * collective.all_to_all_s(job, sent, collective.axis_group(job, layouts, "ep"))
+    ranks = collective.axis_group(job, layouts, "ep")
+    visits = job.model.moe.top_k
+    sent = _IMBALANCE * rows * visits * job.model.hidden * job.compute_bytes
+    if not job.stack.sends_once:
+        return 2.0 * collective.all_to_all_s(job, sent, ranks)
+    # A token goes to each node once, however many of its experts are there: that many different nodes of all.
+    nodes = np.maximum(ranks.domains, 1.0)
+    different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
+    return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
 
 
 def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:

@@ -38,11 +38,19 @@ class Stack:
     """Share of the last micro-batch's backward pass that can hide gradient reduction."""
     overlap_gathers: float = 0.8
     """Share of compute that can hide parameter gathers."""
+    pipeline_keeps_whole: bool = False
+    """With pipeline stages, parameters are gathered and gradients reduced once per step whatever the ZeRO stage."""
     collectives_per_layer: float = 1.0
     """Of gathers and reductions; old code sends each parameter by itself."""
     overlap_tensor: float = 0.0
     """Share of tensor parallelism's collectives that compute hides."""
     overlap_expert: float = 0.0
+    """Share of the dispatch to experts and back that compute hides."""
+    sends_once: bool = False
+    """A token travels once to a node that has several of its experts (DeepEP, https://github.com/deepseek-ai/DeepEP)."""
+    folded_experts: bool = False
+    """Tensor ranks take part in expert parallelism, each with whole experts (Megatron's parallel folding, arXiv
+    2504.14960)."""
     contention: float = 1.08
     """Slowdown of compute under collectives that run beside it."""
     operators_forward: float = 16.0
@@ -91,7 +99,10 @@ STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
         PARTOOL,
-        Stack("megatron", overlap_tensor=0.65, overlap_expert=0.3, logit_bytes=50.0, overhead_s=10e-3),
+        Stack(
+            "megatron", overlap_tensor=0.65, overlap_expert=0.3, folded_experts=True, pipeline_keeps_whole=True,
+            logit_bytes=50.0, overhead_s=10e-3,
+        ),
         Stack(
             "megatron-2021", sequence_parallel=False, attention="unfused", overlap_gradients=0.0, gradient_bytes=2.0,
             operators_forward=28.0, operators_backward=50.0, host_slowdown=4.4, host_overlap=4.0, elementwise=1.35,
@@ -111,11 +122,11 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "fsdp2", elementwise=1.7, operators_forward=40.0, operators_backward=70.0, derate=1.15,
-            selective_matmul=0.5, attention="flash2", ring_balanced=False, logit_bytes=30.0,
+            selective_matmul=0.5, attention="flash2", ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=30.0,
         ),
         Stack(
             "fsdp2-compiled", elementwise=1.1, derate=1.08, selective_matmul=0.5, attention="flash2",
-            ring_balanced=False, logit_bytes=20.0,
+            ring_balanced=False, pipeline_keeps_whole=True, logit_bytes=20.0,
         ),
         Stack("torchtune", elementwise=1.2, derate=1.1, attention="flash2"),
         Stack(

@@ -39,6 +39,8 @@ class Held:
 def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     """Return the cost of sharing the state of a rank's parameters with the other data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
+    if stack.pipeline_keeps_whole:
+        zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
     shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
     whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)

@@ -10,7 +10,7 @@ from partool.cost.stacks import STACKS, Stack
 from replaying.cells import Cells
 
 _INEXPRESSIBLE = (
-    (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|adamss|waveft|rank\d+", "tuning of few parameters"),
+    (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),
     (r"\bmuon\b", "the Muon optimizer"),
     (r"8-?bit adam|paged ?adam|adamw?8bit|adafactor|sgd\b|in backward|fused in(to)? backward", "another optimizer"),
     (r"v-half|v-min|zbv|dualpipe|hanayo|bitpipe|chimera", "a schedule that is not there yet"),
@@ -120,10 +120,10 @@ def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
     if dp == 1 and "offload" not in text:
         return 0
     for pattern, stage in (
-        (r"zero-?3|zero stage 3|full_shard|fsdp|hsdp", 3), (r"zero-?2|shard_grad_op", 2),
+        (r"zero-?3|zero stage 3|full_shard", 3), (r"zero-?2|shard_grad_op", 2), (r"fsdp", 3), (r"hsdp", 3),
         (r"zero-?1|distributed optimizer|dist.?opt", 1), (r"ddp|zero-?0|none|\bno\b", 0),
     ):  # fmt: skip
-        if re.search(pattern, text) and not (stage == 3 and "shard_grad_op" in text):
+        if re.search(pattern, text):
             return stage
     base = stack.name.split("+")[0]
     return {
