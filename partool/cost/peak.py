@@ -239,7 +239,12 @@ def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, lay
         there, rebuilt = layers[key]
         saved = saved + there * count
         at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
-    norm = norm_per_token(job, layouts, stack) * micro_batch_tokens(job, layouts)
+    tokens = micro_batch_tokens(job, layouts)
+    if stack.keeps_boundary:
+        # Of every chunk but the last stage's.
+        sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
+        saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
+    norm = norm_per_token(job, layouts, stack) * tokens
     return saved * held.in_flight + held.last * norm, at_work
 
 

@@ -386,6 +386,25 @@ def test_sigma_follows_what_is_known() -> None:
     assert set(MEMORY_STACKS) == set(STACKS)
 
 
+def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
+    """Per micro-batch in flight the boundary; torch's own pipelines also hold the logits of the whole step, twice."""
+    old, new = (
+        peak_memory(
+            Job(GPT, GPU, 128, 8, "fp16", STACKS[stack]), Layouts(pp=4, accumulation=8, recompute=3, compiled=0)
+        )
+        for stack in ("megatron-2021", "megatron")
+    )
+    per_micro_batch = 128 * GPT.hidden * 2
+    assert old.terms["activations"] >= 4 * 2 * per_micro_batch > 4 * per_micro_batch
+    assert old.terms["activations"] - new.terms["activations"] >= 4 * per_micro_batch
+    case = Job(LLAMA, GPU, 4096, 8, "bf16", STACKS["fsdp2"])
+    losses = [
+        float(peak_memory(case, Layouts(pp=2, accumulation=m, shards=2, zero=3, recompute=3)).terms["loss"])
+        for m in (8, 16)
+    ]
+    assert losses[1] - losses[0] == 8 * 2 * 2 * 4096 * LLAMA.vocab
+
+
 def test_empty_blocks_do_not_stand_in_the_way() -> None:
     """What the allocator holds without using it counts as read, not as needed."""
     whole = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=3))
