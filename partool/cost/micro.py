@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,43 @@ class Micro:
 
 
 def micro(job: Job, layouts: Layouts) -> Micro:
-    """Return what one micro-batch costs under each layout."""
+    """Return what one micro-batch costs under each layout.
+
+    Long columns hold the same few cases over and over: layouts that differ only in what does not matter to a
+    micro-batch are computed once. These have no ``passes``.
+    """
+    rows = np.size(layouts.pp)
+    if rows < _FEW:
+        return _micro(job, layouts)
+    # One number per case. Products wrap around; that two of a few thousand cases meet has odds of about 1e-12.
+    code = np.zeros(rows, dtype=np.int64)
+    for factor, name in enumerate(_CASE, 3):
+        column = np.broadcast_to(getattr(layouts, name), rows)
+        column = column.astype(float).view(np.int64) if column.dtype.kind == "f" else column
+        code = (code + column) * np.int64(0x9E3779B97F4A7C15 // factor | 1)
+    _, first, where = np.unique(code, return_index=True, return_inverse=True)
+    found = _micro(job, layouts.take(first))
+
+    def spread(unit: Unit) -> Unit:
+        return Unit(**{field.name: _spread(getattr(unit, field.name), where) for field in fields(unit)})
+
+    units = {kind: spread(unit) for kind, unit in found.layers.items()}
+    return Micro(units, found.counts, spread(found.first), spread(found.last), {})
+
+
+_FEW = 256
+"""Layouts from which the search for equal cases pays."""
+_CASE = ("pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method")
+"""Columns that a micro-batch's cost depends on."""
+
+
+def _spread(value: Any, where: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _spread(column, where) for name, column in value.items()}
+    return value[where] if getattr(value, "ndim", 0) else value
+
+
+def _micro(job: Job, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
     passes = {kind: layer(job, layouts, kind) for kind in counts}
     units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}

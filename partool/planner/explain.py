@@ -19,6 +19,8 @@ from partool.planner.words import GIB, change, recompute, summary, why_lost
 _ALTERNATIVES = 4
 _LOOKED_AT = 6
 """Kinds of layouts whose best is priced exactly to find the runners-up."""
+_NEAREST = 20_000
+"""Layouts among which kinds are looked for, by their bound."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -146,17 +148,15 @@ def _price_kinds(solution: Solution, leaves: Any) -> None:
     """Price the fastest layouts that differ in what they share, recompute or offload."""
     groups, table = solution.space.groups, solution.space.policies
     sure = np.flatnonzero(leaves.probability >= 0.99)
-    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")]
+    order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
     group, policy = leaves.group[order], leaves.policy[order]
-    kinds = np.stack(
-        [
-            groups.tp[group] > 1, groups.pp[group] > 1, groups.cp[group] > 1, groups.ep[group] > 1, groups.zero[group],
-            table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
-        ]
-    )  # fmt: skip
-    if not kinds.shape[1]:
-        return
-    _, first = np.unique(kinds, axis=1, return_index=True)
+    code = np.zeros(len(order), dtype=np.int64)
+    for column in (
+        groups.tp[group] > 1, groups.pp[group] > 1, groups.cp[group] > 1, groups.ep[group] > 1, groups.zero[group],
+        table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
+    ):  # fmt: skip
+        code = 4 * code + column
+    _, first = np.unique(code, return_index=True)
     for index in np.sort(first)[:_LOOKED_AT]:
         solution.search.price(group[index], policy[index])
 

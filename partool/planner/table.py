@@ -13,11 +13,11 @@ from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
 from partool.planner.search import Search
 from partool.planner.solve import Solution
-from partool.planner.space import Space, build
+from partool.planner.space import build
 from partool.planner.words import summary, why_lost
 
 ROWS = 40
-_FRONT = 10
+_FRONT = 8
 _FASTEST = 10
 _SMALLER = 2
 """How often the devices are halved."""
@@ -86,7 +86,7 @@ def _front(solution: Solution) -> list[Priced]:
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
-    """Return the best layout on a half, a quarter, ... of the devices: plain schedules, nothing in host memory."""
+    """Return a good layout on a half, a quarter, ... of the devices: plain schedules, nothing in host memory."""
     found = []
     devices, parallel = problem.devices, problem.spec.parallel
     pipeline, offload = parallel.pipeline, parallel.offload
@@ -102,17 +102,27 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
         else:
             break
         smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
-        space = build(smaller)
-        best = Search(smaller, space, policies=_alike(space)).run().best
+        best = _quickest(smaller)
         if best is not None:
             found.append((smaller, best))
     return found
 
 
-def _alike(space: Space) -> Any:
-    """Return the policies that treat all layers alike."""
-    table = space.policies
-    return (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
+def _quickest(problem: Problem) -> Priced | None:
+    """Return the layout of the least bound that is sure to fit, among those that treat all layers alike."""
+    space = build(problem)
+    table, search = space.policies, Search(problem, space)
+    alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
+    least: tuple[float, int, int] | None = None
+    for policy in np.flatnonzero(alike):
+        groups = np.flatnonzero(space.allowed(np.arange(space.size), np.full(space.size, policy)))
+        bound, total = search.columns(groups, np.full(len(groups), policy))
+        fits = np.flatnonzero(total <= problem.capacity_bytes)
+        if len(fits):
+            index = fits[np.argmin(bound[fits])]
+            one = (float(bound[index]), int(groups[index]), int(policy))
+            least = one if least is None else min(least, one)
+    return None if least is None else search.price(*least[1:])
 
 
 def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
