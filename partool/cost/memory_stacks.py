@@ -37,6 +37,9 @@ class MemoryStack:
     pipeline_keeps_whole: bool = False
     """With pipeline stages, parameters stay gathered and gradients accumulate whole until the step ends, whatever the
     ZeRO stage: gathering for each micro-batch would cost too much (torchtitan's default)."""
+    host_accumulates: bool = False
+    """With the optimizer in host memory, gradients go there after every micro-batch; else they accumulate on the device
+    and leave in the last backward pass."""
     wide_bf16_gradients: Literal["never", "pipeline", "always"] = "never"
     """When bf16's gradients accumulate whole in fp32 instead of the two above: Megatron-LM does so for bf16, DeepSpeed
     with pipeline stages (``BF16_Optimizer``)."""
@@ -102,24 +105,24 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             fragmentation=0.1, keeps_boundary=True,
         ),
         MemoryStack(
-            "deepspeed", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            "deepspeed", host_accumulates=True, resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
             live_elements=1e9, selective="attention", wide_bf16_gradients="pipeline", keeps_boundary=True,
         ),
         MemoryStack(
-            "deepspeed-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            "deepspeed-2021", host_accumulates=True, resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
             live_elements=1e9, dropout=True, selective="attention", wide_bf16_gradients="pipeline",
             fragmentation=0.1, keeps_boundary=True,
         ),
-        MemoryStack("fsdp1", selective="half-matmul"),
+        MemoryStack("fsdp1", host_accumulates=True, selective="half-matmul"),
         MemoryStack(
-            "fsdp2", selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0,
+            "fsdp2", host_accumulates=True, selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0,
             keeps_boundary=True,
         ),
         MemoryStack(
-            "fsdp2-compiled", selective="half-matmul", recompiles=True, pipeline_keeps_whole=True, kept_outputs=2,
+            "fsdp2-compiled", host_accumulates=True, selective="half-matmul", recompiles=True, pipeline_keeps_whole=True, kept_outputs=2,
             logit_wide_parallel=4.0, keeps_boundary=True,
         ),
-        MemoryStack("torchtune", wide_weights=False, expanded_keys=True, logit_chunks=8),
+        MemoryStack("torchtune", host_accumulates=True, wide_weights=False, expanded_keys=True, logit_chunks=8),
         MemoryStack(
             "nanotron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, selective="attention",
             keeps_boundary=True,

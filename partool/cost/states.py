@@ -147,7 +147,9 @@ def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sh
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
     on_device = 1 - layouts.host_optimizer
-    return (gradients + at_step) * on_device, before * on_device
+    if not stack.host_accumulates:
+        on_device = np.where(layouts.accumulation > 1, 1, on_device)
+    return gradients * on_device + at_step * (1 - layouts.host_optimizer), before * on_device
 
 
 def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:

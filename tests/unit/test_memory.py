@@ -325,6 +325,9 @@ def test_offload_moves_bytes_to_the_host() -> None:
     # Moments, master and its gradients, eight ranks to a node.
     assert host_bytes(long, host) == pytest.approx(HOST_FACTOR * 16 * N, rel=1e-3)
     assert host_bytes(long, half) == pytest.approx(HOST_FACTOR * 8 * N, rel=1e-3)
+    # Over several micro-batches gradients accumulate on the device, and leave in the last backward pass.
+    few = plain(zero=1, accumulation=4, offload_optimizer="cpu")
+    assert predict_memory(long, few, 0.1).terms_bytes["gradients"] == 4 * N
     away = predict_memory(long, plain(offload_parameters="cpu"), 0.1)
     assert away.terms_bytes["parameters"] == 0
     activations = plain(offload_activations="cpu")
