@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.schedule.actions import Action
 from partool.schedule.generators import order
-from partool.schedule.simulate import _peak, inputs
+from partool.schedule.simulate import _peak
 
 _WARM = 4
 """Rounds of ``ranks`` micro-batches after which a schedule repeats itself but for a constant."""
@@ -69,32 +68,53 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> tup
     return tuple(_peak(actions) for actions in order(name, ranks, count, chunks))
 
 
+_COLUMN = {"F": 0, "B": 1, "I": 2, "W": 3}
+
+
 @lru_cache(maxsize=256)
 def _graph(name: str, ranks: int, micro_batches: int, chunks: int) -> _Graph:
+    """Sort the actions so that what each needs (as :func:`partool.schedule.simulate.inputs` says) comes before it.
+
+    Actions are numbers here, kind by kind, stage by stage: a search builds graphs of 10,000 actions by the dozen.
+    """
     lists = order(name, ranks, micro_batches, chunks)
     stages = ranks * chunks
-    index: dict[Action, int] = {}
+    kind = stages * micro_batches
+    queues = [[_COLUMN[action.kind] * kind + action.stage * micro_batches + action.micro_batch for action in actions]
+              for actions in lists]  # fmt: skip
+    index = [-1] * (4 * kind)
     steps: list[tuple[int, int, int, int, bool]] = []
     at, last = [0] * ranks, [-1] * ranks
-    column = {"F": 0, "B": 1, "I": 2, "W": 3}
-    left = sum(len(actions) for actions in lists)
+    left = sum(map(len, queues))
     while left:
         before = left
-        for rank, actions in enumerate(lists):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                needs = inputs(action, stages, action.kind == "I")
-                if any(need not in index for need, _ in needs):
+        for rank, queue in enumerate(queues):
+            position, latest = at[rank], last[rank]
+            while position < len(queue):
+                number = queue[position]
+                own, other = _needs(number, kind, micro_batches)
+                if (own >= 0 and index[own] < 0) or (other >= 0 and index[other] < 0):
                     break
-                own = next((index[need] for need, neighbour in needs if not neighbour), -1)
-                other = next((index[need] for need, neighbour in needs if neighbour), -1)
-                steps.append((column[action.kind] * stages + action.stage, last[rank], own, other, ranks > 1))
-                index[action] = last[rank] = len(steps) - 1
-                at[rank] += 1
-                left -= 1
+                found = (index[own] if own >= 0 else -1, index[other] if other >= 0 else -1)
+                steps.append((number // micro_batches, latest, *found, ranks > 1))
+                index[number] = latest = len(steps) - 1
+                position += 1
+            left -= position - at[rank]
+            at[rank], last[rank] = position, latest
         if left == before:
             raise ValueError(f"{name} with {ranks} ranks and {micro_batches} micro-batches cannot go on")
     return _Graph(tuple(steps), tuple(last))
+
+
+def _needs(number: int, kind: int, micro_batches: int) -> tuple[int, int]:
+    """Return the numbers of the actions that one needs on its own stage and from the neighbour; -1 for none."""
+    which = number // kind
+    if which == 0:
+        return -1, number - micro_batches if number >= micro_batches else -1
+    if which == 3:
+        return number - kind, -1
+    place = number - which * kind
+    return place, number + micro_batches if place + micro_batches < kind else -1
 
 
 def _evaluate(graph: _Graph, durations: Sequence[Any], send_s: Any) -> Any:
