@@ -13,7 +13,7 @@ from partool.cost.flops import model_flops
 from partool.cost.layer import Layer, Pass, kinds
 from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
 from partool.cost.sync import Held, Passes, sync
-from partool.cost.wire import traffic_bytes
+from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import Layout, TimePrediction
 from partool.schedule import makespan

@@ -1,60 +1,92 @@
-"""What ZeRO moves: calls, payloads and bytes sent per rank and optimizer step."""
+"""What ZeRO moves: calls, and bytes sent per rank and optimizer step."""
 
 from __future__ import annotations
 
-from partool.cost.work import Work
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partool.cost.case import Job
+from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
+from partool.plan.types import Layout
+from partool.spec.model import ModelConfig
 
 
-def traffic_bytes(work: Work) -> dict[str, int]:
-    """Return the bytes one rank sends per step, by term: (n-1)/n of the whole per ring gather or scatter."""
-    gather, reduce = gather_rounds(work), reduce_rounds(work)
-    shards = work.layout.mesh.dp_shard
-    elements = work.stage_elements
-    trained = elements * work.trained_share
-    ring = (shards - 1) / shards
-    scattered = reduce * ring * trained * work.master_bytes
+@dataclass(frozen=True)
+class Traffic:
+    """ZeRO's collectives of the pipeline rank that holds most, per optimizer step."""
+
+    gather_calls: int
+    reduce_calls: int
+    gather_bytes: float
+    scatter_bytes: float
+    """Reduced within a shard group."""
+    replica_bytes: float
+    """All-reduced between replicas: each its shard, once a step."""
+
+
+def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
+    """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    found = traffic(job, layout)
     return {
-        "gradient_sync": int(scattered + replica_bytes(work)),
-        "parameter_gather": int(gather * ring * elements * work.compute_bytes),
+        "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
+        "parameter_gather": int(found.gather_bytes),
     }
 
 
-def replica_bytes(work: Work) -> float:
-    """Return the part of ``gradient_sync`` that goes to other replicas: each all-reduces its shard once a step."""
-    mesh = work.layout.mesh
-    shard = work.stage_elements * work.trained_share * work.master_bytes / mesh.dp_shard
-    return 2 * (mesh.dp_replicate - 1) / mesh.dp_replicate * shard
+def traffic(job: Job, layout: Layout) -> Traffic:
+    """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
 
-
-def gather_rounds(work: Work) -> float:
-    """Return how often per step all parameters are gathered: once, in ZeRO-3 for each pass of each micro-batch.
-
-    The last group stays gathered between forward and backward in every stage.
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
+    between forward and backward. Gradients are scattered once, from ZeRO-2 on for each micro-batch.
     """
-    if work.layout.zero == 0 or work.layout.mesh.dp_shard == 1:
-        return 0.0
-    if work.layout.zero < 3:
+    on_rank = max((_rank_groups(job.model, layout, rank) for rank in range(layout.mesh.pp)), key=sum)
+    zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
+    elements = sum(on_rank)
+    trained = elements * trained_share(job.model, job.frozen)
+    ring = (shards - 1) / shards
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    shard = trained * job.master_bytes / shards
+    return Traffic(
+        gather_calls=calls,
+        reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
+        gather_bytes=gathers * ring * elements * job.compute_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * shard,
+    )
+
+
+@lru_cache(maxsize=16)
+def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    """Return the share of the parameters' elements that is trained."""
+    if not frozen:
         return 1.0
-    last = work.gathered_groups[-1] / sum(work.gathered_groups)
-    return work.layout.accumulation * (2.0 - last)
+    infos = parameters(model)
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
 
 
-def reduce_rounds(work: Work) -> int:
-    """Return how often per step gradients are reduce-scattered: once, from ZeRO-2 on for each micro-batch."""
-    if work.layout.mesh.dp_shard == 1:
-        return 0
-    return work.layout.accumulation if work.layout.zero >= 2 else 1
+def _rank_groups(model: ModelConfig, layout: Layout, rank: int) -> list[int]:
+    """Return the elements of each group of parameters that is gathered at once on a pipeline rank."""
+    first, *layers, last = _group_elements(model, layout.mesh.tp, layout.expert)
+    found: list[int] = []
+    for index in range(rank, len(layout.stages), layout.mesh.pp):
+        start, stop = layout.stages[index]
+        found += [first] * (index == 0) + layers[start:stop] + [last] * (index == len(layout.stages) - 1)
+    return found
 
 
-def gather_calls(work: Work) -> int:
-    """Return the number of gathers per step; the last group is gathered once for both passes."""
-    groups = len(work.gathered_groups)
-    if work.layout.zero == 0 or work.layout.mesh.dp_shard == 1:
-        return 0
-    return groups if work.layout.zero < 3 else work.layout.accumulation * (2 * groups - 1)
+# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
+@lru_cache(maxsize=64)
+def _group_elements(model: ModelConfig, tensor: int, expert: int) -> tuple[int, ...]:
+    return tuple(_on_rank(group, tensor, expert) for group in groups(model))
 
 
-def reduce_calls(work: Work) -> int:
-    """Return the number of reductions per step: one per group and round, and the replicas' all-reduces."""
-    replicas = 1 if work.layout.mesh.dp_replicate > 1 else 0
-    return len(work.gathered_groups) * (reduce_rounds(work) + replicas)
+def _on_rank(infos: Iterable[ParameterInfo], tensor: int, expert: int) -> int:
+    """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
+    total = 0
+    for info in infos:
+        elements = info.elements // expert if info.kind == "expert" else info.elements
+        total += elements if info.kind == "norm" else elements // tensor
+    return total

@@ -20,7 +20,7 @@ from partool.cost.micro import micro
 from partool.cost.offload import offload
 from partool.cost.predict import columns, predict_time
 from partool.cost.stacks import PARTOOL, STACKS, own_stack
-from partool.cost.wire import traffic, traffic_bytes
+from partool.cost.traffic import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
 from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
