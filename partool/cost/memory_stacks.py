@@ -105,22 +105,23 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
             fragmentation=0.1, keeps_boundary=True,
         ),
         MemoryStack(
-            "deepspeed", host_accumulates=True, resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
-            live_elements=1e9, selective="attention", wide_bf16_gradients="pipeline", keeps_boundary=True,
-        ),
-        MemoryStack(
-            "deepspeed-2021", host_accumulates=True, resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
-            live_elements=1e9, dropout=True, selective="attention", wide_bf16_gradients="pipeline",
-            fragmentation=0.1, keeps_boundary=True,
-        ),
-        MemoryStack("fsdp1", host_accumulates=True, selective="half-matmul"),
-        MemoryStack(
-            "fsdp2", host_accumulates=True, selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0,
+            "deepspeed", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            live_elements=1e9, host_accumulates=True, selective="attention", wide_bf16_gradients="pipeline",
             keeps_boundary=True,
         ),
         MemoryStack(
-            "fsdp2-compiled", host_accumulates=True, selective="half-matmul", recompiles=True, pipeline_keeps_whole=True, kept_outputs=2,
+            "deepspeed-2021", resident_copy=True, gradient_bytes=2, step_gradient_bytes=4, bucket_elements=5e8,
+            live_elements=1e9, host_accumulates=True, dropout=True, selective="attention",
+            wide_bf16_gradients="pipeline", fragmentation=0.1, keeps_boundary=True,
+        ),
+        MemoryStack("fsdp1", host_accumulates=True, selective="half-matmul"),
+        MemoryStack(
+            "fsdp2", host_accumulates=True, selective="half-matmul", pipeline_keeps_whole=True, kept_outputs=2,
             logit_wide_parallel=4.0, keeps_boundary=True,
+        ),
+        MemoryStack(
+            "fsdp2-compiled", host_accumulates=True, selective="half-matmul", recompiles=True,
+            pipeline_keeps_whole=True, kept_outputs=2, logit_wide_parallel=4.0, keeps_boundary=True,
         ),
         MemoryStack("torchtune", host_accumulates=True, wide_weights=False, expanded_keys=True, logit_chunks=8),
         MemoryStack(

@@ -181,7 +181,7 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
     empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
-    host = (state.host + on_host) * HOST_FACTOR * np.minimum(layouts.world, job.devices.per_node)
+    host = (HOST_FACTOR * state.host + on_host) * np.minimum(layouts.world, job.devices.per_node)
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
     return Memory(terms, sigma, host, outside, np.floor(job.memory_scalar * empty))

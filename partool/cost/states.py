@@ -11,7 +11,7 @@ from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
 from partool.cost.memory_stacks import MemoryStack
 
 HOST_FACTOR = 1.5
-"""Host memory against the state kept there: pinned staging buffers and the allocator's rounding (DeepSpeed's
+"""Host memory against the training state kept there: pinned staging buffers and the allocator's rounding (DeepSpeed's
 ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
 
 
