@@ -158,10 +158,11 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 def test_shares_are_those_of_the_cost_model() -> None:
     from partool.cost import layer, offload
+    from partool.cost.stacks import PARTOOL
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
     assert catalog_profile._HOST_LINK_SHARE == offload._LINK_SHARE
-    assert (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE) == (offload._HOST_BYTES, offload._HOST_SHARE)
+    assert (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE) == (offload._HOST_BYTES, PARTOOL.host_share)
 
 
 def test_a_profile_of_an_accelerator_serves_plans_for_it_only(tmp_path: Path) -> None:
