@@ -270,14 +270,15 @@ RULES: tuple[Rule, ...] = (
         "PT302",
         "The plan may not fit after all",
         "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
-        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 65}\n"
+        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 66}\n"
         + _DATA
         + "training: {sequence_length: 8192, global_batch: 8}\n"
-        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none}}\nlimits: {memory_headroom: 0.0}\n",
+        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none, activations: none}}\n"
+        "limits: {memory_headroom: 0.0}\n",
         "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1}\n"
         + _DATA
         + "training: {sequence_length: 8192, global_batch: 8}\n"
-        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none}}\n",
+        "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none, activations: none}}\n",
     ),
     Rule(
         "PT401",
