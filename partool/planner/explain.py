@@ -28,7 +28,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found = [_searched(solution, best)]
     layout, mesh, parallel = best.layout, best.layout.mesh, solution.problem.spec.parallel
     if solution.better is not None:
-        found.append(_better(solution, best, solution.better))
+        found.append(_better(best, solution.better))
     found.append(_zero(solution, best))
     groups = solution.space.groups
     for name, field, degree, column in (
@@ -63,11 +63,9 @@ def _searched(solution: Solution, best: Priced) -> str:
     )
 
 
-def _better(solution: Solution, best: Priced, better: Priced) -> str:
+def _better(best: Priced, better: Priced) -> str:
     gain = 1.0 - better.time.step_time_s / best.time.step_time_s
-    return (
-        f"{summary(better.layout)} would take {gain:.1%} less time per step, but cannot run yet; see the alternatives."
-    )
+    return f"{summary(better.layout)} would take {gain:.1%} less time, but cannot run yet."
 
 
 def _zero(solution: Solution, best: Priced) -> str:
