@@ -220,8 +220,8 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
     if kind.moe and model.moe:
         inner = (model.moe.top_k + model.moe.shared_experts) * model.moe.ffn_hidden / t
-        # Tokens are copied into the experts' order and summed back.
-        stream = stream + 4.0 * model.moe.top_k * model.hidden / t
+        # Tokens are copied into the experts' order, for sending and for the products, weighted, and summed back.
+        stream = stream + 7.0 * model.moe.top_k * model.hidden / t
     else:
         inner = model.ffn_hidden / t
     elements = (stream + turned + gates * inner) * stack.elementwise * (1.7 if backward else 1.0)
