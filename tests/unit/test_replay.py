@@ -74,7 +74,8 @@ def test_other_measures_become_step_times() -> None:
         ("H100-96GB HBM2e 2.4TB/s 500W", "h100-sxm"), ("A100", "a100-80"), ("A100-SXM-40GB", "a100-40"),
         ("GB300", "gb300"),
         ("NVIDIA B300", "b300"), ("GH200 (Alps)", "gh200-96"), ("MI355X", "mi355x"),
-        ("MI300", "mi300x"), ("V100-32GB", "v100-32"), ("Blackwell ~184 GiB", "b200"), ("80 GB GPU", "a100-80"), ("TPU v4", None), ("", None),
+        ("MI300", "mi300x"), ("V100-32GB", "v100-32"), ("Blackwell ~184 GiB", "b200"), ("80 GB GPU", "a100-80"),
+        ("TPU v4", None), ("", None),
     ],
 )  # fmt: skip
 def test_devices_by_name(gpu: str, accelerator: str | None) -> None:
