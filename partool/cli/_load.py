@@ -22,11 +22,13 @@ Lines = Mapping[str, list[str]]
 _ERRORS = 1
 
 
-def load_plan_or_exit(path: Path, overrides: list[str], output: Output = "text", strict: bool = False) -> Plan:
+def load_plan_or_exit(
+    path: Path, overrides: list[str], output: Output = "text", strict: bool = False, *, trace: bool = False
+) -> Plan:
     """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors."""
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
-    plan, findings, lines = _planned(path, overrides)
+    plan, findings, lines = _planned(path, overrides, trace=trace)
     failed = plan is None or _fails(findings, strict=strict)
     show(findings, lines, output, failed=failed)
     if plan is None or failed:
@@ -102,7 +104,7 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
     return found
 
 
-def _planned(path: Path, overrides: list[str]) -> tuple[Plan | None, list[Diagnostic], Lines]:
+def _planned(path: Path, overrides: list[str], *, trace: bool = False) -> tuple[Plan | None, list[Diagnostic], Lines]:
     """Return a spec's plan, if there is one, with all findings and the lines they point to."""
     from partool.spec import load
 
@@ -111,7 +113,7 @@ def _planned(path: Path, overrides: list[str]) -> tuple[Plan | None, list[Diagno
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
         from partool.planner import make_plan
 
-        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path))
+        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), trace=trace)
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
     return plan, findings, loaded.source.texts

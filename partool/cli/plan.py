@@ -50,6 +50,9 @@ def command(
         typer.Option("--largest", help="Plan the largest value of this that fits."),
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="All parts of time and memory.")] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
+    ] = False,
     show: Annotated[
         Literal["gemms", "layout"] | None, typer.Option("--show", help="Matrix products of a rank, or the stages.")
     ] = None,
@@ -68,7 +71,7 @@ def command(
     changes = list(overrides or [])
     if smallest or largest:
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
-    plan = load_plan_or_exit(spec, changes, output, strict)
+    plan = load_plan_or_exit(spec, changes, output, strict, trace=trace)
     if out is not None:
         _write(plan, out)
     if previous is not None:

@@ -368,4 +368,12 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {offload: {activations: cpu}}"),
         _gpus("parallel: {recompute: full}"),
     ),
+    Rule(
+        "PT303",
+        "The model could not be traced",
+        "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime builds.",
+        "partool plan --trace mixtral.yaml   # the runtime has no experts yet",
+        "partool plan mixtral.yaml",
+        "command",
+    ),
 )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from partool import __version__
 from partool.catalog.hardware import resolve_hardware
@@ -21,6 +22,10 @@ from partool.planner.problem import Problem, needs
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
 from partool.spec.training import CheckpointSpec, DataSpec
+
+if TYPE_CHECKING:
+    from partool.planner.price import Priced
+    from partool.planner.solve import Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +63,36 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     return Resolved(None if _failed(found) else problem, found, data, model.source, inputs, measured)
 
 
-def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
+def make_plan(spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False) -> PlanResult:
     """Plan a spec. ``base_dir`` is what relative paths in it start from, ``default_name`` the name of a nameless spec.
 
-    Never raises for bad input: what is wrong is among the diagnostics. The same spec, catalog and machine give the
-    same plan.
+    ``trace`` asks the runtime what this very model keeps for the backward pass, instead of the data that come with
+    partool; that needs torch. Never raises for bad input: what is wrong is among the diagnostics. The same spec,
+    catalog and machine give the same plan.
     """
     resolved = resolve(spec, base_dir)
     if resolved.problem is None:
         return PlanResult(None, resolved.diagnostics)
     # What prices layouts needs numpy, which takes longer to import than most findings take to find.
-    from partool.cost.time import RELATIVE_ERROR
-    from partool.cost.traced import current
-    from partool.planner import changes, explain, table
+    from partool.cost.traced import using
+    from partool.planner.trace import TraceError, traced
+
+    if not trace:
+        return _planned(spec, resolved, resolved.problem, base_dir, default_name)
+    try:
+        with using(traced(resolved.problem)):
+            return _planned(spec, resolved, resolved.problem, base_dir, default_name)
+    except TraceError as error:
+        help = "partool plan without --trace uses the data that come with partool"
+        return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
+
+
+def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
+    """Search the problem's layouts and write the plan down."""
+    from partool.planner import changes, explain
     from partool.planner.solve import solve
 
-    problem, found = resolved.problem, resolved.diagnostics
-    measured = resolved.measured or Applied(problem.devices)
+    found = resolved.diagnostics
     solution = solve(problem)
     best = solution.chosen
     if best is None:
@@ -83,7 +101,6 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
     missing = gaps(needs(problem, best.layout))
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
-    alternatives = explain.alternatives(solution, best)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -99,25 +116,38 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str) -> PlanResult:
         kernels=spec.kernels,
         checkpoint=_checkpoint(spec, base_dir),
         launch=spec.launch,
-        prediction=Prediction(
-            memory=best.memory,
-            time=best.time,
-            relative_error=measured.time_error(RELATIVE_ERROR[problem.devices.backend]),
-            time_scalar=measured.time_scalar,
-            memory_scalar=measured.memory_scalar,
-        ),
-        alternatives=alternatives,
-        candidates=table.candidates(solution, best),
-        search=solution.summary(),
-        limit=explain.limit(solution, best),
-        reasons=(*explain.reasons(solution, best), *([measured.reason] if measured.reason else [])),
         findings=tuple(Finding(code=f.code, message=f.message) for f in found),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
-        inputs={**resolved.inputs, "cost/trace": current().sha256},
+        **_told(solution, best, resolved),
     )
     return PlanResult(plan, found)
+
+
+def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
+    """Return the fields of a plan that tell what to expect of it and why it is so."""
+    from partool.cost.time import RELATIVE_ERROR
+    from partool.cost.traced import current
+    from partool.planner import explain, table
+
+    measured = resolved.measured or Applied(solution.problem.devices)
+    alternatives = explain.alternatives(solution, best)
+    return {
+        "prediction": Prediction(
+            memory=best.memory,
+            time=best.time,
+            relative_error=measured.time_error(RELATIVE_ERROR[solution.problem.devices.backend]),
+            time_scalar=measured.time_scalar,
+            memory_scalar=measured.memory_scalar,
+        ),
+        "alternatives": alternatives,
+        "candidates": table.candidates(solution, best),
+        "search": solution.summary(),
+        "limit": explain.limit(solution, best),
+        "reasons": (*explain.reasons(solution, best), *([measured.reason] if measured.reason else [])),
+        "inputs": {**resolved.inputs, "cost/trace": current().sha256},
+    }
 
 
 def _failed(found: list[Diagnostic]) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from partool.cli.main import run
+from partool.cost import traced
 from partool.diagnostics.record import Diagnostic
+from partool.plan.diff import moved_inputs
 from partool.planner import make_plan
 from partool.planner.queries import combinations, largest, smallest_cluster
 from partool.spec import load_text
@@ -147,6 +150,32 @@ def spec(tmp_path: Path) -> str:
     path = tmp_path / "spec.yaml"
     path.write_text(ONE_NODE + "training: {global_batch: 8, sequence_length: 512}\n", encoding="utf-8")
     return str(path)
+
+
+def test_a_fresh_trace_is_named_among_the_inputs(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    """The runtime's answer is stood in for by the data that it once gave."""
+    shipped = traced.DATA.read_text("utf-8")
+
+    def answer(command: list[str], **given: object) -> subprocess.CompletedProcess[str]:
+        assert json.loads(str(given["input"]))["model"]["layers"] == 8
+        return subprocess.CompletedProcess(command, 0, stdout=shipped.replace("{", "{ ", 1), stderr="")
+
+    wanted = spec_of(Path(spec).read_text(encoding="utf-8"))
+    plain = make_plan(wanted, base_dir=ROOT, default_name="test").plan
+    monkeypatch.setattr("partool.planner.trace.subprocess.run", answer)
+    fresh = make_plan(wanted, base_dir=ROOT, default_name="test", trace=True).plan
+    assert plain is not None
+    assert fresh is not None
+    assert fresh.prediction == plain.prediction
+    assert moved_inputs(plain, fresh) == ["cost/trace"]
+
+
+def test_a_trace_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
+    monkeypatch.setattr("partool.planner.trace.sys.executable", "false")
+    wanted = spec_of(Path(spec).read_text(encoding="utf-8"))
+    result = make_plan(wanted, base_dir=ROOT, default_name="test", trace=True)
+    assert [finding.code for finding in result.diagnostics] == ["PT303"]
+    assert result.plan is None
 
 
 def test_what_ifs_have_a_row_each(capsys: pytest.CaptureFixture[str], spec: str) -> None:
