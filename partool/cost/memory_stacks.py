@@ -26,6 +26,8 @@ class MemoryStack:
     """Weights are copied into the compute type even where no other rank shares them."""
     gradient_bytes: int | None = None
     """Bytes of an accumulated gradient element; None: those of a master element."""
+    narrow_gradient_bytes: int = 0
+    """Bytes of a gradient in the compute type, whole until a backward pass has ended and it is added to the other."""
     step_gradient_bytes: int = 0
     """Bytes of a second, wide gradient that exists for the optimizer step, sharded with the optimizer."""
     lasting_gradients: bool = False
@@ -125,7 +127,8 @@ MEMORY_STACKS: dict[str, MemoryStack] = {
         ),
         MemoryStack("torchtune", host_accumulates=True, wide_weights=False, expanded_keys=True, logit_chunks=8),
         MemoryStack(
-            "nanotron", resident_copy=True, lasting_gradients=True, norm_passes=0.0, selective="attention",
+            "nanotron", resident_copy=True, narrow_gradient_bytes=2, lasting_gradients=True, norm_passes=0.0,
+            selective="attention",
             keeps_boundary=True,
         ),
     )

@@ -1,7 +1,7 @@
 """Peak memory of a rank, by term, with how far it may be off: for columns of layouts, or exactly for one.
 
 The peak is that of the fullest of a step's phases: the loss (all activations and the logits), the first layer of the
-backward pass (all activations and one layer at work), and the end of the backward pass (all gradients).
+backward pass (all activations and one layer at work), its end (all gradients), and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from partool.cost.memory_stacks import MemoryStack, memory_stack
 from partool.cost.predict import columns
 from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
+from partool.cost.transient import communicators, exchange_bytes, loss_bytes
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory
 from partool.schedule import in_flight
@@ -158,14 +159,14 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     saved, at_work = _activations(job, layouts, stack, held, layers)
     on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
     saved = saved - on_host
-    loss, freed = (held.last * size for size in _loss(job, layouts, stack))
-    buffers = state.buffers + _exchange(job, layouts)
+    loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
+    buffers = state.buffers + exchange_bytes(job, layouts)
     if backend == "cpu":
-        activations, gradients = saved + at_work, state.gradients
+        activations, gradients = saved + at_work, state.gradients_at_step
     else:
-        activations, gradients, loss = _fullest_phase(state, saved, at_work, loss)
+        activations, gradients, loss = _fullest_phase(state, held, saved, at_work, loss)
         freed = np.where(loss > 0, freed, 0.0)
-    outside = FRAMEWORK_BYTES[backend] + _communicators(layouts) * COMMUNICATOR_BYTES[backend]
+    outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
     terms = {
         "parameters": state.parameters,
         "gathered": state.gathered,
@@ -204,15 +205,25 @@ def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
     return np.maximum(SMALLEST_ERROR * total, both)
 
 
-def _fullest_phase(state: States, saved: Column, at_work: Column, loss: Column) -> tuple[Column, Column, Column]:
+def _fullest_phase(
+    state: States, held: Held, saved: Column, at_work: Column, loss: Column
+) -> tuple[Column, Column, Column]:
     """Return activations, gradients and loss in the phase that needs most."""
-    at_loss = saved + loss + state.gradients_before
-    at_first = saved + at_work + state.gradients_before
-    at_end = at_work + state.gradients
-    phase = np.argmax(np.stack(np.broadcast_arrays(at_loss, at_first, at_end)), axis=0)
-    activations = np.where(phase == 0, saved, np.where(phase == 1, saved + at_work, at_work))
-    gradients = np.where(phase == 2, state.gradients, state.gradients_before)
-    return activations, gradients, np.where(phase == 0, loss, 0.0)
+    # As one micro-batch's backward pass ends, the others in flight still have their activations.
+    others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
+    phases = (
+        (saved, state.gradients_before, loss),
+        (saved + at_work, state.gradients_before, 0.0),
+        (others + at_work, state.gradients, 0.0),
+        (0.0, state.gradients_at_step, 0.0),
+    )
+    shape = np.broadcast_shapes(*(np.shape(value) for phase in phases for value in phase))
+    fullest = np.argmax(np.stack([np.broadcast_to(sum(phase), shape) for phase in phases]), axis=0)
+
+    def chosen(part: int) -> Column:
+        return np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases])
+
+    return chosen(0), chosen(1), chosen(2)
 
 
 def _layers(job: Job, layouts: Layouts, stack: MemoryStack) -> Layers:
@@ -246,46 +257,3 @@ def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, lay
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
     norm = norm_per_token(job, layouts, stack) * tokens
     return saved * held.in_flight + held.last * norm, at_work
-
-
-def _loss(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
-    """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
-
-    The freed block stays with the allocator: what follows is twice as large and does not fit into it.
-    """
-    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
-    vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
-    logits = micro_batch_tokens(job, layouts) * vocab
-    at_once = logits / stack.logit_chunks
-    if stack.logit_limit:
-        at_once = np.minimum(at_once, stack.logit_limit)
-    narrow = small if small != wide else 0
-    in_parts = at_once < logits
-    tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
-    spike = at_once * tensors * wide
-    if stack.logits_kept:
-        # The logits of all parts and their gradients, as those of the parts are joined.
-        spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
-    else:
-        # Of each part the gradient in the compute type, beside that of the part before; and the head's gradient, summed
-        # over the parts in a wide type, then cast.
-        spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
-    outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
-    return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
-
-
-def _exchange(job: Job, layouts: Layouts) -> Column:
-    """Return the bytes of buffers of tensor, sequence and expert parallelism."""
-    small, m = job.compute_bytes, job.model
-    tensor = np.where((layouts.tp > 1) & job.stack.sequence_parallel, 2.0 * m.hidden, 0.0)
-    sizes = widths(job, layouts, MOE if m.moe else DENSE)
-    tokens = micro_batch_tokens(job, layouts)
-    sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)
-    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
-    return small * tokens * (tensor + sequence + expert)
-
-
-def _communicators(layouts: Layouts) -> Column:
-    """Return the number of groups that a rank communicates in."""
-    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp, layouts.ep)
-    return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -22,9 +22,11 @@ class States:
     parameters: Column
     gathered: Column
     gradients: Column
-    """When a step's last backward pass ends."""
+    """When a backward pass ends."""
     gradients_before: Column
-    """Of them, those that exist when activations are at their most."""
+    """When activations are at their most."""
+    gradients_at_step: Column
+    """When the optimizer works."""
     optimizer: Column
     buffers: Column
     """Of gathers and reductions of parameters and gradients."""
@@ -68,14 +70,13 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     else:
         parameters = kept_wide + small * sharded(1) * on_host
     parameters = np.where(layouts.host_parameters == 1, 0.0, parameters)
-    gradients, before = _gradients(job, layouts, stack, everything * trained, sharded(1) * trained)
+    gradients = _gradients(job, layouts, stack, everything * trained, sharded(1) * trained)
     moments = 2 * master * sharded(1) * trained
     gathered = _gathered(job, layouts, stack, sizes, everything)
     host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1) * trained)
     host = host + np.where(layouts.host_parameters == 1, small * sharded(3), 0.0)
-    return States(
-        parameters, gathered, gradients, before, moments * (1 - on_host), _buffers(job, layouts, stack, sizes), host
-    )
+    optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
+    return States(parameters, gathered, *gradients, optimizer, buffers, host)
 
 
 def _shards(layouts: Layouts) -> Column:
@@ -129,8 +130,10 @@ def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, eve
     return small * np.where(layouts.zero == 3, partial, whole)
 
 
-def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column) -> tuple[Column, Column]:
-    """Return the gradients at the end of a step's backward passes, and those that exist when activations are most."""
+def _gradients(
+    job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+) -> tuple[Column, Column, Column]:
+    """Return the gradients as a backward pass ends, when activations are at their most, and at the optimizer's step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size = stack.gradient_bytes or master
     if stack.lasting_gradients or stack.resident_copy:
@@ -149,7 +152,9 @@ def _gradients(job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sh
     on_device = 1 - layouts.host_optimizer
     if not stack.host_accumulates:
         on_device = np.where(layouts.accumulation > 1, 1, on_device)
-    return gradients * on_device + at_step * (1 - layouts.host_optimizer), before * on_device
+    ended = gradients + stack.narrow_gradient_bytes * whole
+    stepping = gradients * on_device + at_step * (1 - layouts.host_optimizer)
+    return ended * on_device, before * on_device, stepping
 
 
 def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:

@@ -83,7 +83,7 @@ def test_bytes_per_parameter(stack: str, zero: int, fixed: int, cut: int) -> Non
     """Accumulating: partool's ZeRO-1 keeps whole gradients. What partool computes with is gathered, not state."""
     shards = 4 if zero else 1
     found = state(job(stack=stack), stack, zero=zero, shards=shards, accumulation=2)
-    total = found.parameters + found.gradients + found.optimizer
+    total = found.parameters + found.gradients_at_step + found.optimizer
     assert total / N == pytest.approx(fixed + cut / shards, rel=1e-3)
 
 
@@ -259,7 +259,7 @@ def test_higher_stages_and_more_ranks_never_hold_more_state(layout: Layout, zero
 
     def held(stage: int, shards: int) -> float:
         found = state(case, stack, zero=stage, shards=shards, tp=layout.mesh.tp, accumulation=layout.accumulation)
-        return float(found.parameters + found.gradients + found.optimizer)
+        return float(found.parameters + found.gradients_at_step + found.optimizer)
 
     assert held(zero + 1, 4) <= held(zero, 4)
     assert held(zero, 8) <= held(zero, 4)
@@ -387,6 +387,17 @@ def test_sigma_follows_what_is_known() -> None:
     assert memory_stack("fsdp2+calibrated").sigma_moving < 0.03
     assert memory_stack("deepspeed+fused-loss").logit_chunks > 1
     assert set(MEMORY_STACKS) == set(STACKS)
+
+
+def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
+    """nanotron adds bf16 gradients to fp32 ones once a micro-batch is through; the others in flight wait beside it."""
+    found = state(job(stack="nanotron"), "nanotron", zero=1, shards=4, accumulation=4)
+    assert (found.gradients, found.gradients_before, found.gradients_at_step) == (6 * N, 4 * N, 4 * N)
+    few_words = LLAMA.model_copy(update={"vocab": 64})
+    long = Job(few_words, GPU, 2048, 64, "bf16", STACKS["nanotron"])
+    terms = peak_memory(long, Layouts(pp=2, accumulation=8, recompute=3)).terms
+    assert terms["gradients"] == 6 * (4 * count(groups(few_words)[1]) + 64 * LLAMA.hidden)
+    assert terms["activations"] > 4 * 2048 * 2 * LLAMA.hidden
 
 
 def test_stages_keep_what_they_sent_and_what_they_returned() -> None:

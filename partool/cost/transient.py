@@ -1,0 +1,53 @@
+"""What exists for a moment only: logits, buffers of tensor, sequence and expert parallelism; and communicators."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.held import DENSE, MOE
+from partool.cost.memory_stacks import MemoryStack
+from partool.cost.saved import micro_batch_tokens, widths
+
+
+def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+    """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
+
+    The freed block stays with the allocator: what follows is twice as large and does not fit into it.
+    """
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
+    logits = micro_batch_tokens(job, layouts) * vocab
+    at_once = logits / stack.logit_chunks
+    if stack.logit_limit:
+        at_once = np.minimum(at_once, stack.logit_limit)
+    narrow = small if small != wide else 0
+    in_parts = at_once < logits
+    tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
+    spike = at_once * tensors * wide
+    if stack.logits_kept:
+        # The logits of all parts and their gradients, as those of the parts are joined.
+        spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
+    else:
+        # Of each part the gradient in the compute type, beside that of the part before; and the head's gradient, summed
+        # over the parts in a wide type, then cast.
+        spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
+    outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
+    return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
+
+
+def exchange_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the bytes of buffers of tensor, sequence and expert parallelism."""
+    small, m = job.compute_bytes, job.model
+    tensor = np.where((layouts.tp > 1) & job.stack.sequence_parallel, 2.0 * m.hidden, 0.0)
+    sizes = widths(job, layouts, MOE if m.moe else DENSE)
+    tokens = micro_batch_tokens(job, layouts)
+    sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)
+    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
+    return small * tokens * (tensor + sequence + expert)
+
+
+def communicators(layouts: Layouts) -> Column:
+    """Return the number of groups that a rank communicates in."""
+    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp, layouts.ep)
+    return sum(np.where(ranks > 1, 1, 0) for ranks in groups)
