@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from partool.cost import traced
 from partool.layout.traced import COEFFICIENTS
-from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.model import Mla, ModelConfig
 from partool_runtime import trace
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
@@ -124,15 +125,20 @@ def test_other_data_change_the_plan() -> None:
 def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="coefficients"):
         traced.parse(json.dumps({"coefficients": ["hidden"], "families": {}}))
-    experts = ModelConfig(**SMALL, moe=Moe(experts=4, top_k=2, ffn_hidden=8))
-    with pytest.raises(traced.TraceError, match="mixture-of-experts"):
-        traced.refresh(experts, "bf16", ("none",))
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(traced.TraceError):
-        traced.refresh(model("llama"), "bf16")
     odd = Counter({(trace.TOKENS * 3071, 2): 1})
     with pytest.raises(trace.UnknownTensorError):
         trace.coefficients(odd, ModelConfig(**trace.SIZES))
+    said = "Traceback:\n  File x\nConfigurationError: PT405 the decoder has no experts\n  help: Plan it only.\n"
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+        with pytest.raises(
+            traced.TraceError, match=r"^ConfigurationError: PT405 the decoder has no experts help: Plan"
+        ):
+            traced.refresh(model("llama"), "bf16")
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(traced.TraceError, match="nonexistent"):
+        traced.refresh(model("llama"), "bf16")
 
 
 def test_experts_and_latent_attention_are_not_traced() -> None:
