@@ -206,11 +206,13 @@ class _Builder:
     def _sharing(self, dp: int, inside: int) -> list[tuple[int, int]]:
         """Return (ZeRO stage, ranks that share the state); one rank has nothing to share."""
         data = self.problem.spec.parallel.data
-        zeros = (0, 1, 2, 3) if data.zero == "auto" else (data.zero,)
+        # Parameters go to the host as ZeRO-3 shards, of one rank too.
+        to_host = self.problem.spec.parallel.offload.parameters == "cpu"
+        zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
         found = []
         for zero in zeros:
             if zero == 0 or dp == 1:
-                if data.zero != "auto" or (zero == 0 and data.shard in ("auto", 1)):
+                if data.zero != "auto" or to_host or (zero == 0 and data.shard in ("auto", 1)):
                     found.append((zero, 1))
             elif data.shard != "auto":
                 found += [(zero, data.shard)] if dp % data.shard == 0 else []

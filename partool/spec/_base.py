@@ -15,10 +15,10 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def shorthand(field: str, kind: type = str) -> Any:
-    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``)."""
+def shorthand(field: str, *kinds: type) -> Any:
+    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``); default: text."""
 
     def expand(value: Any) -> Any:
-        return {field: value} if isinstance(value, kind) and not isinstance(value, bool) else value
+        return {field: value} if isinstance(value, kinds or str) and not isinstance(value, bool) else value
 
     return expand

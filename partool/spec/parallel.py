@@ -64,8 +64,8 @@ class ParallelSpec(Section):
     data: DataParallel = DataParallel()
     tensor: PositiveInt | Auto = "auto"
     """Ranks that share every matrix."""
-    pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int))] = Pipeline()
-    sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int))] = Sequence()
+    pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int, str))] = Pipeline()
+    sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
     expert: PositiveInt | Auto = "auto"
     """Ranks that share the experts of a layer."""
     offload: Offload = Offload()

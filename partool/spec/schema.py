@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from partool.spec.spec import Spec
 
 _WORD = {"type": "string"}
-_NUMBER = {"type": "integer", "exclusiveMinimum": 0}
+_NUMBER = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}
 _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
     "Spec": (("model", "preset", _WORD), ("hardware", "accelerator", _WORD), ("data", "source", _WORD)),
     "ParallelSpec": (("pipeline", "stages", _NUMBER), ("sequence", "degree", _NUMBER)),

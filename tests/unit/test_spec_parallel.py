@@ -1,0 +1,89 @@
+"""The ``parallel`` section: shorthands, lists, and what contradicts itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema
+import pytest
+
+from partool.spec import load_text
+from partool.spec.parallel import ParallelSpec
+from partool.spec.schema import json_schema
+
+BASE = "model: {layers: 2, hidden: 64, heads: 4}\ndata: python-stdlib\n"
+
+
+def parallel(text: str, overrides: list[str] | None = None) -> ParallelSpec:
+    loaded = load_text(f"{BASE}parallel: {text}\n", overrides=overrides)
+    assert loaded.spec is not None, loaded.diagnostics
+    return loaded.spec.parallel
+
+
+def test_everything_is_open_by_default() -> None:
+    flat = ParallelSpec().model_dump()
+    values = [inner for value in flat.values() for inner in (value.values() if isinstance(value, dict) else [value])]
+    assert set(values) == {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        ("{pipeline: 4}", "{pipeline: {stages: 4}}"),
+        ("{pipeline: auto}", "{}"),
+        ("{sequence: 2}", "{sequence: {degree: 2}}"),
+        ("{sequence: auto, tensor: auto, expert: auto}", "{}"),
+    ],
+)
+def test_shorthands_stand_for_sections(text: str, full: str) -> None:
+    assert parallel(text) == parallel(full)
+
+
+def test_overrides_open_shorthands() -> None:
+    found = parallel(
+        "{pipeline: 4, sequence: 2}", ["parallel.pipeline.schedule=gpipe", "parallel.sequence.method=ring"]
+    )
+    assert (found.pipeline.stages, found.pipeline.schedule) == (4, "gpipe")
+    assert (found.sequence.degree, found.sequence.method) == (2, "ring")
+
+
+def test_recompute_is_a_word_or_a_list() -> None:
+    assert parallel("{recompute: attention}").recompute == "attention"
+    assert parallel("{recompute: [none, full]}").recompute == ["none", "full"]
+
+
+WRONG: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "zero degree": ("{tensor: 0}", "PT105", ("parallel", "tensor")),
+    "word": ("{pipeline: four}", "PT105", ("parallel", "pipeline")),
+    "truth": ("{sequence: true}", "PT102", ("parallel", "sequence")),
+    "policy": ("{recompute: [none, ful]}", "PT105", ("parallel", "recompute", 1)),
+    "fraction": ("{offload: {gpu_fraction: 1.5}}", "PT105", ("parallel", "offload", "gpu_fraction")),
+    "chunks": ("{pipeline: {schedule: 1f1b, chunks: 2}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "one chunk": ("{pipeline: {schedule: interleaved, chunks: 1}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "one stage": ("{pipeline: {stages: 1, chunks: 2}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "share of nothing": (
+        "{offload: {optimizer: none, gpu_fraction: 0.5}}", "PT224", ("parallel", "offload", "gpu_fraction")
+    ),
+    "whole parameters": (
+        "{data: {zero: 1}, offload: {parameters: cpu}}", "PT224", ("parallel", "offload", "parameters")
+    ),
+    "parameters alone": (
+        "{offload: {optimizer: none, parameters: cpu}}", "PT224", ("parallel", "offload", "parameters")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "code", "path"), WRONG.values(), ids=WRONG)
+def test_contradictions_are_found_at_their_place(text: str, code: str, path: tuple[Any, ...]) -> None:
+    (found,) = load_text(f"{BASE}parallel: {text}\n").diagnostics
+    assert (found.code, found.path) == (code, path)
+    assert found.span is not None
+
+
+def test_the_schema_knows_the_shorthands() -> None:
+    check = jsonschema.Draft7Validator(json_schema())
+    base = {"model": "llama3-8b", "data": "python-stdlib"}
+    for good in ({"pipeline": 4}, {"sequence": "auto"}, {"pipeline": {"stages": 2}}, {"recompute": ["none", "full"]}):
+        assert list(check.iter_errors({**base, "parallel": good})) == [], good
+    for bad in ({"pipeline": 0}, {"sequence": "ring"}, {"recompute": ["ful"]}, {"offload": {"optimizer": "nvme"}}):
+        assert list(check.iter_errors({**base, "parallel": bad})), bad
