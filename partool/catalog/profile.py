@@ -32,7 +32,7 @@ _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
 _HOP = 0.4
 _HOST_LINK_SHARE = 0.8
-_ADAM_BYTES, _ADAM_SHARE = 28.0, 0.75
+_ADAM_BYTES, _ADAM_SHARE = 28.0, 0.5
 
 
 @dataclass(frozen=True)
