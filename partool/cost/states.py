@@ -69,14 +69,13 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     else:
         parameters = kept_wide + small * sharded(1) * on_host
-    parameters = np.where(layouts.host_parameters == 1, 0.0, parameters)
+    away = np.where(layouts.host_parameters == 1, parameters, 0.0)
     gradients = _gradients(job, layouts, stack, everything * trained, sharded(1) * trained)
     moments = 2 * master * sharded(1) * trained
     gathered = _gathered(job, layouts, stack, sizes, everything)
     host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1) * trained)
-    host = host + np.where(layouts.host_parameters == 1, small * sharded(3), 0.0)
     optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
-    return States(parameters, gathered, *gradients, optimizer, buffers, host)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, host + away)
 
 
 def _shards(layouts: Layouts) -> Column:

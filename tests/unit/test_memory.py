@@ -330,6 +330,7 @@ def test_offload_moves_bytes_to_the_host() -> None:
     assert predict_memory(long, few, 0.1).terms_bytes["gradients"] == 4 * N
     away = predict_memory(long, plain(offload_parameters="cpu"), 0.1)
     assert away.terms_bytes["parameters"] == 0
+    assert host_bytes(long, plain(offload_parameters="cpu")) == pytest.approx(HOST_FACTOR * 4 * N, rel=1e-3)
     activations = plain(offload_activations="cpu")
     assert predict_memory(long, activations, 0.1).total_bytes < predict_memory(long, device, 0.1).total_bytes
     assert host_bytes(long, activations) > 0
