@@ -1,4 +1,4 @@
-"""One GPU: is what it computes right, how fast is the trainer next to a bare FSDP2 loop, how good are memory forecasts.
+"""One GPU: is what it computes right, how fast is the trainer next to a bare FSDP2 loop, how good are the predictions.
 
 Correctness comes first and ends the script where it fails. Speed is measured in alternation, eager and compiled.
 Without a GPU the script says so and exits with code 2.
@@ -27,6 +27,7 @@ ROUNDS = 2
 SHORT = {"training.steps": 20, "training.validation.every": 0, "training.validation.samples": 2, "checkpoint.every": 10}
 QUIET = SHORT | {"training.steps": 30, "checkpoint.every": 0, "parallel.data.zero": 3, "parallel.recompute": "none"}
 SPEED = QUIET | {"model": "gpt2", "training.sequence_length": 1024, "training.global_batch": 32}
+POLICIES = ("none", "full")
 SIZES = ("gpt2", "gpt2-xl", "llama3.2-1b")
 LIMITS = {"fp64": 1e-9, "fp32": 1e-3, "compile": 1e-3, "bf16": 5e-2}
 """Largest relative difference of a step's loss from that of the CPU in float64."""
@@ -128,14 +129,39 @@ def speed(folder: Path, compiled: str) -> dict[str, Any]:
     }
 
 
-def memory(folder: Path, model: str) -> dict[str, float]:
-    """Return the predicted and the measured peak of the allocator for one model."""
-    settings = SPEED | {"model": model, "training.steps": 6, "training.log_every": 1, "parallel.compile": "none"}
-    plan = make_plan(folder / model, settings)
-    peak = max(step["memory_bytes"] for step in launch(plan) if step.get("memory_bytes"))
-    terms = json.loads(plan.read_text(encoding="utf-8"))["prediction"]["memory"]["terms_bytes"]
-    predicted = sum(size for term, size in terms.items() if term not in NOT_ALLOCATED)
-    return {"predicted_bytes": predicted, "measured_bytes": peak, "predicted_to_measured": predicted / peak}
+def calibrate(folder: Path) -> Path:
+    """Measure this machine; return the profile that plans then use."""
+    folder.mkdir(parents=True)
+    partool("calibrate", "--quick", "--ranks", "1", "--out", folder / "profile.json", folder=folder)
+    return folder / "profile.json"
+
+
+def prediction(folder: Path, model: str, recompute: str, profile: Path) -> dict[str, float]:
+    """Return predicted against measured peak of the allocator and step time, by catalog and by calibration."""
+    settings = SPEED | {"model": model, "training.steps": 12, "training.log_every": 1, "parallel.compile": "none"}
+    settings = settings | {"parallel.recompute": recompute}
+    plan = make_plan(folder / f"{model}-{recompute}", settings)
+    steps = launch(plan)
+    peak = max(step["memory_bytes"] for step in steps if step.get("memory_bytes"))
+    seconds = statistics.median(step["step_time_s"] for step in steps[WARMUP_STEPS:])
+    found = predicted(plan)
+    terms = found["memory"]["terms_bytes"]
+    allocated = sum(size for term, size in terms.items() if term not in NOT_ALLOCATED)
+    calibrated = make_plan(folder / f"{model}-{recompute}-calibrated", settings | {"hardware.profile": profile})
+    return {
+        "predicted_bytes": allocated,
+        "measured_bytes": peak,
+        "predicted_to_measured_memory": allocated / peak,
+        "measured_s": seconds,
+        "predicted_to_measured_time": found["time"]["step_time_s"] / seconds,
+        "calibrated_to_measured_time": predicted(calibrated)["time"]["step_time_s"] / seconds,
+    }
+
+
+def predicted(plan: Path) -> dict[str, Any]:
+    """Return what a plan predicts."""
+    found: dict[str, Any] = json.loads(plan.read_text(encoding="utf-8"))["prediction"]
+    return found
 
 
 def main() -> None:
@@ -145,12 +171,17 @@ def main() -> None:
         sys.exit(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        profile = calibrate(folder / "calibration")
         result = {
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda or torch.version.hip,
             "loss_differences": check(folder / "check"),
             "speed": {kind: speed(folder, kind) for kind in ("none", "block")},
-            "memory": {model: memory(folder, model) for model in SIZES},
+            "predictions": {
+                f"{model}, recompute {policy}": prediction(folder / "predictions", model, policy, profile)
+                for model in SIZES
+                for policy in POLICIES
+            },
         }
     write("gpu", result, "torch")
 
