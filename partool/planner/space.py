@@ -226,7 +226,7 @@ class _Builder:
         """Return (index in SCHEDULES, chunks per rank)."""
         pipeline = self.problem.spec.parallel.pipeline
         if pp == 1:
-            return [(SCHEDULES.index("1f1b"), 1)]
+            return [(SCHEDULES.index("1f1b"), 1)] if pipeline.chunks in ("auto", 1) else []
         names = SCHEDULES if pipeline.schedule == "auto" else (pipeline.schedule,)
         found = []
         for name in names:
@@ -236,7 +236,7 @@ class _Builder:
                 layers = self.problem.model.layers
                 useful = [n for n in range(2, MOST_CHUNKS + 1) if n in CHUNKS or layers % (n * pp) == 0]
                 found += [(SCHEDULES.index(name), chunks) for chunks in useful if chunks * pp <= layers]
-            elif pipeline.chunks > 1:
+            elif 1 < pipeline.chunks <= self.problem.model.layers // pp:
                 found.append((SCHEDULES.index(name), pipeline.chunks))
         return found
 
