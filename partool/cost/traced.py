@@ -92,15 +92,20 @@ def refresh(model: ModelConfig, precision: Precision, compiles: tuple[Compile, .
 
     Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
     """
-    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": precision, "compile": compiles})
+    # fp8 casts as it multiplies; what is saved is bf16.
+    saved = "bf16" if precision == "fp8" else precision
+    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": saved, "compile": compiles})
     command = [sys.executable, "-m", "partool_runtime.trace", "-"]
     try:
         done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TraceError(str(error)) from error
+        raise TraceError(f"the runtime could not trace the model: {error}") from error
     if done.returncode:
-        raise TraceError(_last_message(done.stderr))
-    found = parse(done.stdout)
+        raise TraceError(f"the runtime could not trace the model: {_last_message(done.stderr)}")
+    try:
+        found = parse(done.stdout)
+    except (ValueError, KeyError) as error:
+        raise TraceError(f"the runtime's trace cannot be read: {error}") from error
     return Trace(found.torch, found.date, shipped().families | found.families, found.sha256)
 
 

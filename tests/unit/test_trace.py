@@ -133,9 +133,12 @@ def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
         with pytest.raises(
-            traced.TraceError, match=r"^ConfigurationError: PT405 the decoder has no experts help: Plan"
+            traced.TraceError, match="model: ConfigurationError: PT405 the decoder has no experts help: Plan"
         ):
             traced.refresh(model("llama"), "bf16")
+        failed.returncode, failed.stdout = 0, "no JSON"
+        with pytest.raises(traced.TraceError, match="cannot be read"):
+            traced.refresh(model("llama"), "fp8")
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(traced.TraceError, match="nonexistent"):
         traced.refresh(model("llama"), "bf16")
