@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
@@ -66,12 +67,17 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
     """Yield changes of one field as ``key: value (its step time)`` with what comes of them."""
-    for key, value, changed in _proposals(problem):
-        if any(finding.severity == "error" for finding in check(changed, None)) or not may_fit(changed):
-            continue
-        best = solve(changed).chosen
-        if best is not None:
+    for key, wanted, values in _proposals(problem):
+        found = ((value, changed, _best(changed)) for value, changed in values)
+        for value, changed, best in islice((one for one in found if one[2] is not None), wanted):
+            assert best is not None
             yield f"{key}: {value} ({_cost(changed, best)})", Change(changed, best)
+
+
+def _best(problem: Problem) -> Priced | None:
+    if any(finding.severity == "error" for finding in check(problem, None)) or not may_fit(problem):
+        return None
+    return solve(problem).chosen
 
 
 def _cost(problem: Problem, best: Priced) -> str:
@@ -79,32 +85,25 @@ def _cost(problem: Problem, best: Priced) -> str:
     return f"{best.time.step_time_s:.3g} s per step, {tokens:.0f} tokens/s per device"
 
 
-def _proposals(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
-    """Yield (field, value, changed problem): freed pins first, then shorter sequences, more nodes, other devices."""
-    yield from _freed(problem)
-    yield from _batches(problem)
-    training = problem.spec.training
-    length = training.sequence_length // 2
-    while length >= _SHORTEST:
-        shorter = problem.with_training(sequence_length=length)
-        if may_fit(shorter):
-            yield "training.sequence_length", length, shorter
-            break
-        length //= 2
-    nodes = problem.devices.nodes
-    for _ in range(_DOUBLINGS):
-        nodes *= 2
-        if may_fit(problem.on(nodes=nodes)):
-            yield "hardware.nodes", nodes, problem.on(nodes=nodes)
-            break
-    yield from _accelerators(problem)
+Values = Iterator[tuple[object, Problem]]
+"""Values of one field to try in turn, each with the changed problem."""
 
 
-def _freed(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
+    """Yield (field, how many of its values to propose, values): freed pins first, then other sizes and devices."""
+    for key, changed in _freed(problem):
+        yield key, 1, iter([("auto", changed)])
+    yield "training.global_batch", 2, _batches(problem)
+    yield "training.sequence_length", 1, _shorter(problem)
+    yield "hardware.nodes", 1, _more_nodes(problem)
+    yield "hardware.accelerator", _ACCELERATORS, _accelerators(problem)
+
+
+def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
     parallel = problem.spec.parallel
     for name in ("recompute", "micro_batch", "tensor", "expert"):
         if getattr(parallel, name) != "auto":
-            yield f"parallel.{name}", "auto", problem.with_parallel(**{name: "auto"})
+            yield f"parallel.{name}", problem.with_parallel(**{name: "auto"})
     for section, name in (
         ("data", "zero"),
         ("data", "shard"),
@@ -118,19 +117,32 @@ def _freed(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
         whole = getattr(parallel, section)
         if getattr(whole, name) != "auto":
             freed = problem.with_parallel(**{section: whole.model_copy(update={name: "auto"})})
-            yield f"parallel.{section}.{name}", "auto", freed
+            yield f"parallel.{section}.{name}", freed
 
 
-def _batches(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
+def _batches(problem: Problem) -> Values:
     """Yield the nearest batches that all devices share evenly."""
     batch, world = problem.spec.training.global_batch, problem.world_size
     if batch % world:
         for size in sorted({batch - batch % world, batch - batch % world + world} - {0}):
-            yield "training.global_batch", size, problem.with_training(global_batch=size)
+            yield size, problem.with_training(global_batch=size)
 
 
-def _accelerators(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
-    """Yield the accelerators with the least memory that is enough, as many as there are now."""
+def _shorter(problem: Problem) -> Values:
+    length = problem.spec.training.sequence_length // 2
+    while length >= _SHORTEST:
+        yield length, problem.with_training(sequence_length=length)
+        length //= 2
+
+
+def _more_nodes(problem: Problem) -> Values:
+    for doubling in range(1, _DOUBLINGS + 1):
+        nodes = problem.devices.nodes << doubling
+        yield nodes, problem.on(nodes=nodes)
+
+
+def _accelerators(problem: Problem) -> Values:
+    """Yield accelerators with more memory, the least first, as many as there are now."""
     if problem.devices.backend == "cpu":
         return
     hardware, found = problem.spec.hardware, []
@@ -141,14 +153,8 @@ def _accelerators(problem: Problem) -> Iterator[tuple[str, object, Problem]]:
         devices = resolve_hardware(other, problem.spec.training.precision).devices
         if devices is not None and devices.memory_bytes > problem.devices.memory_bytes:
             found.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
-    proposed = 0
     for _, name, devices in sorted(found, key=lambda item: item[:2]):
-        changed = replace(problem, devices=devices)
-        if may_fit(changed):
-            yield "hardware.accelerator", name, changed
-            proposed += 1
-        if proposed == _ACCELERATORS:
-            return
+        yield name, replace(problem, devices=devices)
 
 
 def _smallest(solution: Solution) -> Priced:

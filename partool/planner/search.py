@@ -22,7 +22,7 @@ TIE = 1e-3
 """Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
 SLACK = 0.03
 """How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
-LIKELY = 0.9
+LIKELY = 0.97
 """Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
 _CHUNK = 8192
 _FAST_HOST = 100e9
@@ -120,6 +120,16 @@ class Search:
         total, likely, _ = self._room(self.groups, policy)
         return total, likely
 
+    def could_fit(self) -> bool:
+        """Return False if nothing fits even with the policies that save most, host memory counted."""
+        for policy in self.extremes():
+            groups = self.groups[self.space.allowed(self.groups, np.full(len(self.groups), policy))]
+            total, _, host = self._room(groups, np.full(len(groups), policy))
+            fits = (total <= self.problem.capacity_bytes * (1.0 + SLACK)) & (host <= host_limit(self.problem))
+            if fits.any():
+                return True
+        return False
+
     def smallest(self) -> tuple[int, int]:
         """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
         found = []
@@ -183,8 +193,10 @@ class Search:
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
         """Take a layout as the best so far if it fits and is faster, or as fast and simpler."""
+        if not (priced.safe if sure else priced.fits):
+            return
         time_s = priced.time.step_time_s
-        if time_s > self._limit_s * (1.0 + TIE) or not (priced.safe if sure else priced.fits):
+        if time_s > self._limit_s * (1.0 + TIE):
             return
         self._limit_s = min(self._limit_s, time_s)
         self._settled = [p for p in [*self._settled, priced] if p.time.step_time_s <= self._limit_s * (1.0 + TIE)]

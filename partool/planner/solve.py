@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from partool.plan.types import SearchSummary
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
-from partool.planner.search import SLACK, TIE, Found, Search
+from partool.planner.search import TIE, Found, Search
 from partool.planner.space import Space, build
 
 TOO_LARGE = "too large even with everything recomputed and offloaded"
@@ -89,7 +88,4 @@ def solve(problem: Problem) -> Solution:
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
     space = build(problem)
-    if space.size == 0:
-        return False
-    total: Any = Search(problem, space).least_memory()[0]
-    return bool((total <= problem.capacity_bytes * (1.0 + SLACK)).any())
+    return space.size > 0 and Search(problem, space).could_fit()
