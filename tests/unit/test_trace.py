@@ -73,6 +73,20 @@ def test_a_real_layer_saves_what_the_data_say(kind: str, precision: str, policy:
     assert more == shipped_bytes(three, precision, policy)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_attention_changes_no_gradient(kind: str) -> None:
+    """The decoder's own core of attention, with and without a window, run twice: the same bits."""
+    found = []
+    for policy in ("none", "attention"):
+        torch.manual_seed(5)
+        network = Decoder(model(kind)).double()
+        recompute(network, [policy] * 3)
+        tokens = torch.arange(TOKENS).reshape(BATCH, LENGTH) % SMALL["vocab"]
+        network(tokens, tokens.roll(1)).backward()
+        found.append([parameter.grad for parameter in network.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("policy", ["none", "attention", "selective", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_real_tensors_give_the_same_trace(kind: str, policy: Any) -> None:
