@@ -33,6 +33,10 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     output: Annotated[Output, typer.Option("--output", help="text, json, or findings as github or sarif.")] = "text",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the plan to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a report as one HTML page.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", help="Also write the schedule in time, for Perfetto.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only findings and the exit code; takes many specs.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
     against: Annotated[
@@ -73,7 +77,8 @@ def command(
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace)
     if out is not None:
-        _write(plan, out)
+        _write(plan.to_json(), out)
+    _reports(plan, html, timeline, source=str(out or spec))
     if previous is not None:
         _against(previous, plan, output)
     elif older is not None:
@@ -148,14 +153,25 @@ def _print_varied(rows: list[tuple[list[str], Plan | None, str]], output: Output
         tables.render_varied(rows, _console())
 
 
-def _write(plan: Plan, path: Path) -> None:
-    """Write the plan in one step: a reader sees the old file or the new one."""
+def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: str) -> None:
+    if html is not None:
+        from partool.report.html import render_html
+
+        _write(render_html(plan, source), html)
+    if timeline is not None:
+        from partool.report.timeline import timeline_json
+
+        _write(json.dumps(timeline_json(plan)) + "\n", timeline)
+
+
+def _write(text: str, path: Path) -> None:
+    """Write a file in one step: a reader sees the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(plan.to_json())
+            file.write(text)
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except OSError as error:
-        fail("PT002", f"{path} cannot be written: {error.strerror}", "choose another --out", 3)
+        fail("PT002", f"{path} cannot be written: {error.strerror}", "choose another file", 3)

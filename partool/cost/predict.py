@@ -16,7 +16,7 @@ from partool.cost.sync import Held, Passes, sync
 from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import Layout, TimePrediction
-from partool.schedule import makespan
+from partool.schedule import StageTimes, makespan
 from partool.spec.parallel import Recompute
 
 _DATA_S = 1e-4
@@ -92,6 +92,16 @@ def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePredictio
         device_hours=total_s * world / 3600.0,
         traffic_bytes=traffic_bytes(job, layout),
     )
+
+
+def stage_times(job: Job, layout: Layout) -> StageTimes:
+    """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
+    costs = {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys(layout.recompute)}
+    stages = _stages(job, layout, costs)
+    forward, backward, weight = (
+        [job.time_scalar * value for value in stages.total(name)] for name in ("forward_s", "backward_s", "weight_s")
+    )
+    return StageTimes(forward, backward, weight, job.time_scalar * float(step(job, columns(layout)).send_s))
 
 
 def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:

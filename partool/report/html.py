@@ -1,0 +1,230 @@
+"""A plan as one page: no network, no fonts or scripts from elsewhere; its facts do not need JavaScript."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from partool.plan.terms import MEMORY_TERMS, TIME_PARTS, TIME_TERMS
+from partool.plan.types import CandidateRow, Plan, RankMemory
+from partool.report.html_charts import axis_rows, node_pictures, pareto
+from partool.report.html_svg import bar
+from partool.report.html_timeline import timeline_view
+from partool.report.units import amount, duration, gib, seconds
+
+_RANKS = 20
+"""Pipeline ranks that get a bar; of more, the first, the fullest and the last are shown."""
+_TINY = 1e-6
+"""Share of the step below which a part is not worth a line."""
+_VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fit"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A term with its colour, its value in words, and its share."""
+
+    name: str
+    class_: str
+    value: str
+    share: str
+    words: str
+    bar: str = ""
+
+
+@dataclass(frozen=True)
+class RankBar:
+    """Memory of one pipeline rank."""
+
+    name: str
+    svg: str
+    total: str
+    share: str
+
+
+def render_html(plan: Plan, source: str | None = None) -> str:
+    """Return the page; ``source`` is the file that ``partool launch`` takes to run the plan."""
+    import jinja2
+    from markupsafe import Markup
+
+    def asset(name: str) -> str:
+        return (resources.files("partool.templates") / name).read_text(encoding="utf-8")
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(gib=gib, seconds=seconds, amount=amount, duration=duration, markup=Markup)
+    template = environment.from_string(asset("report.html.jinja"))
+    return template.render(
+        plan=plan, css=Markup(asset("report.css")), js=Markup(asset("report.js")), **_content(plan, source)
+    )
+
+
+def _content(plan: Plan, source: str | None) -> dict[str, Any]:
+    pictures, left_out = node_pictures(plan)
+    return {
+        "summary": _summary(plan),
+        "parameters": _parameters(plan),
+        "verdict": _VERDICTS[plan.prediction.memory.verdict],
+        "probability": _probability(plan.prediction.memory.fit_probability),
+        "command": f"partool launch {source or 'SPEC'}" if plan.runnable else "",
+        "layout": _layout(plan),
+        "axes": axis_rows(plan),
+        "nodes": pictures,
+        "nodes_left_out": left_out,
+        "rank_bars": _rank_bars(plan),
+        "memory_terms": _memory_terms(plan),
+        "time_bar": _time_bar(plan),
+        "time_terms": _time_terms(plan),
+        "time_parts": _time_parts(plan),
+        "timeline": timeline_view(plan),
+        "candidates": [_candidate(row) for row in plan.candidates],
+        "pareto": pareto(plan),
+        "spec": json.dumps(plan.spec, indent=2, ensure_ascii=False, default=str),
+        "hosted": any(row.host_bytes for row in plan.candidates),
+    }
+
+
+def _summary(plan: Plan) -> str:
+    """Return the layout in a line: the planner's own words where they are there."""
+    own = [row.summary for row in plan.candidates if not row.why_not]
+    layout = plan.layout
+    return own[0] if own else f"ZeRO-{layout.zero}, micro-batch {layout.micro_batch} × {layout.accumulation}"
+
+
+def _parameters(plan: Plan) -> str:
+    from partool.layout.parameters import count, parameters
+
+    return amount(count(parameters(plan.model)))
+
+
+def _probability(value: float) -> str:
+    return "> 99.9 %" if value > 0.999 else "< 0.1 %" if value < 0.001 else f"{100 * value:.1f} %"
+
+
+def _layout(plan: Plan) -> list[tuple[str, str]]:
+    """Return what the plan decided, in words."""
+    layout, mesh = plan.layout, plan.layout.mesh
+    rows = [
+        ("ZeRO stage", str(layout.zero)),
+        ("micro-batch", f"{layout.micro_batch} × {layout.accumulation} per step"),
+    ]
+    if mesh.pp > 1:
+        lengths = sorted({stop - start for start, stop in layout.stages})
+        each = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
+        chunks = f", {layout.chunks} chunks per rank" if layout.chunks > 1 else ""
+        rows.append(("schedule", f"{layout.schedule}{chunks}"))
+        rows.append(("stages", f"{len(layout.stages)} of {each} layers"))
+    if mesh.cp > 1:
+        rows.append(("sequences", f"split by {layout.sequence_method} over {mesh.cp} ranks"))
+    if layout.expert > 1:
+        rows.append(("experts", f"over {layout.expert} ranks"))
+    kinds = list(dict.fromkeys(layout.recompute))
+    recompute = kinds[0] if len(kinds) == 1 else ", ".join(f"{k} in {layout.recompute.count(k)} layers" for k in kinds)
+    rows += [("recompute", recompute), ("compile", layout.compile)]
+    if layout.offload_optimizer == "cpu":
+        rows.append(("optimizer", f"{1.0 - layout.gpu_fraction:.0%} in host memory"))
+    rows += [
+        (name, "in host memory")
+        for name, where in (("parameters", layout.offload_parameters), ("activations", layout.offload_activations))
+        if where == "cpu"
+    ]
+    return rows
+
+
+def _in_order(terms: dict[str, float], order: dict[str, str]) -> list[tuple[str, float]]:
+    """Return the terms above zero in the order of the reports (a plan that was read from a file has another)."""
+    known = [(name, terms[name]) for name in order if terms.get(name, 0.0) > 0.0]
+    return known + [(name, value) for name, value in terms.items() if name not in order and value > 0.0]
+
+
+def _classes(names: list[str]) -> dict[str, str]:
+    return {name: f"c{index}" for index, name in enumerate(names)}
+
+
+def _rank_bars(plan: Plan) -> list[RankBar]:
+    memory, device = plan.prediction.memory, plan.devices.memory_bytes
+    ranks = list(memory.ranks) or [
+        RankMemory(pipeline_rank=0, terms_bytes=memory.terms_bytes, total_bytes=memory.total_bytes)
+    ]
+    if len(ranks) > _RANKS:
+        fullest = max(ranks, key=lambda rank: rank.total_bytes)
+        half = _RANKS // 2
+        chosen = {rank.pipeline_rank: rank for rank in (*ranks[:half], fullest, *ranks[-half:])}
+        ranks = [chosen[index] for index in sorted(chosen)]
+    whole = max(device, *(rank.total_bytes for rank in ranks)) * 1.02
+    colours = _classes(list(MEMORY_TERMS))
+    found = []
+    for rank in ranks:
+        parts = [
+            (colours.get(name, "c0"), size, f"{name} {gib(size)} GiB")
+            for name, size in _in_order(dict(rank.terms_bytes), MEMORY_TERMS)
+        ]
+        name = f"pipeline rank {rank.pipeline_rank}" if plan.layout.mesh.pp > 1 else "every rank"
+        lines = [(float(memory.capacity_bytes), "headroom"), (float(device), "device")]
+        svg = bar(f"memory-{rank.pipeline_rank}", f"Memory of {name}", parts, whole, lines)
+        found.append(RankBar(name, svg, gib(rank.total_bytes), f"{rank.total_bytes / device:.0%}"))
+    return found
+
+
+def _memory_terms(plan: Plan) -> list[Figure]:
+    memory = plan.prediction.memory
+    colours = _classes(list(MEMORY_TERMS))
+    total = max(memory.total_bytes, 1)
+    return [
+        Figure(name, colours.get(name, "c0"), gib(size), f"{size / total:.1%}", MEMORY_TERMS.get(name, ""))
+        for name, size in _in_order(dict(memory.terms_bytes), MEMORY_TERMS)
+    ]
+
+
+def _time_bar(plan: Plan) -> str:
+    time = plan.prediction.time
+    colours = _classes(list(TIME_TERMS))
+    parts = [
+        (colours.get(name, "c0"), value, f"{name} {seconds(value)}")
+        for name, value in _in_order(time.terms_s, TIME_TERMS)
+    ]
+    return bar("time-terms", "Time of a step by term", parts, time.step_time_s, [])
+
+
+def _time_terms(plan: Plan) -> list[Figure]:
+    time = plan.prediction.time
+    colours = _classes(list(TIME_TERMS))
+    return [
+        Figure(
+            name,
+            colours.get(name, "c0"),
+            seconds(value),
+            f"{value / time.step_time_s:.1%}",
+            TIME_TERMS.get(name, ""),
+        )
+        for name, value in _in_order(time.terms_s, TIME_TERMS)
+    ]
+
+
+def _time_parts(plan: Plan) -> list[Figure]:
+    time = plan.prediction.time
+    parts = {name: value for name, value in time.breakdown_s.items() if value > _TINY * time.step_time_s}
+    whole = max([time.step_time_s, *parts.values()])
+    ordered = [name for name in TIME_PARTS if name in parts]
+    return [
+        Figure(
+            name,
+            "part",
+            seconds(parts[name]),
+            f"{parts[name] / time.step_time_s:.1%}",
+            TIME_PARTS[name],
+            bar(f"part-{name}", name, [("part", parts[name], f"{name} {seconds(parts[name])}")], whole, []),
+        )
+        for name in ordered
+    ]
+
+
+def _candidate(row: CandidateRow) -> dict[str, Any]:
+    return {
+        "row": row,
+        "own": not row.why_not,
+        "probability": _probability(row.fit_probability),
+        "verdict": _VERDICTS[row.verdict],
+    }

@@ -1,0 +1,104 @@
+"""Pieces of SVG as text: escaped, short, each picture with a title and a description."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+
+def number(value: float) -> str:
+    """Return a coordinate with at most two decimals."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") or "0"
+
+
+def tag(name: str, *children: str, **attributes: Any) -> str:
+    """Return an element. Children are markup already (see :func:`text`); attributes are escaped here.
+
+    ``class_`` stands for ``class``, an underscore for a hyphen; numbers are shortened.
+    """
+    parts = []
+    for key, value in attributes.items():
+        shown = number(value) if isinstance(value, float) else str(value)
+        parts.append(f' {key.rstrip("_").replace("_", "-")}="{escape(shown, quote=True)}"')
+    return f"<{name}{''.join(parts)}>{''.join(children)}</{name}>"
+
+
+def text(content: object) -> str:
+    """Return text as markup."""
+    return escape(str(content), quote=True)
+
+
+class Picture:
+    """Collects the parts of one SVG."""
+
+    def __init__(self, width: float, height: float, title: str, description: str, /, **attributes: Any) -> None:
+        self._size = (width, height)
+        self._said = (title, description)
+        self._attributes = attributes
+        self._parts: list[str] = []
+
+    def add(self, name: str, *children: str, **attributes: Any) -> None:
+        """Add an element."""
+        self._parts.append(tag(name, *children, **attributes))
+
+    def markup(self, identifier: str) -> str:
+        """Return the SVG; ``identifier`` must be unique in the page."""
+        width, height = self._size
+        title, description = self._said
+        return tag(
+            "svg",
+            tag("title", text(title), id=f"{identifier}-title"),
+            tag("desc", text(description), id=f"{identifier}-desc"),
+            *self._parts,
+            id=identifier,
+            viewBox=f"0 0 {number(width)} {number(height)}",
+            role="img",
+            aria_labelledby=f"{identifier}-title {identifier}-desc",
+            **self._attributes,
+        )
+
+
+def bar(
+    identifier: str, title: str, parts: list[tuple[str, float, str]], whole: float, lines: list[tuple[float, str]]
+) -> str:
+    """Return a stacked bar of (class, value, words); it fills the width it is given, and ``whole`` is all of it.
+
+    ``lines`` are values that a line marks, each with its class.
+    """
+    described = ", ".join(words for _, _, words in parts) or "nothing"
+    picture = Picture(1000, 24, title, described, preserveAspectRatio="none", class_="bar")
+    at = 0.0
+    for class_, value, words in parts:
+        width = 1000.0 * value / whole
+        picture.add("rect", tag("title", text(words)), class_=class_, x=at, y=0, width=width, height=24)
+        at += width
+    for value, class_ in lines:
+        x = min(1000.0 * value / whole, 998.0)
+        picture.add("line", class_=class_, x1=x, x2=x, y1=0, y2=24)
+    return picture.markup(identifier)
+
+
+def ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Return round numbers between two, at most about ``most``."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / max(most - 1, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2, 5 × powers of ten between two positive numbers; over many decades the powers alone."""
+    factors = (1, 2, 5) if high / low < 1000 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [factor * 10.0**power for power in powers for factor in factors]
+    return [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+
+
+def tick_label(value: float) -> str:
+    """Return an axis label: ``0.25``, ``40``, ``1,500``."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
