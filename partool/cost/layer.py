@@ -64,17 +64,22 @@ class Pass:
         return self.compute_s + sum(self.exposed.values())
 
     def total_s(self, job: Job) -> Column:
-        """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
+        """Return what a pass takes on the device and its host together."""
+        return blended_s(job, self.device_s, self.host_s)
 
-        A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old
-        way of saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
-        """
-        if job.devices.backend == "cpu":
-            return self.device_s + self.host_s
-        power = job.stack.host_overlap
-        larger = np.maximum(np.maximum(self.device_s, self.host_s), 1e-12)
-        smaller = np.minimum(self.device_s, self.host_s)
-        return larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
+
+def blended_s(job: Job, device_s: Column, host_s: Column) -> Column:
+    """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
+
+    A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old way of
+    saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
+    """
+    if job.devices.backend == "cpu":
+        return device_s + host_s
+    power = job.stack.host_overlap
+    larger = np.maximum(np.maximum(device_s, host_s), 1e-12)
+    smaller = np.minimum(device_s, host_s)
+    return larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
 
 
 @dataclass
@@ -275,7 +280,9 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
             job, vocab, model.hidden, rows, wide=True
         )
     moved = rows * vocab * stack.logit_bytes / _stream(job)
-    return stack.derate * (product + 0.5 * moved)
+    device = stack.derate * (product + 0.5 * moved) + stack.operators_head * _gap_s(job)
+    host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
+    return blended_s(job, device, host)
 
 
 def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:

@@ -39,7 +39,8 @@ def offload(
     if not devices.host_link_bytes_per_s:
         nothing = 0.0 * layouts.host_optimizer
         return Offload(nothing, nothing, nothing)
-    link = _LINK_SHARE * devices.host_link_bytes_per_s
+    # All devices of a node draw on the same memory.
+    link = _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
     memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
     moved = layouts.host_optimizer * elements
     down = moved * job.stack.gradient_bytes / link

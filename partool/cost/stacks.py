@@ -58,6 +58,8 @@ class Stack:
     operators_backward: float = 30.0
     host_slowdown: float = 1.0
     """Host time per operator against the machine's figure."""
+    operators_head: float = 8.0
+    """Kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
     """Of its passes, how long a rank waits at collectives for others that work on the same cores."""
     host_overlap: float = 8.0
@@ -105,7 +107,8 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "megatron-2021", sequence_parallel=False, attention="unfused", overlap_gradients=0.0, gradient_bytes=2.0,
-            operators_forward=28.0, operators_backward=50.0, host_slowdown=4.4, host_overlap=4.0, elementwise=1.35,
+            operators_forward=28.0, operators_backward=50.0, operators_head=40.0, host_slowdown=4.3, host_overlap=4.0,
+            elementwise=1.35,
         ),
         Stack(
             "deepspeed", elementwise=1.6, operators_forward=45.0, operators_backward=80.0, derate=1.15,
