@@ -17,7 +17,7 @@ from partool.planner.table import kind
 from partool.planner.words import GIB, change, recompute, summary, why_lost
 
 _ALTERNATIVES = 4
-_LOOKED_AT = 6
+_LOOKED_AT = 5
 """Kinds of layouts whose best is priced exactly to find the runners-up."""
 _NEAREST = 20_000
 """Layouts among which kinds are looked for, by their bound."""

@@ -25,6 +25,8 @@ SLACK = 0.03
 LIKELY = 0.97
 """Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
 _CHUNK = 8192
+_MOST_AT_ONCE = 256
+"""Groups that are expanded at once, at most; more would be priced against a limit that a few of them lower."""
 _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
 
@@ -150,9 +152,12 @@ class Search:
         return sorted({int(here[-1]), int(stays[-1] if len(stays) else here[-1]), int(self.policies[-1])})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
-        """Return lower bounds of time, and memory; infinite where the host's memory is too small."""
+        """Return lower bounds of time, and memory; both are infinite where device or host memory is too small."""
         total, _, host = self._room(group, policy)
-        return self._bounds(group, policy), np.where(host <= host_limit(self.problem), total, np.inf)
+        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
+        bound = np.full(len(group), np.inf)
+        bound[fits] = self._bounds(group[fits], policy[fits])
+        return bound, np.where(fits, total, np.inf)
 
     def _group_bounds(self, groups: Any) -> Any:
         """Return the least step time of each group: of the policy that recomputes and offloads least.
@@ -187,7 +192,7 @@ class Search:
                     self._settle(self.price(*found), sure=sure)
             elif following <= self._limit_s * (1.0 + TIE):
                 self._expand(self.groups[order[position : position + batch]], sure=sure)
-                position, batch = position + batch, min(2 * batch, 512)
+                position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
 

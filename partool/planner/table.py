@@ -17,7 +17,7 @@ from partool.planner.space import build
 from partool.planner.words import summary, why_lost
 
 ROWS = 40
-_FRONT = 8
+_FRONT = 6
 _FASTEST = 10
 _SMALLER = 2
 """How often the devices are halved."""
