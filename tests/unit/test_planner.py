@@ -264,3 +264,62 @@ def test_paths_are_absolute() -> None:
     assert plan.checkpoint.dir == str(ROOT / "specs" / "out")
     assert [finding.code for finding in plan.findings] == ["PT601"]
     assert plan_of(SMALL.replace("h100-sxm", "cpu"), ["data.source=a/*.txt"]).plan is None
+
+
+LARGE = """\
+model: llama3-8b
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: python-stdlib
+training: {sequence_length: 8192, global_batch: 64}
+"""
+
+
+def test_auto_takes_what_runs_and_names_what_is_better() -> None:
+    plan = planned(LARGE)
+    assert plan.runnable
+    time_s = plan.prediction.time.step_time_s
+    better = [other for other in plan.alternatives if not other.runnable and (other.step_time_s or 0) < time_s]
+    assert better
+    assert any("cannot run yet" in reason for reason in plan.reasons)
+    assert [other.step_time_s for other in plan.alternatives] == sorted(o.step_time_s for o in plan.alternatives)  # type: ignore[type-var]
+    two = planned(LARGE, ["hardware.nodes=2"])
+    assert not two.runnable
+    assert "PT409" in two.not_runnable
+
+
+def test_candidates_hold_the_plan_and_its_front() -> None:
+    plan = planned(LARGE)
+    own = [row for row in plan.candidates if not row.why_not]
+    assert len(own) == 1
+    assert own[0].step_time_s == plan.prediction.time.step_time_s
+    assert own[0].memory_bytes == plan.prediction.memory.total_bytes
+    assert len(plan.candidates) <= 40
+    front = [(row.step_time_s, row.memory_bytes, row.devices) for row in plan.candidates if row.pareto]
+    assert len(front) > 2
+    for one in front:
+        assert not any(
+            other != one and all(a <= b for a, b in zip(other, one, strict=True))
+            for other in ((row.step_time_s, row.memory_bytes, row.devices) for row in plan.candidates)
+        )
+    assert len({row.devices for row in plan.candidates}) > 1
+    search = plan.search
+    assert search is not None
+    assert search.enumerated > search.fitting > search.simulated > 0
+    assert plan.limit
+
+
+def test_a_batch_that_keeps_a_plan_from_running_is_named() -> None:
+    result = plan_of(LARGE, ["training.global_batch=12"])
+    assert result.plan is not None
+    assert not result.plan.runnable
+    (found,) = (finding for finding in result.diagnostics if finding.code == "PT259")
+    assert (found.severity, found.help) == ("warning", "use 8 or 16")
+
+
+def test_host_memory_is_a_limit() -> None:
+    """An optimizer that would fit into a large host does not fit into a small one."""
+    text = LARGE.replace("llama3-8b", "llama3-70b") + "parallel: {offload: {optimizer: cpu}, recompute: full}\n"
+    assert planned(text, ["hardware.host_memory_gib=4000"]).layout.offload_optimizer == "cpu"
+    found = plan_of(text, ["hardware.host_memory_gib=60"])
+    assert found.plan is None
+    assert "PT301" in codes(found)
