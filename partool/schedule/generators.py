@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.schedule.actions import Action, Schedule, with_transfers
 
 Order = tuple[tuple[Action, ...], ...]
-Generator = Callable[[int, int, int], Order]
+
+
+def _one_chunk(ranks: int, micro_batches: int, chunks: int) -> str | None:
+    return f"one stage per rank, not {chunks}" if chunks > 1 else None
+
+
+def _whole_rounds(ranks: int, micro_batches: int, chunks: int) -> str | None:
+    odd = micro_batches % ranks
+    return f"{micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks" if odd else None
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A schedule: a pure function of (ranks, micro_batches, chunks), the sizes that it takes, where its stages are."""
+
+    order: Callable[[int, int, int], Order]
+    refuses: Callable[[int, int, int], str | None] = _one_chunk
+    """Why sizes, all at least 1, cannot be."""
+    rank_of: Callable[[int, int], int] = int.__mod__
+    """Rank of (stage, ranks)."""
 
 
 def gpipe(ranks: int, micro_batches: int, chunks: int) -> Order:
     """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
-    _one_chunk("gpipe", chunks)
     batches = range(micro_batches)
     return tuple(
         tuple(Action("F", rank, batch) for batch in batches) + tuple(Action("B", rank, batch) for batch in batches)
@@ -23,7 +42,6 @@ def gpipe(ranks: int, micro_batches: int, chunks: int) -> Order:
 
 def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> Order:
     """1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
-    _one_chunk("1f1b", chunks)
     return tuple(_alternate(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
@@ -33,8 +51,6 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
     Micro-batches go through the chunks in groups of ``ranks``; their number must be a multiple of that. Warm-up is
     ``2 (ranks - rank - 1) + (chunks - 1) ranks`` forward passes of chunks.
     """
-    if micro_batches % ranks:
-        raise ValueError(f"interleaved: {micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks")
     units = [
         (chunk, group + offset)
         for group in range(0, micro_batches, ranks)
@@ -57,15 +73,14 @@ def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Order:
     Rank ``r`` may have ``r`` weight gradients outstanding beside its ``ranks - r`` micro-batches in flight; they fill
     the time in which 1F1B waits for gradients of later stages.
     """
-    _one_chunk("zb-h1", chunks)
     return tuple(_put_off(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
 SCHEDULES: dict[str, Generator] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
+    "gpipe": Generator(gpipe),
+    "1f1b": Generator(one_forward_one_backward),
+    "interleaved": Generator(interleaved, _whole_rounds),
+    "zb-h1": Generator(zb_h1),
 }
 """By the name that specs use."""
 
@@ -76,11 +91,8 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int) -> str | None:
         return f"there is no schedule {name!r}; known: {', '.join(SCHEDULES)}"
     if min(ranks, micro_batches, chunks) < 1:
         return "ranks, micro-batches and chunks must be at least 1"
-    if name != "interleaved" and chunks > 1:
-        return f"{name} has one stage per rank, not {chunks}"
-    if name == "interleaved" and micro_batches % ranks:
-        return f"interleaved: {micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks"
-    return None
+    reason = SCHEDULES[name].refuses(ranks, micro_batches, chunks)
+    return f"{name}: {reason}" if reason else None
 
 
 @lru_cache(maxsize=256)
@@ -88,19 +100,14 @@ def order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
     """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason."""
     if reason := check(name, ranks, micro_batches, chunks):
         raise ValueError(reason)
-    return SCHEDULES[name](ranks, micro_batches, chunks)
+    return SCHEDULES[name].order(ranks, micro_batches, chunks)
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Return a whole schedule, transfers included; raises ``ValueError`` where :func:`check` finds a reason."""
-    placement = tuple(stage % ranks for stage in range(ranks * chunks))
-    lists = with_transfers(order(name, ranks, micro_batches, chunks), placement)
-    return Schedule(name, ranks, micro_batches, chunks, placement, lists)
-
-
-def _one_chunk(name: str, chunks: int) -> None:
-    if chunks != 1:
-        raise ValueError(f"{name} has one stage per rank, not {chunks}")
+    lists = order(name, ranks, micro_batches, chunks)
+    placement = tuple(SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks))
+    return Schedule(name, ranks, micro_batches, chunks, placement, with_transfers(lists, placement))
 
 
 def _alternate(stage: int, warm: int, micro_batches: int) -> tuple[Action, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partool.schedule.actions import COMPUTE, Action, Schedule
+from partool.schedule.actions import COMPUTE, Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class StageTimes:
     weight_s: Sequence[float] | None = None
     """Of the weights' half; None: half of the backward pass."""
     send_s: float = 0.0
+    input_s: Sequence[float] | None = None
+    """Of the inputs' half; None: the backward pass without the weights' half."""
 
     def of(self, action: Action) -> float:
         """Return the seconds of a compute action."""
@@ -25,12 +27,13 @@ class StageTimes:
             return self.forward_s[action.stage]
         whole = self.backward_s[action.stage]
         weight = self.weight_s[action.stage] if self.weight_s is not None else 0.5 * whole
-        return {"B": whole, "W": weight, "I": whole - weight}[action.kind]
+        halved = whole - weight if self.input_s is None else self.input_s[action.stage]
+        return {"B": whole, "W": weight, "I": halved}[action.kind]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One compute action in time."""
+    """One action in time. A transfer is that of the sender: from when it leaves to when it has arrived."""
 
     rank: int
     action: Action
@@ -43,47 +46,119 @@ class Timeline:
     """All events of a schedule, in the order in which they start."""
 
     events: tuple[Event, ...]
+    """Compute actions."""
+    transfers: tuple[Event, ...]
+    """Sends."""
     makespan_s: float
     busy_s: tuple[float, ...]
-    """Per rank."""
+    """Per rank: seconds of compute."""
     in_flight: tuple[int, ...]
-    """Per rank: most micro-batches (of one stage each) whose activations exist at once."""
+    """Per rank: most micro-batches (of one stage each) whose activations exist at once: from the forward pass until
+    nothing reads them, that is the backward pass or the weights' half of it."""
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Per rank: seconds without compute."""
+        return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
         """Idle share of all ranks."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
+        return sum(self.idle_s) / (len(self.busy_s) * self.makespan_s) if self.makespan_s else 0.0
 
 
-def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
-    """Return when every action runs. Sends do not hold their rank up; an input arrives ``send_s`` after it was made.
+def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> Timeline:
+    """Return when every action runs.
 
-    Raises ``ValueError`` where actions wait for each other in a circle.
+    A send leaves when its rank comes to it and has arrived ``send_s`` later; links are not shared. Sends do not hold
+    their rank up and receives are posted ahead, so a compute action waits for its own input only. With ``blocking`` a
+    rank works on nothing while it sends, and waits at each receive until the data are there. Raises ``ValueError``
+    where actions wait for each other in a circle.
     """
-    done: dict[Action, float] = {}
-    todo = [[action for action in rank if action.kind in COMPUTE] for rank in schedule.lists]
-    at, free = [0] * schedule.ranks, [0.0] * schedule.ranks
-    events: list[Event] = []
-    left = sum(len(rank) for rank in todo)
-    while left:
-        before = left
-        for rank, actions in enumerate(todo):
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                ready = _ready_s(schedule, action, done, times.send_s)
-                if ready is None:
-                    break
-                start = max(free[rank], ready)
-                done[action] = free[rank] = start + times.of(action)
-                events.append(Event(rank, action, start, free[rank]))
-                at[rank] += 1
-                left -= 1
-        if left == before:
-            waiting = ", ".join(f"rank {rank}: {todo[rank][i]}" for rank, i in enumerate(at) if i < len(todo[rank]))
-            raise ValueError(f"the schedule cannot go on; waiting: {waiting}")
-    busy = tuple(sum(times.of(action) for action in rank) for rank in todo)
-    events.sort(key=lambda event: (event.start_s, event.rank))
-    return Timeline(tuple(events), max(free), busy, tuple(_peak(rank) for rank in todo))
+    run = _Run(schedule, times, blocking)
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(schedule.ranks):
+            while run.step(rank):
+                moved = True
+    left = [(rank, schedule.lists[rank][at]) for rank, at in enumerate(run.at) if at < len(schedule.lists[rank])]
+    if left:
+        waiting = ", ".join(f"rank {rank}: {tuple(action)}" for rank, action in left)
+        raise ValueError(f"the schedule cannot go on; waiting: {waiting}")
+    busy = tuple(sum(times.of(action) for action in rank if action.kind in COMPUTE) for rank in schedule.lists)
+    ordered = sorted(run.events, key=lambda event: (event.start_s, event.rank))
+    return Timeline(
+        events=tuple(event for event in ordered if event.action.kind in COMPUTE),
+        transfers=tuple(event for event in ordered if event.action.kind not in COMPUTE),
+        makespan_s=max(run.free_s),
+        busy_s=busy,
+        in_flight=tuple(peak_held(rank) for rank in schedule.lists),
+    )
+
+
+class _Run:
+    """The state of a simulation: how far each rank is, and when."""
+
+    def __init__(self, schedule: Schedule, times: StageTimes, blocking: bool) -> None:
+        self.schedule, self.times, self.blocking = schedule, times, blocking
+        self.at, self.free_s = [0] * schedule.ranks, [0.0] * schedule.ranks
+        self.done_s: dict[Action, float] = {}
+        """When compute is done, or data have arrived (under the receive's name)."""
+        self.events: list[Event] = []
+
+    def step(self, rank: int) -> bool:
+        """Take the next action of a rank; return False if it cannot be taken yet."""
+        actions = self.schedule.lists[rank]
+        if self.at[rank] == len(actions):
+            return False
+        action = actions[self.at[rank]]
+        if action.kind in COMPUTE:
+            ready = self._compute(rank, action)
+        elif action.kind.startswith("SEND"):
+            ready = self._send(rank, action)
+        else:
+            ready = self._receive(rank, action)
+        self.at[rank] += ready
+        return ready
+
+    def _compute(self, rank: int, action: Action) -> bool:
+        start = self.free_s[rank]
+        for need in needed(self.schedule, action):
+            when = self.done_s.get(need)
+            if when is None:
+                return False
+            start = max(start, when)
+        self.done_s[action] = self.free_s[rank] = start + self.times.of(action)
+        self.events.append(Event(rank, action, start, self.free_s[rank]))
+        return True
+
+    def _send(self, rank: int, action: Action) -> bool:
+        kind, stage, batch = action
+        start, stop = self.free_s[rank], self.free_s[rank] + self.times.send_s
+        there = Action("RECV_F", stage + 1, batch) if kind == "SEND_F" else Action("RECV_B", stage - 1, batch)
+        self.done_s[there] = stop
+        self.events.append(Event(rank, action, start, stop))
+        if self.blocking:
+            self.free_s[rank] = stop
+        return True
+
+    def _receive(self, rank: int, action: Action) -> bool:
+        if self.blocking:
+            if action not in self.done_s:
+                return False
+            self.free_s[rank] = max(self.free_s[rank], self.done_s[action])
+        return True
+
+
+def needed(schedule: Schedule, action: Action) -> list[Action]:
+    """Return what a compute action waits for: compute actions of its own rank, or receives."""
+    needs = []
+    for need, neighbour in inputs(action, schedule.stages, action.kind == "I"):
+        away = neighbour and schedule.placement[need.stage] != schedule.placement[action.stage]
+        arrival: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
+        needs.append(Action(arrival, action.stage, action.micro_batch) if away else need)
+    return needs
 
 
 def inputs(action: Action, stages: int, halved: bool) -> list[tuple[Action, bool]]:
@@ -99,18 +174,7 @@ def inputs(action: Action, stages: int, halved: bool) -> list[tuple[Action, bool
     return needs
 
 
-def _ready_s(schedule: Schedule, action: Action, done: dict[Action, float], send_s: float) -> float | None:
-    latest = 0.0
-    for need, neighbour in inputs(action, schedule.stages, action.kind == "I"):
-        when = done.get(need)
-        if when is None:
-            return None
-        away = neighbour and schedule.placement[need.stage] != schedule.placement[action.stage]
-        latest = max(latest, when + send_s if away else when)
-    return latest
-
-
-def _peak(actions: Sequence[Action]) -> int:
+def peak_held(actions: Sequence[Action]) -> int:
     """Return the most activations held at once: from a forward pass to the last action that reads them."""
     last = "W" if any(action.kind == "W" for action in actions) else "B"
     held = peak = 0
