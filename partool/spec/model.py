@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -12,6 +12,8 @@ AttentionKind = Literal["full", "sliding"]
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "none"]
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+"""Number of layers; each is planned by itself, so there is a limit."""
 
 
 class RopeScaling(Section):
@@ -79,7 +81,7 @@ class ModelSpec(Section):
     """Name from the catalog, such as llama3-8b."""
     config: str | None = None
     """Path of a Hugging Face config.json, or of the folder that holds it."""
-    layers: PositiveInt | None = None
+    layers: Layers | None = None
     hidden: PositiveInt | None = None
     ffn_hidden: PositiveInt | None = None
     heads: PositiveInt | None = None
@@ -113,7 +115,7 @@ class ModelConfig(Section):
     Naming of parameters is given by :mod:`partool.layout.parameters`.
     """
 
-    layers: PositiveInt
+    layers: Layers
     hidden: PositiveInt
     ffn_hidden: PositiveInt
     heads: PositiveInt
