@@ -89,13 +89,15 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str, trace: bool = Fa
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and write the plan down."""
-    from partool.planner import changes, explain
+    from partool.planner import explain
     from partool.planner.solve import solve
 
     found = resolved.diagnostics
     solution = solve(problem)
     best = solution.chosen
     if best is None:
+        from partool.planner import changes
+
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
         return PlanResult(None, [*found, finding])
     missing = gaps(needs(problem, best.layout))
