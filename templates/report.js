@@ -26,16 +26,19 @@ const tip = document.createElement("div");
 tip.id = "tip";
 tip.hidden = true;
 document.body.append(tip);
-for (const svg of document.querySelectorAll("svg")) {
-  svg.addEventListener("pointermove", (event) => {
-    const title = event.target.parentNode.closest("g")?.querySelector(":scope > title") ??
-      event.target.querySelector(":scope > title");
-    tip.hidden = !title || event.target === svg;
-    if (tip.hidden) return;
-    tip.textContent = title.textContent;
-    const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
-    tip.style.left = `${Math.max(4, Math.min(event.clientX + 12, room))}px`;
-    tip.style.top = `${event.clientY + 16}px`;
-  });
-  svg.addEventListener("pointerleave", () => { tip.hidden = true; });
+// Titles of shapes become our own tips, or the browser would show both.
+for (const title of document.querySelectorAll("svg g > title, svg rect > title")) {
+  const shape = title.parentNode;
+  shape.dataset.tip = title.textContent;
+  shape.setAttribute("aria-label", title.textContent);
+  title.remove();
 }
+document.addEventListener("pointermove", (event) => {
+  const shape = event.target.closest?.("[data-tip]");
+  tip.hidden = !shape;
+  if (!shape) return;
+  tip.textContent = shape.dataset.tip;
+  const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
+  tip.style.left = `${Math.max(4, Math.min(event.clientX + 12, room))}px`;
+  tip.style.top = `${event.clientY + 16}px`;
+});

@@ -226,5 +226,4 @@ def _candidate(row: CandidateRow) -> dict[str, Any]:
         "row": row,
         "own": not row.why_not,
         "probability": _probability(row.fit_probability),
-        "verdict": _VERDICTS[row.verdict],
     }

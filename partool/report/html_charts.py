@@ -16,7 +16,7 @@ _NODES, _PER_NODE = 16, 16
 """Nodes, and ranks of a node, that are drawn one by one."""
 _WIDTH, _HEIGHT = 760.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 20.0, 26.0, 56.0
-_LOG_FROM = 10.0
+_LOG_FROM = 4.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 AXIS_WORDS = {

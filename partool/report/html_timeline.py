@@ -15,7 +15,7 @@ _ACTIONS = 20_000
 _BOXES = 700
 """Boxes in one part of the picture; more would make the page heavy."""
 _PER_ROW = 48
-"""Boxes in one row of a part; more would be too narrow for their numbers."""
+"""Boxes in one row of a part, where micro-batches have numbers of one digit or two."""
 _ROWS = 24
 """Rows drawn; of more ranks, the first and the last."""
 _WIDTH, _LEFT, _ROW = 1160.0, 64.0, 26.0
@@ -67,11 +67,12 @@ def _parts(plan: Plan, found: Simulated, rows: list[int]) -> list[TimelinePart]:
     events = [event for event in found.events if event.rank in kept]
     m = plan.layout.accumulation
     limit = min(_BOXES, _PER_ROW * len(rows))
+    fewer = limit * 2 // max(len(str(m - 1)), 2)  # Longer numbers need wider boxes.
     if len(events) <= 1.25 * limit and not found.skipped:
         title = f"The whole step: {m} micro-batches"
         return [TimelinePart(title, _picture(found, events, rows, (0.0, found.span_s), ("timeline-all", title)))]
     until_s = events[limit].start_s
-    from_s = sorted(event.stop_s for event in events)[-limit - 1]
+    from_s = sorted(event.stop_s for event in events)[-fewer - 1]
     shown_s = found.span_s - found.skipped_s
     late = found.skipped_s
     first = [event for event in events if event.start_s < until_s]
