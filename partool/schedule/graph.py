@@ -7,14 +7,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from partool.schedule.actions import Action
-from partool.schedule.generators import Order, check, order
+from partool.schedule.generators import SCHEDULES, Order, check, order
 
 _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
 
 Step = tuple[int, int, int]
 """Column of the duration; how many steps back are the action before on the rank and the input from the neighbouring
-stage (0: none). Inputs of the stage itself need no entry: they stand earlier in the same rank's list."""
+stage (0: none). Inputs made on the same rank need no entry: they stand earlier in its list."""
 
 
 class Graph(NamedTuple):
@@ -81,12 +81,13 @@ def _sorted(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[lis
     lists, stages = order(name, ranks, micro_batches, chunks), ranks * chunks
     column = {"F": 0, "B": stages, "I": 2 * stages, "W": 3 * stages}
     found = _started(name, lists, stages)
+    rank_of = SCHEDULES[name].rank_of
     index: dict[Action, int] = {}
     steps: list[Step] = []
     last = [-1] * ranks
     for here, (_, rank, action, need) in enumerate(sorted(found, key=lambda one: one[:2])):
         previous = last[rank]
-        other = here - index[need] if need is not None else 0
+        other = here - index[need] if need is not None and rank_of(need.stage, ranks) != rank else 0
         steps.append((column[action.kind] + action.stage, here - previous if previous >= 0 else 0, other))
         index[action] = last[rank] = here
     return steps, last
