@@ -87,7 +87,7 @@ def micro(job: Job, layouts: Layouts) -> Micro:
     return Micro(units, found.counts, spread(found.first), spread(found.last), {})
 
 
-_FEW = 256
+_FEW = 512
 """Layouts from which the search for equal cases pays."""
 _CASE = ("pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method")
 """Columns that a micro-batch's cost depends on."""

@@ -11,7 +11,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
 from partool.planner.price import Priced
 from partool.planner.problem import nothing_runs, runnable
-from partool.planner.search import SLACK, TIE
+from partool.planner.search import SLACK, TIE, firsts
 from partool.planner.solve import Solution
 from partool.planner.table import kind
 from partool.planner.words import GIB, change, recompute, summary, why_lost
@@ -154,8 +154,7 @@ def _price_kinds(solution: Solution, leaves: Any) -> None:
         table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
     ):  # fmt: skip
         code = 4 * code + column
-    _, first = np.unique(code, return_index=True)
-    for index in np.sort(first)[:_LOOKED_AT]:
+    for index in np.sort(firsts(code))[:_LOOKED_AT]:
         solution.search.price(group[index], policy[index])
 
 

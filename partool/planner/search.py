@@ -31,6 +31,13 @@ _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
 
 
+def firsts(codes: Any) -> Any:
+    """Return where each value occurs first, by value; ``numpy.unique`` would import masked arrays at every start."""
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    return order[np.concatenate([np.ones(min(len(codes), 1), dtype=bool), ordered[1:] != ordered[:-1]])]
+
+
 @dataclass
 class Leaves:
     """Priced layouts that fit, as columns."""

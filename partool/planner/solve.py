@@ -10,7 +10,7 @@ import numpy as np
 from partool.plan.types import SearchSummary
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
-from partool.planner.search import TIE, Found, Search
+from partool.planner.search import TIE, Found, Search, firsts
 from partool.planner.space import Space, build
 
 TOO_LARGE = "too large even with everything recomputed and offloaded"
@@ -67,7 +67,7 @@ class Solution:
             enumerated=self.space.enumerated,
             pruned=pruned,
             evaluated=sum(found.evaluated for found in founds),
-            fitting=len(np.unique(np.concatenate(keys))),
+            fitting=len(firsts(np.concatenate(keys))),
             simulated=len(self.priced),
         )
 

@@ -81,8 +81,8 @@ def _front(solution: Solution) -> list[Priced]:
         return []
     least = np.minimum.accumulate(sizes[order])
     front = order[np.concatenate([[True], least[1:] < least[:-1]])]
-    steps = np.unique(np.linspace(0, len(front) - 1, _FRONT).round().astype(int))
-    return [search.price(groups[index], policies[index]) for index in front[steps]]
+    steps = dict.fromkeys(np.linspace(0, len(front) - 1, _FRONT).round().astype(int).tolist())
+    return [search.price(groups[index], policies[index]) for index in front[list(steps)]]
 
 
 def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
