@@ -1,0 +1,191 @@
+"""The HTML report in a real headless browser: it loads in silence, shows its figures, sorts, fits narrow screens."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool.plan.terms import TIME_TERMS
+from partool.plan.types import Plan
+from partool.planner import make_plan
+from partool.report.html import render_html
+from partool.spec import load_text
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser found ({', '.join(NAMES)}); .ci/run installs one")
+DARK, LIGHT = 0, 1
+SPEC = """\
+model: llama3-8b
+hardware: {accelerator: h100-sxm, nodes: 2, per_node: 8}
+data: {source: /no/such/tokens/*.bin}
+training: {sequence_length: 8192, global_batch: 64, steps: 10000}
+parallel: {pipeline: {stages: 8, schedule: 1f1b}}
+"""
+# Runs in the page, after its own script: what a reader sees, and what a click on a heading does.
+PROBE = """
+const wide = (node) => node.getBoundingClientRect().width;
+const all = (selector) => [...document.querySelectorAll(selector)];
+const column = () => all("#candidate-table tbody tr").map((row) => Number(row.cells[2].dataset.v));
+const before = column();
+const head = document.querySelectorAll("#candidate-table thead th")[2];
+head.querySelector("button").click();
+const up = column(), sortUp = head.getAttribute("aria-sort");
+head.querySelector("button").click();
+const down = column();
+const inside = all("svg.timeline g.event text").filter((text) => {
+  const [a, b] = [text.getBoundingClientRect(), text.parentNode.querySelector("rect").getBoundingClientRect()];
+  return a.left < b.left - .5 || a.right > b.right + .5;
+}).length;
+const shape = document.querySelector("#time-terms rect");
+shape.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: 50, clientY: 50}));
+const tip = document.getElementById("tip");
+const seen = {
+  sections: all("header, section").filter((node) => node.offsetHeight > 60).map((node) => node.id),
+  window: window.innerWidth,
+  terms: all("#time-terms rect").map(wide),
+  ranks: all("#memory svg.bar").map((bar) => [...bar.querySelectorAll("rect")].map(wide)),
+  before, up, down, sortUp, inside,
+  tip: tip.hidden ? "" : tip.textContent,
+  resources: performance.getEntriesByType("resource").map((entry) => entry.name),
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  small: all("td, th, p, li, dd, dt, span, code, svg text")
+    .filter((node) => node.checkVisibility() && parseFloat(getComputedStyle(node).fontSize) < 11).length,
+  page: getComputedStyle(document.body).backgroundColor,
+  ink: getComputedStyle(document.body).color,
+};
+const result = document.createElement("pre");
+result.id = "probe";
+result.textContent = JSON.stringify(seen);
+document.body.append(result);
+"""
+
+
+def browse(page: Path, *options: str, scheme: int = LIGHT) -> tuple[str, list[str]]:
+    """Open a page; return what the browser printed, and what the page wrote to its console."""
+    assert BROWSER is not None
+    profile = page.parent / f"profile-{page.stem}"
+    command = [
+        BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        "--no-first-run", "--disable-extensions", "--disable-background-networking", f"--user-data-dir={profile}",
+        "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0",
+        f"--blink-settings=preferredColorScheme={scheme}", *options, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def framed(source: str, width: int) -> str:
+    """Return a page that shows another in a frame, and repeats what its probe saw: windows cannot be very narrow."""
+    frame = f'<iframe width="{width}" height="900" style="border:0" srcdoc="{html.escape(source)}"></iframe>'
+    repeat = "document.body.append(document.querySelector('iframe').contentDocument.getElementById('probe'))"
+    return f"<!doctype html><body>{frame}<script>addEventListener('load', () => {repeat})</script></body>"
+
+
+def probe(source: str, folder: Path, scheme: int = LIGHT, width: int = 1280) -> dict[str, Any]:
+    """Return what the probe sees in a page that must load in silence."""
+    page = folder / f"page-{scheme}-{width}.html"
+    page.write_text(framed(source.replace("</body>", f"<script>{{{PROBE}}}</script></body>"), width), encoding="utf-8")
+    dom, console = browse(page, "--dump-dom", "--window-size=1400,900", scheme=scheme)
+    assert console == []
+    found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert found is not None, dom[-2000:]
+    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    loaded = load_text(SPEC)
+    assert loaded.spec is not None, loaded
+    made = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
+    assert made is not None
+    return made
+
+
+@pytest.fixture(scope="module")
+def light(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return probe(render_html(plan), tmp_path_factory.mktemp("light"))
+
+
+def test_every_section_is_seen_and_nothing_is_fetched(light: dict[str, Any]) -> None:
+    assert light["sections"] == ["headline", "why", "mesh", "memory", "time", "timeline", "candidates", "inputs"]
+    assert light["resources"] == []
+    assert light["small"] == 0
+
+
+def test_bars_on_the_screen_are_as_wide_as_their_figures(plan: Plan, light: dict[str, Any]) -> None:
+    time, memory = plan.prediction.time, plan.prediction.memory
+    terms = [time.terms_s[name] for name in TIME_TERMS if time.terms_s[name] > 0]
+    whole = sum(light["terms"])
+    assert [width / whole for width in light["terms"]] == pytest.approx([v / time.step_time_s for v in terms], abs=2e-3)
+    totals = [sum(widths) for widths in light["ranks"]]
+    assert len(totals) == len(memory.ranks) == 8
+    shares = [total / max(totals) for total in totals]
+    most = max(rank.total_bytes for rank in memory.ranks)
+    assert shares == pytest.approx([rank.total_bytes / most for rank in memory.ranks], abs=5e-3)
+
+
+def test_labels_stand_inside_their_boxes_and_tips_appear(light: dict[str, Any]) -> None:
+    assert light["inside"] == 0
+    assert light["tip"].split()[0] in TIME_TERMS
+
+
+def test_a_click_sorts_the_candidates(plan: Plan, light: dict[str, Any]) -> None:
+    assert light["before"] == [row.memory_bytes for row in plan.candidates]
+    assert light["up"] == sorted(light["before"]) != light["before"]
+    assert light["down"] == sorted(light["before"], reverse=True)
+    assert light["sortUp"] == "ascending"
+
+
+def test_a_dark_and_narrow_page_is_dark_and_does_not_scroll_sideways(plan: Plan, tmp_path: Path) -> None:
+    narrow = probe(render_html(plan), tmp_path, DARK, 420)
+    assert narrow["window"] == 420
+    assert narrow["overflow"] <= 0
+    assert narrow["small"] == 0
+    brightness = [sum(map(int, re.findall(r"\d+", narrow[key])[:3])) for key in ("page", "ink")]
+    assert brightness[0] < 150 < 600 < brightness[1]
+
+
+def test_a_page_that_reaches_out_would_be_noticed(plan: Plan, tmp_path: Path) -> None:
+    page = tmp_path / "bad.html"
+    page.write_text(render_html(plan).replace("</main>", '<img src="http://192.0.2.1/x.png" alt=""></main>'))
+    assert any("Content Security Policy" in line for line in browse(page, "--dump-dom")[1])
+
+
+def test_the_screenshot_shows_something(plan: Plan, tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(render_html(plan), encoding="utf-8")
+    browse(page, f"--screenshot={picture}", "--window-size=1280,4000")
+    width, height, rows = _png(picture.read_bytes())
+    assert (width, height) == (1280, 4000)
+    blank = sum(len(set(row[1:])) < 4 for row in rows)  # One colour, three or four channels; filters add zeros.
+    assert blank < 0.6 * height
+
+
+def _png(data: bytes) -> tuple[int, int, list[bytes]]:
+    """Return the size of a PNG of eight-bit channels and its filtered rows."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    at, size, packed = 8, (0, 0, 0, 0), b""
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            size = struct.unpack(">IIBB", body[:10])
+        elif kind == b"IDAT":
+            packed += body
+        at += 12 + length
+    width, height, depth, colours = size
+    assert depth == 8
+    stride = 1 + width * {2: 3, 6: 4}[colours]
+    raw = zlib.decompress(packed)
+    return width, height, [raw[row * stride : (row + 1) * stride] for row in range(height)]
