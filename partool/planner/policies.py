@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE
-from partool.planner.problem import Problem
+from partool.cost.case import RECOMPUTE, Layouts
+from partool.layout.capabilities import runs
+from partool.planner.problem import Problem, nothing_runs
 from partool.spec.parallel import Recompute
 
 SHARES = (0.25, 0.5, 1.0)
@@ -74,3 +75,31 @@ def _open(pinned: str, host: list[Any], *, may: bool) -> list[Any]:
     if pinned == "none" or (pinned == "auto" and not may):
         return [0]
     return list(host) if pinned == "cpu" else [0, *host]
+
+
+def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tuple[Any, Any]:
+    """Return masks of the groups and of the policies that the runtime can run."""
+    if nothing_runs(problem):
+        return np.zeros(np.shape(groups.pp), dtype=bool), np.zeros(len(policies), dtype=bool)
+    able = np.ones(np.shape(groups.pp), dtype=bool)
+    for aspect, asked in (
+        ("tensor", groups.tp > 1),
+        ("pipeline", groups.pp > 1),
+        ("sequence", groups.cp > 1),
+        ("expert", groups.ep > 1),
+        ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
+        ("accumulation", groups.accumulation > 1),
+        *((f"zero {zero}", groups.zero == zero) for zero in range(4)),
+    ):
+        if not runs(aspect):
+            able &= ~asked
+    policy = np.ones(len(policies), dtype=bool)
+    for aspect, asked in (
+        *((f"recompute {name}", policies.recompute == index) for index, name in enumerate(RECOMPUTE)),
+        ("offload", policies.optimizer > 0),
+        ("offload of parameters", policies.parameters > 0),
+        ("offload of activations", policies.activations > 0),
+    ):
+        if not runs(aspect):
+            policy &= ~asked
+    return able, policy

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
-from partool.layout.capabilities import runs
-from partool.planner.policies import Policies, policies_of
-from partool.planner.problem import Problem, divisors, nothing_runs
+from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.planner.policies import Policies, policies_of, runnable_masks
+from partool.planner.problem import Problem, divisors
 
 TOKENS_PER_RANK = 256
 """Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
@@ -134,7 +133,7 @@ class _Builder:
         columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
         compiled = 1 if self.problem.compile == "block" else 0
         groups = Layouts(**dict(zip(_GROUP_COLUMNS, columns, strict=True)), compiled=compiled)
-        runnable, policies = _runnable(self.problem, groups, self.policies)
+        runnable, policies = runnable_masks(self.problem, groups, self.policies)
         return Space(
             groups=groups,
             size=columns.shape[1],
@@ -297,31 +296,3 @@ class _Builder:
     def _prune(self, reason: str, count: int) -> None:
         if count:
             self.pruned[reason] = self.pruned.get(reason, 0) + count
-
-
-def _runnable(problem: Problem, groups: Layouts, policies: Policies) -> tuple[Any, Any]:
-    """Return masks of the groups and of the policies that the runtime can run."""
-    if nothing_runs(problem):
-        return np.zeros(np.shape(groups.pp), dtype=bool), np.zeros(len(policies), dtype=bool)
-    able = np.ones(np.shape(groups.pp), dtype=bool)
-    for aspect, asked in (
-        ("tensor", groups.tp > 1),
-        ("pipeline", groups.pp > 1),
-        ("sequence", groups.cp > 1),
-        ("expert", groups.ep > 1),
-        ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
-        ("accumulation", groups.accumulation > 1),
-        *((f"zero {zero}", groups.zero == zero) for zero in range(4)),
-    ):
-        if not runs(aspect):
-            able &= ~asked
-    policy = np.ones(len(policies), dtype=bool)
-    for aspect, asked in (
-        *((f"recompute {name}", policies.recompute == index) for index, name in enumerate(RECOMPUTE)),
-        ("offload", policies.optimizer > 0),
-        ("offload of parameters", policies.parameters > 0),
-        ("offload of activations", policies.activations > 0),
-    ):
-        if not runs(aspect):
-            policy &= ~asked
-    return able, policy
