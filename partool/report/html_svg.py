@@ -92,8 +92,8 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5 × powers of ten between two positive numbers; over many decades the powers alone."""
-    factors = (1, 2, 5) if high / low < 1000 else (1,)
+    """Return 1, 2, 5 × powers of ten between two positive numbers; of narrow ranges more, of wide ones the powers."""
+    factors = (1, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 1000 else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found = [factor * 10.0**power for power in powers for factor in factors]
     return [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]

@@ -233,6 +233,7 @@ def test_ticks() -> None:
     assert ticks(0.0, 1.0, 6) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(31.2, 32.1, 5) == pytest.approx([31.5, 32.0])
     assert ticks(3.0, 3.0) == [3.0]
+    assert log_ticks(25.0, 120.0) == pytest.approx([30, 40, 50, 70, 100])
     assert log_ticks(4.0, 60.0) == pytest.approx([5, 10, 20, 50])
     assert [tick_label(v) for v in (0.25, 40.0, 1500.0)] == ["0.25", "40", "1,500"]
 
