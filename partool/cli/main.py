@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -63,10 +64,14 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
 
 
 def _call(name: str, words: list[str]) -> None:
+    # Imports make objects that live to the end: looking for garbage among them takes a tenth of a small plan's time.
+    gc.disable()
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name)(importlib.import_module(COMMANDS[name][0]).command)
+    gc.freeze()
+    gc.enable()
     app(args=words, prog_name=f"partool {name}")
 
 

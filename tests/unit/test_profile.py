@@ -162,7 +162,7 @@ def test_shares_are_those_of_the_cost_model() -> None:
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
     assert catalog_profile._HOST_LINK_SHARE == offload._LINK_SHARE
-    assert (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE) == (offload._HOST_BYTES, PARTOOL.host_share)
+    assert (offload._HOST_BYTES, PARTOOL.host_share) == (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE)
 
 
 def test_a_profile_of_an_accelerator_serves_plans_for_it_only(tmp_path: Path) -> None:
