@@ -9,6 +9,7 @@ from partool.cost.case import Column, Job
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
 small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in CUDA")."""
+_TILE_COLUMNS = tuple(np.array(part) for part in zip(*_TILES, strict=True))
 _DEPTH_S = 0.8e-6
 """Filling and draining one tile's pipeline over the inner dimension, independent of its length."""
 _START_S = 2.8e-6
@@ -41,15 +42,17 @@ def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, b
 def misaligned(width: Column) -> Column:
     """Return the slowdown of a product whose inner or outer width is not a multiple of 64 elements."""
     (whole, _), (eight, some), (_, none) = _MISALIGNED
+    if not hasattr(width, "shape") or width.shape == ():
+        return 1.0 if width % whole == 0 else some if width % eight == 0 else none
     return np.where(np.mod(width, whole) == 0, 1.0, np.where(np.mod(width, eight) == 0, some, none))
 
 
 def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
     """Return the share of the best rate with the best tile: its own share, and how full its waves are."""
-    best: Column = 0.0
-    for rows, columns, share in _TILES:
-        tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
-        used = m * n * batch / (tiles * rows * columns)
-        waves = tiles / units
-        best = np.maximum(best, share * used * waves / np.ceil(waves))
-    return best
+    # All tiles at once, along a first axis: columns are short, and each step on them costs more than their numbers.
+    each = np.shape(m * n * batch)
+    rows, columns, share = (part.reshape(-1, *(1 for _ in each)) for part in _TILE_COLUMNS)
+    tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
+    waves = tiles / units
+    used = share * (m * n * batch) / (rows * columns)
+    return (used / (np.ceil(waves) * units)).max(axis=0)
