@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from _record import write
 from replaying.cases import Case, SkipError, case_of, rows
 from replaying.score import Result, Tally, memory_result, summary, time_result
 
@@ -48,12 +49,19 @@ def main() -> None:
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--output", choices=["text", "json"], default="text")
     parser.add_argument("--source", default="", help="only sources with this in their name")
+    parser.add_argument("--record", action="store_true", help="write tests/bench/results/replay.json as well")
     parser.add_argument("--rows", action="store_true", help="print each row")
     arguments = parser.parse_args()
     found: list[tuple[str, dict[str, Tally]]] = [("step_time", replay(arguments.runs, time_result, arguments.source))]
     if arguments.memory:
         found.append(("memory", replay(arguments.memory, memory_result, arguments.source)))
     summaries = [summary(source, metric, tally) for metric, by in found for source, tally in by.items()]
+    if arguments.record:
+        write(
+            "replay",
+            {"files": [path.name for path in (arguments.runs, arguments.memory) if path], "sources": summaries},
+        )
+        return
     if arguments.output == "json":
         print(json.dumps(summaries, indent=1))
         return
