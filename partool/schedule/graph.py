@@ -6,7 +6,6 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from partool.schedule.actions import Action
 from partool.schedule.generators import SCHEDULES, Order, check, order
 
 _WARM = {True: 3, False: 4}
@@ -77,26 +76,36 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 
 
 def _sorted(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[list[Step], list[int]]:
-    """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one."""
-    lists, stages = order(name, ranks, micro_batches, chunks), ranks * chunks
-    column = {"F": 0, "B": stages, "I": 2 * stages, "W": 3 * stages}
-    found = _started(name, lists, stages)
-    rank_of = SCHEDULES[name].rank_of
-    index: dict[Action, int] = {}
+    """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one.
+
+    Actions are numbers here (kind by kind, stage by stage): a search builds graphs of 10,000 actions by the dozen.
+    """
+    stages = ranks * chunks
+    lists = _numbered(order(name, ranks, micro_batches, chunks), stages, micro_batches)
+    found = _started(name, lists, stages, micro_batches)
+    rank_of = [SCHEDULES[name].rank_of(stage, ranks) for stage in range(stages)]
+    index = [0] * (4 * stages * micro_batches)
     steps: list[Step] = []
     last = [-1] * ranks
-    for here, (_, rank, action, need) in enumerate(sorted(found, key=lambda one: one[:2])):
+    for here, (_, rank, number, need) in enumerate(sorted(found)):
         previous = last[rank]
-        other = here - index[need] if need is not None and rank_of(need.stage, ranks) != rank else 0
-        steps.append((column[action.kind] + action.stage, here - previous if previous >= 0 else 0, other))
-        index[action] = last[rank] = here
+        away = need >= 0 and rank_of[need // micro_batches % stages] != rank
+        other = here - index[need] if away else 0
+        steps.append((number // micro_batches, here - previous if previous >= 0 else 0, other))
+        index[number] = last[rank] = here
     return steps, last
 
 
-def _started(name: str, lists: Order, stages: int) -> list[tuple[int, int, Action, Action | None]]:
-    """Return (start in units, rank, action, its input from the neighbouring stage), ranks acting in turn."""
-    stop: dict[Action, int] = {}
-    found: list[tuple[int, int, Action, Action | None]] = []
+def _numbered(lists: Order, stages: int, micro_batches: int) -> list[list[int]]:
+    first = {kind: at * stages * micro_batches for at, kind in enumerate("FBIW")}
+    return [[first[kind] + stage * micro_batches + batch for kind, stage, batch in actions] for actions in lists]
+
+
+def _started(name: str, lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
+    """Return (start in units, rank, action, its input from the neighbouring stage or -1), ranks acting in turn."""
+    each = stages * micro_batches
+    stop = [0] * (4 * each)
+    found: list[tuple[int, int, int, int]] = []
     at, free = [0] * len(lists), [0] * len(lists)
     left = sum(len(actions) for actions in lists)
     while len(found) < left:
@@ -104,15 +113,16 @@ def _started(name: str, lists: Order, stages: int) -> list[tuple[int, int, Actio
         for rank, actions in enumerate(lists):
             position, now, size = at[rank], free[rank], len(actions)
             while position < size:
-                action = actions[position]
-                if need := _neighbour(action, stages):
-                    made = stop.get(need)
-                    if made is None:
+                number = actions[position]
+                need = _neighbour(number, each, micro_batches)
+                if need >= 0:
+                    made = stop[need]
+                    if not made:
                         break
                     now = max(now, made)
-                found.append((now, rank, action, need))
+                found.append((now, rank, number, need))
                 now += 1
-                stop[action] = now
+                stop[number] = now
                 position += 1
             at[rank], free[rank] = position, now
         if len(found) == before:
@@ -120,9 +130,9 @@ def _started(name: str, lists: Order, stages: int) -> list[tuple[int, int, Actio
     return found
 
 
-def _neighbour(action: Action, stages: int) -> Action | None:
-    """Return what an action needs from the stage beside its own."""
-    kind, stage, batch = action
-    if kind == "F":
-        return Action("F", stage - 1, batch) if stage else None
-    return Action(kind, stage + 1, batch) if kind != "W" and stage + 1 < stages else None
+def _neighbour(number: int, each: int, micro_batches: int) -> int:
+    """Return what an action needs from the stage beside its own, -1 if nothing."""
+    kind, place = divmod(number, each)
+    if kind == 0:
+        return number - micro_batches if place >= micro_batches else -1
+    return number + micro_batches if kind < 3 and place + micro_batches < each else -1

@@ -75,7 +75,7 @@ def test_huge_schedules_take_their_slowest_rank_and_a_fill() -> None:
     for name in ("1f1b", "zb-h1", "gpipe"):
         took = makespan(name, 8, count, 1, forward_s=forward, backward_s=backward, weight_s=backward / 2, send_s=0.0)
         assert 6.0 * count <= took <= 6.0 * count + 7 * 3.0
-    # Nearly equal stages settle late, or not before the walk ends.
+    # Nearly equal stages: the slowest sets the pace in the end.
     near = {"forward_s": 1 + 1e-6 * np.arange(8), "backward_s": backward * 0 + 2.0, "weight_s": backward * 0 + 1.0}
     took = makespan("1f1b", 8, count, 1, **near, send_s=0.0)
     assert took == pytest.approx(count * (3 + 7e-6), rel=1e-5)
