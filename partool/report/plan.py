@@ -15,7 +15,7 @@ from partool.report.units import amount, duration, gib, seconds
 _BAR = 24
 _SMALL = 0.001
 """Share of the step below which a term has no line of its own."""
-_SIDE_BY_SIDE = 110
+_SIDE_BY_SIDE = 120
 """Columns from which memory and time stand beside each other."""
 
 
