@@ -123,6 +123,75 @@ def test_what_cannot_be_predicted_says_why(changes: dict[str, str], reason: str)
         case_of(cells(**changes))
 
 
+def test_names_that_tables_write_with_sizes() -> None:
+    """Latent attention and experts in every second layer come from presets, not from a dense model of that size."""
+    deepseek, maverick = (model_of(cells(model=name)) for name in ("DeepSeek-V3-671B", "Llama-4-Maverick-400B"))
+    assert deepseek is not None
+    assert deepseek.mla is not None
+    assert maverick is not None
+    assert maverick.moe is not None
+    assert maverick.moe.every == 2
+    xl, small = model_of(cells(model="GPT2-1.5B")), model_of(cells(model="SmolLM-135M"))
+    assert xl is not None
+    assert (xl.layers, xl.hidden) == (48, 1600)
+    assert small is not None
+    assert small.hidden == 576
+    assert model_of(cells(model="Secret-60B-A4B", params_b="60")) is None
+    with pytest.raises(SkipError, match="not expressible"):
+        case_of(cells(model="Nemotron-H 56B"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "notes", "optimizer", "parameters"),
+    [
+        ("FSDP2", "two Xeon CPU sockets per node", "none", "none"),
+        ("FSDP2", "no CPU offloading; 8B params", "none", "none"),
+        ("FSDP2", "CPU offload False", "none", "none"), ("ZeRO-3 + optimizer offload", "8B params", "cpu", "none"),
+        ("ZeRO-3 Offload (CPU params+optimizer)", "", "cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_only_what_is_offloaded_is(zero: str, notes: str, optimizer: str, parameters: str) -> None:
+    _, layout = case_of(cells(zero_or_fsdp=zero, notes=notes)).options[0]
+    assert (layout.offload_optimizer, layout.offload_parameters) == (optimizer, parameters)
+
+
+@pytest.mark.parametrize(
+    ("note", "gigabytes"),
+    [
+        ("RoCE 1600 Gbps per node", 25.0), ("8x CX-7 400 Gb/s per GPU", 50.0), ("50 GB/s per GPU InfiniBand", 50.0),
+        ("400 Gb/s InfiniBand NDR", 50.0), ("3200 Gbps EFA", 50.0), ("200 Gb/s x 4", 25.0), ("3.2 Tbps per node", 50.0),
+    ],
+)  # fmt: skip
+def test_networks_by_note(note: str, gigabytes: float) -> None:
+    job, _ = case_of(cells(n_gpus="16", dp="16", inter_bw_note=note)).options[0]
+    assert job.devices.fabric_bytes_per_s == pytest.approx(gigabytes * 1e9)
+
+
+def test_rows_that_say_less() -> None:
+    _, layout = case_of(cells(n_gpus="", dp="4", tp="2")).options[0]
+    assert layout.mesh.world_size == 8
+    _, hybrid = case_of(cells(n_gpus="64", dp="64", zero_or_fsdp="HSDP", global_batch="128")).options[0]
+    assert (hybrid.mesh.dp_replicate, hybrid.mesh.dp_shard) == (8, 8)
+    old = {
+        "source": "Megatron-LM SC21 Table 1",
+        "gpu": "A100-80GB",
+        "dtype": "fp16",
+        "zero_or_fsdp": "",
+        "recompute": "",
+    }
+    row = cells(**old, step_time_s="", tflops_per_gpu="148", notes="hardware FLOPs incl. recompute")
+    job, layout = case_of(row).options[0]
+    assert set(layout.recompute) == {"full"}
+    assert counted_flops(row, job) == pytest.approx(4 / 3 * counted_flops(cells(**old, notes=""), job))
+    job, layout = case_of(cells(micro_batch="8", global_batch="32")).options[0]
+    assert step_s(cells(micro_batch="8", global_batch="32"), job, layout) == pytest.approx(3.0 * job.global_batch / 32)
+    assert (
+        not case_of(cells(source="Megatron-Bridge docs", zero_or_fsdp="", sequence_parallel="no"))
+        .options[0][0]
+        .stack.sequence_parallel
+    )
+
+
 def test_statistics_by_hand() -> None:
     """Ratios 1, 2, 4: without the first the scalar is 3, without the second 2.5, without the third 1.5."""
     assert left_one_out([(1.0, 1.0), (1.0, 2.0), (1.0, 4.0)]) == pytest.approx([3 - 1, 2.5 / 2 - 1, 1.5 / 4 - 1])

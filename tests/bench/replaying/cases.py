@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from replaying.cells import Cells
-from replaying.machines import accelerator_of, devices_of, precision_of
+from replaying.machines import accelerator_of, devices_of, precision_of, ranks_of
 from replaying.methods import Recompute, inexpressible, offload_of, recompute_of, schedule_of, stack_of, zero_of
 from replaying.models import model_of
 
@@ -122,7 +124,7 @@ def _readings(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iter
 def _degrees(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iterator[Degrees]:
     """Yield the degrees as printed; where none is and sequences are long, some ranks share a sequence."""
     ranks = devices.nodes * devices.per_node
-    ranks = min(ranks, cells.count("n_gpus", ranks))
+    ranks = min(ranks, ranks_of(cells))
     printed = any(cells.number(name) for name in ("tp", "pp", "cp", "dp"))
     shares = [size for size in (1, 2, 4, 8, 16, 32, 64) if ranks % size == 0]
     if not printed and ranks > 1 and stack.name.startswith("megatron"):
@@ -167,6 +169,9 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
     bounds = balance([1.0] * model.layers, degrees.pp * chunks)
     policies = [policy for start, stop in bounds for policy in _spread(reading.recompute, stop - start)]
     shards = degrees.dp if zero else 1
+    if zero and re.search(r"hsdp|hybrid", cells.lower("zero_or_fsdp")):
+        # Hybrid sharding is within a node unless a row says more.
+        shards = gcd(shards, max(cells.count("gpus_per_node", 8) // degrees.tp, 1))
     values: dict[str, Any] = {
         "mesh": Mesh(pp=degrees.pp, dp_replicate=degrees.dp // shards, dp_shard=shards, cp=degrees.cp, tp=degrees.tp),
         "expert": degrees.ep, "zero": zero, "micro_batch": reading.micro_batch, "accumulation": reading.accumulation,

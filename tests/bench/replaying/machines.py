@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from math import prod
 from typing import Any
 
 from partool.catalog.hardware import resolve_hardware
@@ -54,9 +55,14 @@ def precision_of(cells: Cells, accelerator: str) -> str | None:
     return "bf16" if "bf16" in peaks else "fp16"
 
 
+def ranks_of(cells: Cells) -> int:
+    """Return the devices of a row: as printed, else the product of its degrees."""
+    return cells.count("n_gpus") or min(prod(cells.count(name, 1) for name in ("dp", "tp", "pp", "cp")), 10**7)
+
+
 def devices_of(cells: Cells, accelerator: str, precision: str) -> Devices | None:
     """Return the machines of a row, or None where the numbers of devices make no sense."""
-    ranks = cells.count("n_gpus", 1)
+    ranks = ranks_of(cells)
     usual = table("accelerators")[accelerator]["per_node"]
     per_node = min(cells.count("gpus_per_node", usual), ranks, 1024)
     base = _resolved(accelerator, max(-(-ranks // per_node), 1), per_node, precision)
@@ -88,16 +94,24 @@ def _figures(cells: Cells, base: Devices, per_node: int) -> dict[str, Any]:
         for name in ("achievable_flops", "wide_flops", "attention_flops"):
             value = getattr(base, name)
             found[name] = value * share if value else value
-    if network := _network(cells.lower("inter_bw_note"), per_node):
+    if network := _network(cells.text("inter_bw_note"), per_node, base.fabric_bytes_per_s):
         found["fabric_bytes_per_s"] = network
     return found
 
 
-def _network(note: str, per_node: int) -> float | None:
-    """Return bytes per second and rank of ``RoCE 1600 Gbps per node`` or ``8x CX-7 400 Gb/s per GPU``."""
-    rate = re.search(r"(\d+(?:\.\d+)?)\s*(g|t)(?:b|bit)(?:ps|/s|it/s)", note)
+def _network(note: str, per_node: int, usual: float) -> float | None:
+    """Return bytes per second and rank of ``RoCE 1600 Gbps per node`` or ``8x CX-7 400 Gb/s per GPU``.
+
+    A rate that says neither is an adapter's where ranks of such machines usually have one as fast each.
+    """
+    rate = re.search(r"(\d+(?:\.\d+)?)\s*([gGtT])(B(?=/s|ps)|b|bit)(?:ps|/s|it/s)", note)
     if not rate:
         return None
-    bits = float(rate.group(1)) * (1e9 if rate.group(2) == "g" else 1e12)
-    each = "per gpu" in note or "per device" in note or re.search(r"\d+\s*x", note[: rate.start()])
-    return bits / 8 / (1 if each and "per node" not in note else per_node)
+    scale = 1e9 if rate.group(2) in "gG" else 1e12
+    value = float(rate.group(1)) * scale / (1 if rate.group(3) == "B" else 8)
+    text = note.lower()
+    if "per node" in text or "/node" in text:
+        return value / per_node
+    each = re.search(r"per (gpu|device|adapter|nic)|/gpu", text) or re.search(r"\d+\s*x", text[: rate.start()])
+    each = each or re.match(r"\s*x\s*\d", text[rate.end() :])
+    return value if each or value <= 1.01 * usual else value / per_node

@@ -9,6 +9,7 @@ from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.parameters import count, parameters
 from partool.plan.types import Layout
 from replaying.cells import Cells
+from replaying.methods import AGAIN
 
 _GIB = 2**30
 
@@ -20,7 +21,8 @@ def step_s(cells: Cells, job: Job, layout: Layout) -> float | None:
     """
     seconds, ranks = cells.number("step_time_s"), layout.mesh.world_size
     if seconds is not None:
-        return seconds
+        # A layout whose micro-batches do not divide the printed batch is priced at its own batch.
+        return seconds * job.global_batch / cells.count("global_batch", job.global_batch)
     if (rate := cells.number("tokens_per_s_per_gpu")) is not None:
         return job.global_batch * job.sequence_length / ranks / rate
     if (tera := cells.number("tflops_per_gpu")) is not None:
@@ -42,8 +44,9 @@ def counted_flops(cells: Cells, job: Job) -> float:
     # The Machine Learning Engineering book counts attention causally, and what checkpointing runs again as work.
     causal = causal or "ml-engineering" in text
     forward = matmul_flops_per_token(job.model) + attention * (1.0 if causal else 2.0)
-    again = "ml-engineering" in text or re.search(r"incl\.?(?:uding)? recomput|hardware flops|\bhfu\b printed", text)
-    return (4.0 if again and "full" in cells.lower("recompute") else 3.0) * tokens * forward
+    again = "ml-engineering" in text or re.search(rf"{AGAIN}|\bhfu\b printed", text)
+    policy = cells.lower("recompute")
+    return (4.0 if again and ("full" in policy or not policy) else 3.0) * tokens * forward
 
 
 def peak_bytes(cells: Cells) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from partool.cost.stacks import STACKS, Stack
 from replaying.cells import Cells
+from replaying.models import hybrid
 
 _INEXPRESSIBLE = (
     (r"\bq?lora\b|adalora|peft|dora\b|adapter|vera\b|prefix|prompt|\bia3\b|rank\d+", "tuning of few parameters"),
@@ -17,6 +18,8 @@ _INEXPRESSIBLE = (
     (r"\bnvme\b|infinity", "states on NVMe"),
     (r"context only|bert|inference only|vision|multimodal|vlm\b", "not the training of a decoder"),
 )  # fmt: skip
+AGAIN = r"incl(\.|udes|uding|ude)? (the )?recomput|hardware flops"
+"""Notes that say that FLOPs count recomputation, so there was some."""
 _LONG = 131072
 """Tokens from which trainers that shard by ZeRO cannot hold the logits, and fuse the head with its loss."""
 _OLD = (
@@ -50,6 +53,12 @@ def inexpressible(cells: Cells) -> str | None:
     for pattern, reason in _INEXPRESSIBLE:
         if re.search(pattern, text):
             return reason
+    if hybrid(cells.text("model")):
+        return "not the training of a decoder with attention"
+    if re.search(r"optimizer (fused )?in backward|8-?bit adam", cells.lower("notes")):
+        return "another optimizer"
+    if "torchtune" in cells.lower("source") and "single device" in cells.lower("model", "method"):
+        return "another optimizer"  # its full_finetune_single_device recipes: paged 8-bit Adam, fused into backward
     method = cells.lower("method")
     if method and not re.search(r"full|pre-?train|fine-?tun|sft", method):
         return "tuning of few parameters"
@@ -71,6 +80,8 @@ def stack_of(cells: Cells) -> Stack:
     )
     if cells.lower("sequence_parallel").startswith(("y", "true", "1")):
         found = replace(found, sequence_parallel=True)
+    if cells.lower("sequence_parallel").startswith(("n", "false", "0")):
+        found = replace(found, sequence_parallel=False)
     if cells.lower("notes").startswith("deepcompile"):
         found = replace(found, elementwise=1.2, derate=1.05)
     if found.name.startswith("megatron") and re.search(r"\bv100|\bt4\b", cells.lower("gpu")):
@@ -111,7 +122,7 @@ def _named(source: str, text: str, zero: str, year: int, pipeline: bool) -> Stac
         return STACKS["deepspeed-2021" if year <= 2021 else "deepspeed"]
     if "fsdp" in text or "foundry" in source:
         return STACKS["fsdp1"]
-    return STACKS["megatron" if "tp" in text else "fsdp2"]
+    return STACKS["megatron" if re.search(r"\btp", text) else "fsdp2"]
 
 
 def zero_of(cells: Cells, stack: Stack, dp: int) -> int:
@@ -158,8 +169,12 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
         return [Recompute(3)]
     if "select" in text:
         return [Recompute(own)]
-    if text in ("none", "no", "false", "0", "off"):
+    if "core_attn" in text or "core attention" in text:
+        return [Recompute(1)]
+    if re.match(r"(none|no|false|off|0)\b", text):
         return [Recompute(0)]
+    if stack.name == "megatron-2021" or re.search(AGAIN, cells.lower("notes")):
+        return [Recompute(3)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
     return [Recompute(0), Recompute(own), Recompute(3, 0.25), Recompute(3, 0.5), Recompute(3)]
 
 
@@ -188,13 +203,16 @@ def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
 
 def offload_of(cells: Cells) -> list[dict[str, Any]]:
     """Return what lives in host memory, as fields of a layout; DeepCompile offloads only as much as has to be."""
-    text = cells.lower("zero_or_fsdp", "offload", "method", "notes")
-    if "offload" not in text and "cpu" not in text:
-        return [{}]
-    if re.search(r"offload[a-z ]*:? *(false|no\b|none)|w/o (cpu )?offload|without", text):
+    columns = cells.lower("zero_or_fsdp", "offload", "method")
+    text = f"{columns}; {cells.lower('notes')}"
+    if "offload" not in text and not re.search(r"\bcpu\b", columns):
+        return [{}]  # a processor that notes name is the host's
+    if re.search(r"offload[a-z ]*[:=]? *(false|no\b|none|off\b)|(w/o|without|no|not) (cpu[- ]?)?offload", text):
         return [{}]
     found: dict[str, Any] = {"offload_optimizer": "cpu"}
-    if re.search(r"full cpu|param", text):
+    if re.search(r"full cpu|param", columns) or re.search(
+        r"param\w*[^;,.]{0,20}offload|offload[^;,.]{0,20}param", text
+    ):
         found["offload_parameters"] = "cpu"
     if "activation" in text:
         found = {**({} if "activation" in text and "optim" not in text else found), "offload_activations": "cpu"}

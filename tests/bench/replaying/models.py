@@ -38,6 +38,11 @@ _LLAMA_LIKE = (
     "apertus",
     "kimi",
 )
+_ALIASES = {
+    "gpt21.5b": "gpt2xl", "smollm135m": "smollm2135m", "smollm360m": "smollm2360m", "smollm1.7b": "smollm21.7b",
+    "mtnlg530b": "megatron530b",
+}  # fmt: skip
+"""Other names of presets, both as :func:`plain` writes them."""
 _LARGE = 10**7
 
 
@@ -53,6 +58,13 @@ def model_of(cells: Cells) -> ModelConfig | None:
     if not {"layers", "hidden"} <= fields.keys():
         return None
     return _completed(fields, cells)
+
+
+def hybrid(name: str) -> bool:
+    """Return True for models whose layers are not all attention with a feed-forward network."""
+    return bool(
+        re.search(r"mamba|jamba|zamba|rwkv|nemotron[-_ ]?(h\b|h[-_ ]?\d|3\b|nano)|qwen3[-_ .]?next", name.lower())
+    )
 
 
 def _printed(cells: Cells) -> dict[str, Any]:
@@ -98,13 +110,22 @@ def plain(name: str) -> str:
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
+    presets = _presets()
     found: dict[str, dict[str, Any]] = {}
     if DIMENSIONS.exists():
         with DIMENSIONS.open(encoding="utf-8", newline="") as file:
             for row in csv.DictReader(file):
+                # Presets know what the table has no columns for: latent attention, experts in every n-th layer.
+                fields = presets.get(plain(_sizeless(row["model_key"]))) or _tabled(row)
                 for name in (row["model_key"], *row["aliases"].split("|")):
-                    if name and (fields := _tabled(row)):
+                    if name and fields:
                         found[plain(name)] = fields
+    found |= {name: fields for name, fields in presets.items() if name not in found}
+    return found | {name: presets[preset] for name, preset in _ALIASES.items() if preset in presets}
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
     for name, entry in table("models").items():
         fields = dict(entry["fields"])
         attention = fields.pop("attention", None)
@@ -112,8 +133,13 @@ def _known() -> dict[str, dict[str, Any]]:
             fields |= {"window": attention["window"], "layer_types": ("sliding",) * fields["layers"]}
         fields.setdefault("head_dim", fields["hidden"] // fields["heads"])
         fields.setdefault("activation", "swiglu")
-        found.setdefault(plain(name), fields)
+        found[plain(name)] = fields
     return found
+
+
+def _sizeless(name: str) -> str:
+    """Return a name without its total size: ``DeepSeek-V3-671B`` as ``DeepSeek-V3``."""
+    return re.sub(r"[-_ ]\d+(?:\.\d+)?[bBtT]\b", "", name)
 
 
 def _tabled(row: dict[str, str]) -> dict[str, Any] | None:
@@ -138,8 +164,9 @@ def _named(name: str) -> dict[str, Any] | None:
     wanted = plain(name)
     if not wanted:
         return None
-    if wanted in _known():
-        return dict(_known()[wanted])
+    for whole in (wanted, plain(_sizeless(name))):
+        if whole in _known():
+            return dict(_known()[whole])
     inside = [known for known in _known() if len(known) > 4 and _contains(wanted, known)]
     return dict(_known()[max(inside, key=len)]) if inside else None
 
@@ -155,10 +182,13 @@ def _contains(text: str, part: str) -> bool:
 
 def _by_size(cells: Cells) -> dict[str, Any]:
     """Return layers, width and heads of the published GPT that is nearest in size, layers scaled to match."""
+    name = cells.text("model").lower()
+    if re.search(r"\ba\d+(?:\.\d+)?b\b|moe|\d+x\d+b", name.replace("_", "-")):
+        return {}  # experts: a size says nothing of what one token costs
     billions = cells.number("params_b")
     if billions is None:
-        found = re.search(r"(\d+(?:\.\d+)?)\s*([bt])\b", cells.text("model").lower())
-        billions = float(found.group(1)) * (1000.0 if found and found.group(2) == "t" else 1.0) if found else None
+        found = re.search(r"(\d+(?:\.\d+)?)\s*([mbt])\b", name)
+        billions = float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2)] if found else None
     if billions is None or not 0.01 < billions < 1e4:
         return {}
     size, layers, hidden, heads = min(_GPT_SHAPES, key=lambda shape: abs(shape[0] / billions - 1))
