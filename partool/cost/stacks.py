@@ -116,7 +116,7 @@ STACKS: dict[str, Stack] = {
         ),
         Stack(
             "deepspeed-2021", sequence_parallel=False, elementwise=1.6, operators_forward=45.0, operators_backward=80.0,
-            derate=1.15, gradient_bytes=2.0, attention="unfused", host_share=0.35, collectives_per_layer=12.0,
+            derate=1.15, gradient_bytes=2.0, attention="unfused", host_share=0.6, collectives_per_layer=12.0,
             overlap_gradients=0.3, overlap_gathers=0.3,
         ),
         Stack(
