@@ -11,6 +11,7 @@ from partool.cost.case import SCHEDULES, Column, Job, Layouts
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
 from partool.cost.sync import Held, Passes, Sync, sync
+from partool.cost.traffic import trained_share
 
 _STREAM_SHARE = 0.80
 
@@ -37,7 +38,7 @@ def step(job: Job, layouts: Layouts) -> Step:
     passes = Passes(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
     groups = np.maximum((job.model.layers + 2) / pp, 1.0)
     shared = sync(job, layouts, Held(dense, expert, groups), passes)
-    owned = (dense + expert) / np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+    owned = owned_elements(job, layouts, dense, expert)
     moved = offload(
         job,
         layouts,
@@ -60,6 +61,15 @@ def step(job: Job, layouts: Layouts) -> Step:
     return Step(costs, shared, moved, optimizer, send, extra)
 
 
+def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) -> Column:
+    """Return the trained parameters that a rank's optimizer updates: its shard; experts have fewer ranks to share."""
+    shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+    with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
+    owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
+    cut = np.where(layouts.zero > 0, owners, 1.0)
+    return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
+
+
 def bound_s(job: Job, layouts: Layouts) -> Column:
     """Return a lower bound of the step time of each layout.
 
@@ -70,9 +80,9 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     costs, m = parts.micro, layouts.accumulation
     total, forward = costs.total("forward_s") + costs.total("backward_s"), costs.total("forward_s")
     stages = layouts.pp * layouts.chunks
-    largest, final = _largest_stage(job, costs, stages, total)
+    largest, final, ahead = _largest_stage(job, costs, stages, total)
     busiest = np.where(layouts.chunks > 1, total / layouts.pp, largest)
-    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - forward / total * final, total - final)
+    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
     through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
     return job.time_scalar * (bound + parts.extra_s)
@@ -97,19 +107,21 @@ def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> C
     return np.where(even, np.maximum(exact, bound), bound)
 
 
-def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column]:
-    """Return the least possible time of the largest stage, and the least of the last stage in such a split.
+def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
+    """Return the least time of the largest stage, and of the last one in such a split: both passes, and forward.
 
     Exact where all layers cost the same; else only what follows from the mean and from the head.
     """
     head, embedding = costs.last.both_s, costs.first.both_s
     if len(costs.layers) > 1:
-        return np.maximum(total / stages, head), head
-    each, layers = next(iter(costs.layers.values())).both_s, job.model.layers
-    smallest = np.maximum(np.floor(total / stages / each) - 1, 0)
+        return np.maximum(total / stages, head), head, costs.last.forward_s
+    unit, layers = next(iter(costs.layers.values())), job.model.layers
+    each = unit.both_s
     best: Column = np.full(np.shape(total), np.inf)
-    for more in range(4):
-        for extra in (0.0, embedding, head):
+    for extra in (0.0, embedding, head):
+        # A whole number of layers, and perhaps the embedding or the head, is the largest stage: the mean or more.
+        smallest = np.maximum(np.ceil((total / stages - extra) / each - 1e-9), 1.0)
+        for more in range(4):
             limit = (smallest + more) * each + extra
             inner = np.floor(limit / each + 1e-9)
             room = np.floor((limit - embedding) / each + 1e-9) + np.floor((limit - head) / each + 1e-9)
@@ -117,7 +129,8 @@ def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tup
             best = np.minimum(best, np.where(enough & (stages > 1), limit, np.inf))
     best = np.where(np.isfinite(best), best, total / stages)
     others = np.floor((best - embedding) / each + 1e-9) + np.maximum(stages - 2, 0) * np.floor(best / each + 1e-9)
-    return best, np.maximum(layers - others, 0) * each + head
+    final = np.maximum(layers - others, 0)
+    return best, final * each + head, final * unit.forward_s + costs.last.forward_s
 
 
 def saved_bytes(job: Job, layouts: Layouts) -> Column:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,11 @@ class Groups:
     """Of one dense layer and of one layer with experts; zeros where the model has no such layer."""
     head: Elements
     """Final norm and head; the norm alone with tied embeddings."""
-    trained: float
-    """Share of the elements that is trained."""
+    trained_embedding: float = 1.0
+    """Share of the embedding's elements that is trained."""
+    trained_layers: tuple[float, float] = (1.0, 1.0)
+    """The same of layers by kind, over all of them."""
+    trained_head: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str
         layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
         kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
     outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
-    return Groups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]), _trained(model, frozen))
+    found = Groups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
+    return replace(found, **_trained(model, frozen)) if frozen else found
 
 
 def _elements(infos: Sequence[ParameterInfo]) -> Elements:
@@ -81,12 +85,23 @@ def _elements(infos: Sequence[ParameterInfo]) -> Elements:
     return Elements(sum(info.elements for info in infos) - whole - expert, whole, expert)
 
 
-def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> float:
-    if not frozen:
-        return 1.0
-    infos = [info for group in groups(model) for info in group]
+def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
+    """Return the shares of the groups that are trained; of layers, the mean over those of a kind."""
+    first, *layers, last = groups(model)
+    kinds = [
+        [info for at, layer in enumerate(layers) if model.is_moe_layer(at) == bool(kind) for info in layer]
+        for kind in (DENSE, MOE)
+    ]
+    return {
+        "trained_embedding": _share(first, frozen),
+        "trained_layers": tuple(_share(infos, frozen) for infos in kinds),
+        "trained_head": _share(last, frozen),
+    }
+
+
+def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
     held = sum(info.elements for info in infos)
-    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / held
+    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(held, 1)
 
 
 def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) -> Held:

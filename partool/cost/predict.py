@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.bound import Step, step
+from partool.cost.bound import Step, owned_elements, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
 from partool.cost.flops import model_flops
 from partool.cost.layer import Layer, Pass, kinds
@@ -147,6 +147,8 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     shared = sync(job, columns(layout), Held(dense, expert, groups), passes)
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s
     slowest = int(np.argmax(exposed * np.ones(pp)))
+    owned = owned_elements(job, columns(layout), dense, expert)
+    fullest = float(np.max(owned) / max(float(np.mean(owned)), 1e-9))
     return {
         "data": _DATA_S,
         "forward": m * f_rank[busiest] - before,
@@ -155,8 +157,8 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         "parameter_gather": _at(shared.gather_exposed_s, slowest),
         **comm,
         # The host link works beside the network: only what outlasts the network's collectives shows.
-        "offload": max(0.0, float(base.offload.exposed_s) - _at(exposed, slowest)),
-        "optimizer": float(base.optimizer_s) * float(np.max(dense + expert) / max(float(np.mean(dense + expert)), 1.0)),
+        "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest)),
+        "optimizer": fullest * float(base.optimizer_s),
         "pipeline_bubble": span - busy,
         "overhead": job.stack.overhead_s,
     }

@@ -40,6 +40,9 @@ class _Sizes:
 
     common: Column
     expert: Column
+    trained: Column
+    """Of ``common``, what is trained."""
+    trained_expert: Column
     pair: Column
     """The two largest groups that follow each other."""
     root: Column
@@ -50,7 +53,6 @@ class _Sizes:
 def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States:
     """Return the state of a rank."""
     sizes = _sizes(job, layouts, held)
-    trained = _groups(job).trained
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
     zero, on_host = layouts.zero, layouts.host_optimizer
@@ -58,10 +60,12 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     if stack.pipeline_keeps_whole:
         layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
 
-    def sharded(stage: int) -> Column:
+    def sharded(stage: int, only_trained: bool = False) -> Column:
         cut = np.where(zero >= stage, shards, 1)
-        experts = np.maximum(1, cut / layouts.ep)
-        return np.ceil(sizes.common / cut) + np.ceil(sizes.expert / experts)
+        with_tensor = np.where((layouts.ep > 1) & (zero >= stage), layouts.tp, 1)
+        experts = np.maximum(1, cut * with_tensor / layouts.ep)
+        common, expert = (sizes.common, sizes.expert) if not only_trained else (sizes.trained, sizes.trained_expert)
+        return np.ceil(common / cut) + np.ceil(expert / experts)
 
     everything = sizes.common + sizes.expert
     kept_wide = master * sharded(1) * (1 - on_host)
@@ -70,10 +74,10 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     else:
         parameters = kept_wide + small * sharded(1) * on_host
     away = np.where(layouts.host_parameters == 1, parameters, 0.0)
-    gradients = _gradients(job, layouts, stack, everything * trained, sharded(1) * trained)
-    moments = 2 * master * sharded(1) * trained
+    gradients = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, sharded(1, only_trained=True))
+    moments = 2 * master * sharded(1, only_trained=True)
     gathered = _gathered(job, layouts, stack, sizes, everything)
-    host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1) * trained)
+    host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1, only_trained=True))
     optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
     return States(parameters - away, gathered, *gradients, optimizer, buffers, host + away)
 
@@ -91,12 +95,18 @@ def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
     groups, tp = _groups(job), layouts.tp
     common: Column = 0.0
     expert: Column = 0.0
+    trained: Column = 0.0
+    trained_expert: Column = 0.0
     largest_layer: Column = 0.0
     for kind in (DENSE, MOE):
         layer, count = groups.layers[kind], held.layers[kind]
         one = layer.cut / tp + layer.whole
-        experts = layer.expert / (tp * layouts.ep)
+        # Ranks that share experts have whole ones; without such ranks experts are cut like all else.
+        owners: Column = np.where(layouts.ep > 1, layouts.ep, tp)
+        experts = layer.expert / owners
         common, expert = common + one * count, expert + experts * count
+        trained = trained + groups.trained_layers[kind] * one * count
+        trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
         largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
     cut = tp if job.stack.vocab_parallel else 1
     embedding = groups.embedding.cut / cut + groups.embedding.whole
@@ -111,6 +121,10 @@ def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
     return _Sizes(
         common=common + outer,
         expert=expert,
+        trained=trained
+        + groups.trained_embedding * (embedding * held.first + extra)
+        + groups.trained_head * head * held.last,
+        trained_expert=trained_expert,
         pair=np.maximum(largest_layer + follows, input_group + largest_layer),
         root=root,
         largest=np.maximum(np.maximum(largest_layer, input_group), root),

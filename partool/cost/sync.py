@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import collective
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.collective import Group
+from partool.cost.traffic import trained_share
 
 _ALWAYS_EXPOSED = 0.08
 """Of gradient reduction even where backward is long: the first layers' gradients come last."""
@@ -45,9 +46,10 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
+    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
     scatter = _groups_s(job, collective.reduce_scatter_s, held, reduce_bytes, (shards, owners))
     gather = _groups_s(job, collective.gather_s, held, gather_bytes, (shards, owners))
-    between = collective.all_reduce_s(job, (held.dense + held.expert) / shards.size * reduce_bytes, replicas)
+    between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
     around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient = np.where(zero == 0, around, rounds * scatter + between)

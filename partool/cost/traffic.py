@@ -87,6 +87,9 @@ def _on_rank(infos: Iterable[ParameterInfo], tensor: int, expert: int) -> int:
     """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
     total = 0
     for info in infos:
-        elements = info.elements // expert if info.kind == "expert" else info.elements
-        total += elements if info.kind == "norm" else elements // tensor
+        if info.kind == "expert":
+            # Ranks that share experts have whole ones; without such ranks experts are cut like all else.
+            total += info.elements // (expert if expert > 1 else tensor)
+        else:
+            total += info.elements if info.kind == "norm" else info.elements // tensor
     return total

@@ -15,6 +15,10 @@ from partool.planner.layouts import Bounds, recompute_of, splits, variant_costs
 from partool.planner.problem import Problem
 from partool.schedule import makespan
 
+_LOOSE = 0.96
+_MOST = 20_000
+"""Actions of the short run above which the plain bound has to do."""
+
 
 def refined_s(problem: Problem, rows: Layouts) -> Any:
     """Return lower bounds of the step times of rows that share schedule, pipeline ranks (more than one) and chunks.
@@ -24,6 +28,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     """
     pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
     short = min(int(np.min(rows.accumulation)), pp)
+    if pp * chunks * short > _MOST:
+        return problem.job.time_scalar * 0.0 * rows.accumulation
     costs = variant_costs(problem, rows)
     counts = np.stack(
         [
@@ -39,7 +45,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     )  # fmt: skip
     both = forward + backward
     busiest = np.max([both[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=0)
-    longer = span + (rows.accumulation - short) * busiest
+    # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
+    longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
     return problem.job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)
 
 

@@ -275,7 +275,7 @@ class Search:
 
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
         parts = [
-            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK], rounded=True))
+            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)
         ]
         if not parts:

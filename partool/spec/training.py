@@ -24,7 +24,7 @@ class TrainingSpec(Section):
     """How long and in which precision to train."""
 
     sequence_length: PositiveInt = 2048
-    global_batch: PositiveInt = 256
+    global_batch: Annotated[int, Field(gt=0, le=10**9)] = 256
     """Sequences per optimizer step, over all ranks and micro-batches."""
     steps: PositiveInt = 1000
     precision: Precision = "bf16"

@@ -136,7 +136,11 @@ def regret_of(rows: list[Result]) -> float | None:
     timed = [
         (row.predicted / row.job.global_batch, row.measured / row.job.global_batch) for row in rows if row.measured
     ]
-    return min(timed)[1] / min(truth for _, truth in timed) - 1.0 if len(timed) >= 3 else None
+    if len(timed) < 3:
+        return None
+    least = min(predicted for predicted, _ in timed)
+    chosen = fmean(truth for predicted, truth in timed if predicted <= least * (1.0 + 1e-9))
+    return chosen / min(truth for _, truth in timed) - 1.0
 
 
 def null_model(results: list[Result]) -> float | None:
