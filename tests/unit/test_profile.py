@@ -157,10 +157,12 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost import layer, offload
+    from partool.cost import attention, layer, offload
     from partool.cost.stacks import PARTOOL
+    from partool_runtime.calibrate.items import NARROW_HEADS
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
+    assert attention._head_share(64) / attention._head_share(128) == NARROW_HEADS
     assert catalog_profile._HOST_LINK_SHARE == offload._LINK_SHARE
     assert (offload._HOST_BYTES, PARTOOL.host_share) == (catalog_profile._ADAM_BYTES, catalog_profile._ADAM_SHARE)
 

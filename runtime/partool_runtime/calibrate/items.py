@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,10 +40,10 @@ class Sizes:
 
     layers: tuple[tuple[int, int, int], ...]
     """Rows, output width and input width of linear layers: three products each, forward and two backward."""
-    sequences: tuple[tuple[int, int, int], ...]
-    """Batch, heads and length of causal attention; heads are 128 wide."""
+    sequences: tuple[tuple[int, int, int, int], ...]
+    """Batch, heads, length and head width of causal attention."""
     streams: tuple[int, int]
-    """Tensors of the bandwidth measurement, and elements (4 bytes) of each."""
+    """Operators of the bandwidth measurement, and elements (4 bytes) of each one's result."""
     collective_bytes: tuple[int, ...]
     adam_parameters: int
     link_bytes: int = 1 << 28
@@ -52,30 +53,32 @@ _KB, _MB = 1 << 10, 1 << 20
 _CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
 _GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
 _CPU = Sizes(
-    _CPU_LAYERS, ((4, 4, 256), (1, 4, 1024), (1, 4, 2048)), (32, _MB), (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB),
-    16 * _MB,
+    _CPU_LAYERS, ((8, 6, 256, 32), (8, 4, 256, 64), (4, 4, 256, 128), (1, 8, 1024, 64)), (32, _MB),
+    (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB), 16 * _MB,
 )  # fmt: skip
 _GPU = Sizes(
-    _GPU_LAYERS, ((4, 32, 2048), (1, 32, 8192), (1, 32, 16384)), (8, 64 * _MB),
+    _GPU_LAYERS, ((4, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)), (8, 64 * _MB),
     (_MB, 8 * _MB, 64 * _MB, 256 * _MB, 1024 * _MB), 64 * _MB,
 )  # fmt: skip
 CPU_SIZES = {
     "full": _CPU,
-    "quick": replace(_CPU, sequences=_CPU.sequences[:2]),
-    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64),), (2, 64 * _KB), (4 * _KB, 64 * _KB), 64 * _KB),
+    "quick": _CPU,
+    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64, 64),), (2, 64 * _KB), (4 * _KB, 64 * _KB), 64 * _KB),
 }
 GPU_SIZES = {
     "full": _GPU,
     "quick": replace(_GPU, sequences=_GPU.sequences[:2]),
-    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128),), (2, _MB), (64 * _KB, _MB), _MB, _MB),
+    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128, 64),), (2, _MB), (64 * _KB, _MB), _MB, _MB),
 }
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-_HEAD_DIM = 128
+NARROW_HEADS = 0.70
+"""Speed of attention with heads narrower than 96 against 128, as the cost model has it."""
 _BACKWARD = 2.5  # fused attention recomputes the scores: five products instead of two (arXiv 2205.14135)
 _CHAIN = 100
+_TURNS = 8
 
 
 def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
@@ -125,24 +128,26 @@ def _gemms(sizes: Sizes, device: torch.device, precision: str) -> Iterator[Item]
 
 
 def _gemm(m: int, n: int, k: int, device: torch.device, precision: str) -> Work:
+    """Return a product; on a CPU each call has another input and a new result, as layers do: caches hold less."""
     if precision == "fp8":
         return scaled_product(m, n, k, device)
-    a = torch.randn(m, k, device=device).to(DTYPES[precision])
+    count = 1 if device.type == "cuda" else _TURNS
+    inputs = itertools.cycle([torch.randn(m, k, device=device).to(DTYPES[precision]) for _ in range(count)])
     b = torch.randn(n, k, device=device).to(DTYPES[precision])
-    return partial(torch.matmul, a, b.t())
+    results: deque[torch.Tensor] = deque(maxlen=count)
+    return lambda: results.append(torch.matmul(next(inputs), b.t()))
 
 
-def _attention(shape: tuple[int, int, int], device: torch.device, precision: str) -> Item:
-    batch, heads, length = shape
-    # Two products per pair of tokens; a causal query sees half of the keys.
-    flops = 2.0 * batch * length * (length / 2) * 2 * heads * _HEAD_DIM * (1 + _BACKWARD)
+def _attention(shape: tuple[int, int, int, int], device: torch.device, precision: str) -> Item:
+    batch, heads, length, width = shape
+    # Two products per pair of tokens; a causal query sees half of the keys. Narrow heads count as what wide ones would
+    # do in that time, since the plans' figure is of wide ones.
+    flops = 2.0 * batch * length * (length / 2) * 2 * heads * width * (1 + _BACKWARD)
 
     def prepare() -> Work:
         dtype = DTYPES[precision]
-        q, k, v = (
-            torch.randn(batch, heads, length, _HEAD_DIM, device=device).to(dtype).requires_grad_() for _ in range(3)
-        )
-        grad = torch.randn(batch, heads, length, _HEAD_DIM, device=device).to(dtype)
+        q, k, v = (torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3))
+        grad = torch.randn(batch, heads, length, width, device=device).to(dtype)
 
         def work() -> object:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -150,24 +155,25 @@ def _attention(shape: tuple[int, int, int], device: torch.device, precision: str
 
         return work
 
-    return Item("attention", f"{batch}x{heads}x{length}x{_HEAD_DIM}", precision, flops, "flop", prepare)
+    work_flops = flops / (1.0 if width >= 96 else NARROW_HEADS)
+    return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare)
 
 
 def _streams(sizes: Sizes, device: torch.device) -> Iterator[Item]:
-    """Yield operators on one tensor after the other: the input was written just before, the result goes elsewhere.
+    """Yield operators on one tensor after the other: the input was written just before, the result is new and kept.
 
-    That is how layers use memory. The last tensor's place in the caches is what a layer's has; together the tensors
-    are larger than any cache.
+    That is how layers use memory. On a CPU new memory costs twice what writing to it does.
     """
     number, count = sizes.streams
 
-    def chain(operator: Callable[..., object], other: bool) -> Work:
-        tensors = [torch.ones(count, device=device) for _ in range(number + 1)]
+    def chain(operator: Callable[..., torch.Tensor], other: bool) -> Work:
+        first = torch.ones(count, device=device)
         factor = (torch.ones(count, device=device),) * other
 
         def work() -> None:
-            for source, target in itertools.pairwise(tensors):
-                operator(source, *factor, out=target)
+            kept = [first]
+            for _ in range(number):
+                kept.append(operator(kept[-1], *factor))
 
         return work
 
