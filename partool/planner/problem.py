@@ -8,6 +8,7 @@ from functools import cached_property
 from partool.catalog.profile import Applied
 from partool.cost.case import Job
 from partool.cost.layer import Kind, kinds
+from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.layout.capabilities import Needs, aspects, gaps, runs
 from partool.plan.types import Layout
@@ -85,6 +86,11 @@ class Problem:
         if pinned != "auto":
             return pinned
         return "none" if self.devices.backend == "cpu" else "block"
+
+    @cached_property
+    def layer_elements(self) -> int:
+        """Parameters of the smallest layer that one token passes through."""
+        return min(sum(layer_elements(self.model, kind)) for kind in set(kinds(self.model)))
 
     @property
     def capacity_bytes(self) -> int:

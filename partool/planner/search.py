@@ -22,6 +22,8 @@ TIE = 1e-3
 """Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
 SLACK = 0.03
 """How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
+_MOST_SLACK = 0.5
+"""The same at most where stages are several and the head is heavy."""
 LIKELY = 0.97
 """Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
 _CHUNK = 8192
@@ -134,7 +136,7 @@ class Search:
         for policy in self.extremes():
             groups = self.groups[self.space.allowed(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self._room(groups, np.full(len(groups), policy))
-            fits = (total <= self.problem.capacity_bytes * (1.0 + SLACK)) & (host <= host_limit(self.problem))
+            fits = (total <= self.problem.capacity_bytes * self._slack(groups)) & (host <= host_limit(self.problem))
             if fits.any():
                 return True
         return False
@@ -166,6 +168,16 @@ class Search:
         bound[fits] = self._bounds(group[fits], policy[fits])
         return bound, np.where(fits, total, np.inf)
 
+    def _slack(self, groups: Any) -> Any:
+        """Return by what factor columns may lie above the exact memory of a group's layouts.
+
+        Columns split layers evenly; where the head weighs as much as some layers, the last stage gets fewer of those.
+        """
+        model = self.problem.model
+        head = model.vocab * model.hidden / max(self.problem.layer_elements, 1)
+        pp = self.space.groups.pp[groups]
+        return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
+
     def _group_bounds(self, groups: Any) -> Any:
         """Return the least step time of each group: of the policy that recomputes and offloads least.
 
@@ -182,10 +194,11 @@ class Search:
     def _pass(self, likely: Any, *, sure: bool) -> None:
         """Search for layouts that are sure to fit, or that are predicted to fit."""
         bound = self.bound_s
-        may = self.least_bytes <= self.problem.capacity_bytes * (1.0 + SLACK)
+        slack = self._slack(self.groups)
+        may = self.least_bytes <= self.problem.capacity_bytes * slack
         if sure:
             self.found.too_large = int((~may).sum()) * len(self.policies)
-            may &= likely >= LIKELY
+            may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s, self._queue = float("inf"), Queue(self.problem, self.space)
         position, batch = 0, 32
@@ -221,13 +234,13 @@ class Search:
         which, column = np.nonzero(open_)
         group, policy = groups[which], self.policies[column]
         total, likely, host = self._room(group, policy)
-        fits = (total <= self.problem.capacity_bytes * (1.0 + SLACK)) & (host <= host_limit(self.problem))
+        fits = (total <= self.problem.capacity_bytes * self._slack(group)) & (host <= host_limit(self.problem))
         group, policy = group[fits], policy[fits]
         leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
         self._parts.append(leaves)
         queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
         if sure:
-            queued &= leaves.probability >= LIKELY
+            queued &= (leaves.probability >= LIKELY) | (self._slack(group) > 1.0 + SLACK)
         queued &= ~self._dominated(leaves, queued)
         self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
 
