@@ -1,0 +1,103 @@
+"""What belongs to whom: experts, frozen parameters and heavy heads, alike in time, memory and search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from partool.catalog.hardware import resolve_hardware
+from partool.catalog.models import resolve_model
+from partool.cost.bound import bound_s, owned_elements
+from partool.cost.case import Job, Layouts
+from partool.cost.micro import micro
+from partool.cost.peak import peak_memory, predict_memory
+from partool.cost.predict import predict_time
+from partool.cost.traffic import traffic
+from partool.layout.stages import balance
+from partool.plan.types import Layout, Mesh
+from partool.planner import make_plan
+from partool.spec import load_text
+from partool.spec.hardware import HardwareSpec
+from partool.spec.model import ModelConfig, ModelSpec
+
+
+def model(preset: str) -> ModelConfig:
+    found = resolve_model(ModelSpec(preset=preset), Path()).config
+    assert found is not None
+    return found
+
+
+def job(preset: str, **changes: object) -> Job:
+    devices = resolve_hardware(HardwareSpec(accelerator="h100-sxm", nodes=8), "bf16").devices
+    assert devices is not None
+    return Job(model(preset), devices, 4096, 64, "bf16", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_experts_are_owned_alike_in_time_and_memory(ep: int, tp: int, zero: int) -> None:
+    """The optimizer's moments (two of four bytes) are of the parameters whose update is timed."""
+    one = job("mixtral-8x7b")
+    dp = 64 // tp
+    shards = {"shards": dp} if zero else {"replicas": dp}
+    layouts = Layouts(tp=tp, ep=ep, zero=zero, recompute=3, **shards)
+    costs = micro(one, layouts)
+    owned = float(owned_elements(one, layouts, costs.total("dense"), costs.total("expert")))
+    moments = float(peak_memory(one, layouts).terms["optimizer"])
+    assert owned == pytest.approx(moments / 8, rel=0.01)
+
+
+def layout(config: ModelConfig, pp: int) -> Layout:
+    bounds = balance([1.0] * config.layers, pp)
+    return Layout(
+        mesh=Mesh(pp=pp, dp_shard=8), zero=1, micro_batch=1, accumulation=8, recompute=("none",) * config.layers,
+        compile="block", stages=bounds,
+    )  # fmt: skip
+
+
+def test_frozen_parameters_have_no_moments_gradients_or_updates() -> None:
+    """Only the last pipeline rank trains anything: its norm and head."""
+    frozen = job("llama3-8b", frozen=("embed.*", "layers.*"))
+    chosen = layout(frozen.model, 8)
+    head = 128256 * 4096
+    ranks = predict_memory(frozen, chosen, 0.0).ranks
+    assert ranks[-1].terms_bytes["optimizer"] == pytest.approx(8 * head / 8, rel=0.01)
+    assert all(rank.terms_bytes["optimizer"] == 0 for rank in ranks[:-1])
+    whole = job("llama3-8b")
+    less, more = predict_time(frozen, chosen, 1), predict_time(whole, chosen, 1)
+    assert less.terms_s["optimizer"] < 0.5 * more.terms_s["optimizer"]
+    assert less.traffic_bytes["gradient_sync"] < 0.2 * more.traffic_bytes["gradient_sync"]
+    assert traffic(frozen, chosen).gather_bytes == traffic(whole, chosen).gather_bytes
+
+
+@pytest.mark.parametrize("pp", [2, 3, 6])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_bounds_hold_for_heads_that_weigh_as_much_as_layers(pp: int, schedule: str) -> None:
+    thin = ModelConfig(layers=12, hidden=512, ffn_hidden=1024, heads=8, kv_heads=8, head_dim=64, vocab=256000)
+    one = Job(thin, job("llama3-8b").devices, 2048, 64, "bf16")
+    columns = Layouts(
+        pp=pp, replicas=8, accumulation=8, schedule=("gpipe", "1f1b", "interleaved", "zb-h1").index(schedule)
+    )
+    costs = micro(one, columns)
+    unit = next(iter(costs.layers.values()))
+    bounds = balance([float(unit.both_s)] * 12, pp, float(costs.first.both_s), float(costs.last.both_s))
+    exact = Layout(
+        mesh=Mesh(pp=pp, dp_replicate=8), zero=0, micro_batch=1, accumulation=8, recompute=("none",) * 12,
+        compile="block", stages=bounds, schedule=schedule,
+    )  # fmt: skip
+    assert float(bound_s(one, columns)) <= predict_time(one, exact, 1).step_time_s * 1.001
+
+
+def test_a_layout_that_gives_the_head_room_is_found() -> None:
+    """Split evenly it would need 13.5 GiB; with fewer layers beside the head it needs 11.7."""
+    text = (
+        "model: llama3.2-1b\nhardware: {accelerator: h100-sxm, per_node: 8, memory_gib: 13.5}\ndata: python-stdlib\n"
+        "training: {sequence_length: 4096, global_batch: 64}\nparallel: {data: {zero: 3}, tensor: 1, sequence: 1, "
+        "pipeline: {stages: 4, schedule: gpipe}, micro_batch: 2, recompute: full, "
+        "offload: {optimizer: none, parameters: none, activations: none}}\n"
+    )
+    spec = load_text(text).spec
+    assert spec is not None
+    assert make_plan(spec, base_dir=Path(), default_name="test").plan is not None
