@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -177,9 +178,8 @@ def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) 
     """Return finer parts, of a pipeline rank's fair share of the whole model."""
     share = layout.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
-    of_layer = kinds(job.model)
-    for at, policy in enumerate(layout.recompute):
-        _add_layer(parts, job, costs[policy].passes[of_layer[at]], share)
+    for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():
+        _add_layer(parts, job, costs[policy].passes[kind], share * layers)
     head = base.micro.last
     parts["head"] = layout.accumulation * float(head.both_s)
     parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)

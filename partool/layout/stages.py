@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -58,10 +59,9 @@ def _fill(sums: list[float], extra: list[float], limit: float) -> list[int] | No
 
 
 def _reach(sums: list[float], start: int, room: float, most: int) -> int:
-    end = start
-    while end < most and sums[end + 1] - sums[start] <= room * _CLOSE:
-        end += 1
-    return end
+    """Return how far a stage reaches that starts at a layer and has room for so much."""
+    end = bisect_right(sums, sums[start] + room * _CLOSE) - 1
+    return max(start, min(end, most))
 
 
 def _largest(sums: list[float], extra: list[float], ends: list[int]) -> float:

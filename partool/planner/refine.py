@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.bound import step
+from partool.cost.bound import bound_s, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro
@@ -29,7 +29,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
     short = min(int(np.min(rows.accumulation)), pp)
     if pp * chunks * short > _MOST:
-        return problem.job.time_scalar * 0.0 * rows.accumulation
+        return bound_s(problem.job, rows)
     costs = variant_costs(problem, rows)
     counts = np.stack(
         [

@@ -16,6 +16,8 @@ from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
 
+MOST_STAGES = 128
+"""Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
 TOKENS_PER_RANK = 256
 """Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
 CHUNKS = (2, 4, 8)
@@ -184,6 +186,7 @@ class _Builder:
             (moe is not None and moe.ffn_hidden % tp != 0, "inner width of experts does not divide by tensor"),
             (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
             (pp > model.layers, "more stages than layers"),
+            (parallel.pipeline.stages == "auto" and pp > MOST_STAGES, f"more than {MOST_STAGES} pipeline stages"),
             (training.sequence_length % cp != 0, "sequences do not divide by sequence.degree"),
             (
                 cp > 1 and parallel.sequence.degree == "auto" and training.sequence_length // cp < TOKENS_PER_RANK,

@@ -12,7 +12,7 @@ AttentionKind = Literal["full", "sliding"]
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "none"]
-Layers = Annotated[int, Field(gt=0, le=10_000)]
+Layers = Annotated[int, Field(gt=0, le=1_000)]
 """Number of layers; each is planned by itself, so there is a limit."""
 
 
