@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from partool.launch.store import Run, RunNotFoundError, RunStore
+from partool.launch.target import LaunchError, LogLine
+from partool.plan.types import Plan
 
 
 def find_run_or_exit(query: str) -> Run:
@@ -21,3 +27,37 @@ def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
     """Print a finding that has no place in a file and end the command."""
     typer.echo(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
     raise typer.Exit(exit_code)
+
+
+@contextmanager
+def reaching(run: Run) -> Iterator[None]:
+    """End the command with a finding where the place that runs the run cannot be asked, or its record be read."""
+    try:
+        yield
+    except LaunchError as error:
+        fail(error.code, error.message, error.help, error.exit_code)
+    except ValidationError:
+        message = f"the record of how {run.id} was submitted cannot be read"
+        fail("PT586", message, f"see {run.path / 'submission.json'}", 1)
+
+
+def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
+    """Write lines of ranks to the two standard streams, with the rank in front where there are several.
+
+    Returns True if there were any.
+    """
+    prefixed = rank is None and _several_ranks(run)
+    some = False
+    for line in lines:
+        stream = sys.stderr.buffer if line.is_error else sys.stdout.buffer
+        stream.write((b"[%d] " % line.rank if prefixed and line.rank is not None else b"") + line.text)
+        stream.flush()
+        some = True
+    return some
+
+
+def _several_ranks(run: Run) -> bool:
+    try:
+        return Plan.from_json(run.plan_file.read_text("utf-8")).layout.mesh.world_size > 1
+    except (OSError, ValueError):
+        return True

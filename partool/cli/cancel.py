@@ -6,21 +6,20 @@ from typing import Annotated
 
 import typer
 
-from partool.cli._runs import fail, find_run_or_exit
-from partool.launch.local import LocalTarget
-from partool.launch.target import LaunchError
+from partool.cli._runs import fail, find_run_or_exit, reaching
+from partool.launch.targets import target_of
 
 
 def command(
     run: Annotated[str, typer.Argument(help="Id, the beginning of one, a name, or last.")],
     now: Annotated[bool, typer.Option("--now", help="Stop at once, without a checkpoint.")] = False,
 ) -> None:
-    """Ask a run to write a checkpoint and stop."""
+    """Ask a run to write a checkpoint and stop; one that still waits in a queue is taken out of it."""
     found = find_run_or_exit(run)
-    try:
-        asked = LocalTarget().cancel(found, now=now)
-    except LaunchError as error:
-        fail(error.code, error.message, error.help, error.exit_code)
-    if not asked:
-        fail("PT508", f"{found.id} is not running ({found.status().state})", "partool list shows the runs", 1)
+    with reaching(found):
+        target = target_of(found)
+        asked = target.cancel(found, now=now)
+        if not asked:
+            state = target.status(found).state
+            fail("PT508", f"{found.id} is not running ({state})", "partool list shows the runs", 1)
     typer.echo(f"partool: asked {found.id} to stop" + (" at once" if now else " after a checkpoint"), err=True)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from partool.cli._load import load_plan_or_exit
+from partool.cli import _cluster, _local
+from partool.cli._job import plan_for
 from partool.cli._runs import fail, find_run_or_exit
-from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
-from partool.launch.describe import display, last_step
-from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError
 from partool.plan.types import Plan
-
-_EXIT_JOB_FAILED = 5
-_ENVIRONMENT = 3
-_REFUSED = 78
-_PASSED_THROUGH = (0, 75, 78)
 
 
 def command(
@@ -28,6 +20,9 @@ def command(
         str | None, typer.Argument(help="With --resume: which run. Default: the newest of that name.")
     ] = None,
     *,
+    target: Annotated[
+        Literal["local", "slurm", "k8s"] | None, typer.Option("--target", "-t", help="Where to; default: the spec's.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from a run's last checkpoint, in its folder.")
@@ -38,67 +33,59 @@ def command(
             "--step", min=0, help="With --resume: from the checkpoint of this step; later ones are kept aside."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once it runs; see status, logs and cancel.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, let the scheduler check it, and run nothing.")
+    ] = False,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Show how it differs from what was submitted last (exit code 10).")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="On this machine: return once it runs; see status, logs and cancel.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="On a cluster: show the logs until the run ends.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="On a cluster: submit a plan that is under way a second time.")
+    ] = False,
+    array: Annotated[
+        list[str] | None, typer.Option("--array", help="Slurm: FIELD=V1,V2,... gives one task per value; repeatable.")
+    ] = None,
+    at_once: Annotated[int | None, typer.Option("--at-once", min=1, help="Slurm: tasks that run together.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
 ) -> None:
-    """Plan a spec and train it on this machine."""
+    """Plan a spec and train it: on this machine, under Slurm or on Kubernetes."""
     if run is not None and not resume:
         raise typer.BadParameter("a run is named only together with --resume")
     if step is not None and not resume:
         raise typer.BadParameter("--step goes only together with --resume")
     previous = _previous_run(spec, run) if resume else None
-    plan, spec_text = _plan(spec, previous, overrides or [], strict)
+    path = spec if spec.is_file() or previous is None else previous.plan_file
+    plan = plan_for(path, overrides or [], target or _target_of(previous), strict=strict)
+    _refuse(plan)
+    if resume and previous is None:
+        previous = _newest(plan.name)
+    options = _cluster.Options(
+        dry_run=dry_run, diff=diff, follow=follow, again=again, array=tuple(array or ()), at_once=at_once, step=step
+    )
+    if plan.launch.target != "local":
+        if detach:
+            raise typer.BadParameter("--detach is for this machine; a scheduler's jobs go on by themselves")
+        _cluster.launch(path, plan, overrides or [], previous, options)
+        return
+    if diff or follow or again or array or at_once:
+        raise typer.BadParameter("--diff, --follow, --again, --array and --at-once are for clusters: give a --target")
+    spec_text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
+    _local.launch(plan, spec_text, previous, _local.Options(resume=resume, step=step, dry_run=dry_run, detach=detach))
+
+
+def _refuse(plan: Plan) -> None:
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
-    if resume and previous is None:
-        previous = _newest(plan.name)
-    if previous is not None and previous.status().active:
-        fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
-    if previous is not None and step is not None:
-        _check_step(previous, plan, step)
-    if dry_run:
-        typer.echo(LocalTarget().describe(plan, previous, resume=resume, step=step))
-        return
-    current, code = _start(plan, spec_text, previous, resume=resume, step=step, detach=detach)
-    if code == 0:
-        typer.echo(
-            f"partool: done; plan, log and checkpoints are in {display(current.path)}\n"
-            f"partool: weights for other tools: partool export {current.id} --out FOLDER",
-            err=True,
-        )
-    if code == 75:
-        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
-    raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
-
-
-def _start(
-    plan: Plan, spec_text: str | None, previous: Run | None, *, resume: bool, step: int | None, detach: bool
-) -> tuple[Run, int | None]:
-    """Start the run, or go on with ``previous``; returns it with the agent's exit code, None if it is detached."""
-    target, current = LocalTarget(), None
-    try:
-        target.check()
-        current = previous or RunStore().create(plan.name)
-        replaced = current.write_plan(plan, spec_text)
-        if step is not None:
-            for path in set_aside_after(checkpoint_folder(current, plan), step):
-                typer.echo(f"partool: kept aside: {display(path)}", err=True)
-        typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
-        before = last_step(current)
-        code = target.launch(current, plan, resume=resume, detach=detach)
-        if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
-            current.take_back(replaced)
-            typer.echo(f"partool: {current.id} keeps the plan it had", err=True)
-        return current, code
-    except LaunchError as error:
-        if current is not None:
-            current.give_up(error.message)
-        fail(error.code, error.message, error.help, error.exit_code)
-    except OSError as error:
-        where = "PARTOOL_HOME says where runs are kept"
-        fail("PT512", f"the run's folder cannot be written: {error}", where, _ENVIRONMENT)
+    if plan.launch.target == "torchrun":
+        message = "for the target torchrun, somebody starts the nodes by hand"
+        fail("PT588", message, "partool render --target torchrun prints the command of each node", 1)
 
 
 def _previous_run(spec: Path, query: str | None) -> Run | None:
@@ -108,23 +95,14 @@ def _previous_run(spec: Path, query: str | None) -> Run | None:
     return None if spec.is_file() else find_run_or_exit(str(spec))
 
 
-def _check_step(run: Run, plan: Plan, step: int) -> None:
-    folder = checkpoint_folder(run, plan)
-    steps = list(complete(folder))
-    if step not in steps:
-        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
-        fail("PT509", f"no checkpoint of step {step} in {display(folder)}", there, 1)
+def _target_of(previous: Run | None) -> str | None:
+    """Return where a run went before: it goes there again unless the user says otherwise."""
+    submission = previous.submission() if previous else None
+    return submission.target if submission else None
 
 
 def _newest(name: str) -> Run:
-    runs = [run for run in RunStore().runs() if run.name == name]
+    runs = [run for run in RunStore().runs() if run.name == name[:32].rstrip("-") or run.name == name]
     if not runs:
         fail("PT502", f"there is no run of {name!r} to resume", "launch it without --resume", 1)
     return runs[0]
-
-
-def _plan(spec: Path, previous: Run | None, overrides: list[str], strict: bool) -> tuple[Plan, str | None]:
-    """Return the plan to run, with the spec's text where a spec was given."""
-    path = spec if spec.is_file() or previous is None else previous.plan_file
-    plan = load_plan_or_exit(path, overrides, "text", strict)
-    return plan, None if path.suffix == ".json" else path.read_text(encoding="utf-8")

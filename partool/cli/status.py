@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from partool.cli._runs import find_run_or_exit
+from partool.cli._runs import find_run_or_exit, reaching
 from partool.launch.describe import as_json, as_text
-from partool.launch.local import LocalTarget
+from partool.launch.targets import target_of
 
 
 def command(
@@ -18,5 +18,6 @@ def command(
 ) -> None:
     """Show how a run is doing."""
     found = find_run_or_exit(run)
-    status = LocalTarget().status(found)
-    typer.echo(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))
+    with reaching(found):
+        status = target_of(found).status(found)
+        typer.echo(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import difflib
 
-from partool.diagnostics import _texts_files, _texts_planner, _texts_run, _texts_spec
+from partool.diagnostics import (
+    _texts_files,
+    _texts_k8s,
+    _texts_launch,
+    _texts_planner,
+    _texts_run,
+    _texts_slurm,
+    _texts_spec,
+)
 from partool.diagnostics._rule import Rule
 
 RULES: dict[str, Rule] = {
     rule.code: rule
-    for module in (_texts_files, _texts_spec, _texts_planner, _texts_run)
+    for module in (_texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_slurm, _texts_k8s, _texts_run)
     for rule in sorted(module.RULES, key=lambda rule: rule.code)
 }
 """Every rule by its code, in the order of the codes."""

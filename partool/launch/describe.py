@@ -22,6 +22,7 @@ def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
         "name": run.name,
         "path": str(run.path),
         **status.model_dump(mode="json"),
+        "submission": _submission(run),
         "progress": last_step(run),
     }
 
@@ -29,6 +30,8 @@ def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
 def as_text(run: Run, status: RunStatus) -> str:
     """Return a run's state in a few lines."""
     lines = [f"{run.id}: {status.state}" + (f" ({status.reason})" if status.reason else "")]
+    if submitted := _submitted(run):
+        lines.append(f"  {submitted}")
     if status.state == "running" and status.started is not None:
         where = f"pid {status.pid} on {status.host}"
         lines.append(f"  {where}, for {duration(time.time() - status.started)}, attempt {status.attempt}")
@@ -41,6 +44,18 @@ def as_text(run: Run, status: RunStatus) -> str:
         lines.append(f"  step {step['step']}" + (f" of {total}" if total else "") + f", loss {loss}")
     lines.append(f"  {display(run.path)}")
     return "\n".join(lines)
+
+
+def _submitted(run: Run) -> str:
+    """Say in which scheduler's hands a run is; empty for one of this machine."""
+    try:
+        submission = run.submission()
+    except ValueError:
+        return "no readable submission.json"
+    if submission is None:
+        return ""
+    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sorted(submission.details.items()))
+    return f"{submission.target}: {facts}; submitted {duration(time.time() - submission.submitted)} ago"
 
 
 def last_step(run: Run) -> dict[str, Any] | None:
@@ -62,9 +77,9 @@ def last_step(run: Run) -> dict[str, Any] | None:
     return None
 
 
-def errors_as_text(run: Run) -> str:
+def errors_as_text(run_dir: Path) -> str:
     """Return the error records of all ranks, in the order in which they happened; empty if there are none."""
-    records = [json.loads(file.read_text("utf-8")) for file in (run.path / ERRORS).glob("rank-*.json")]
+    records = [json.loads(file.read_text("utf-8")) for file in (run_dir / ERRORS).glob("rank-*.json")]
     texts = []
     for record in sorted(records, key=lambda record: record["time"]):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
@@ -85,6 +100,14 @@ def duration(seconds: float) -> str:
 def display(path: Path) -> str:
     """Return a path as the user would write it: relative if it lies below the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _submission(run: Run) -> dict[str, Any] | None:
+    try:
+        submission = run.submission()
+    except ValueError:
+        return None
+    return submission.model_dump(mode="json") if submission else None
 
 
 def _steps(run: Run) -> int | None:

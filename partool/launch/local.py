@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shlex
 import signal
 import socket
@@ -13,12 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 
+from partool.launch import logs
 from partool.launch.checkpoints import checkpoint_folder, complete
+from partool.launch.describe import errors_as_text
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError
+from partool.launch.target import LaunchError, LogLine, LogQuery
 from partool.plan.run import (
     LOGS,
     PLAN_FILE,
@@ -28,7 +28,6 @@ from partool.plan.run import (
     process_start,
     rank_command,
     rank_environment,
-    rank_log,
     read_status,
     write_status,
 )
@@ -113,16 +112,13 @@ class LocalTarget:
             return True
         return False
 
-    def logs(self, run: Run, attempt: int) -> dict[int, tuple[Path, Path]]:
-        """Return the log files of an attempt's ranks."""
-        ranks = set()
-        for file in rank_log(run.path, attempt, 0, "stdout").parent.glob("rank-*.*.log"):
-            if match := re.fullmatch(r"rank-(\d+)\.(stdout|stderr)\.log", file.name):
-                ranks.add(int(match[1]))
-        return {
-            rank: (rank_log(run.path, attempt, rank, "stdout"), rank_log(run.path, attempt, rank, "stderr"))
-            for rank in sorted(ranks)
-        }
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output; raises NoLogsError."""
+        return logs.read(run, query, run.status)
+
+    def errors(self, run: Run) -> str:
+        """Return the error records of all ranks as text."""
+        return errors_as_text(run.path)
 
     def _detach(self, run: Run, command: list[str]) -> None:
         """Start the agent in a session of its own and wait until it has taken the run over."""

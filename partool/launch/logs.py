@@ -1,58 +1,108 @@
-"""Reading the logs of a run, also while they grow."""
+"""Reading the ranks' logs in a run's folder, also while they grow."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from partool.launch.store import Run
-from partool.launch.target import Target
+from partool.launch.target import LogLine, LogQuery, NoLogsError
+from partool.plan.run import RunStatus, rank_log
 
 _POLL_S = 0.2
+_FILE = re.compile(r"rank-(\d+)\.(stdout|stderr)\.log")
 
 
-class NoLogsError(LookupError):
-    """There is no such log; the message says what there is."""
+def read(
+    run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
+) -> Iterator[LogLine]:
+    """Yield the lines that a query asks for, whole lines only, until the run ends if it follows.
 
-
-def read(target: Target, run: Run, rank: int, attempt: int | None, *, follow: bool) -> Iterator[tuple[bool, bytes]]:
-    """Yield pieces of a rank's logs as (is standard error, bytes): of one attempt, by default the latest.
-
-    With ``follow`` it goes on until the run ends, over restarts if no attempt is given. Raises NoLogsError.
+    Without ``follow`` they come rank by rank. ``status`` says which attempt is the latest and whether the run goes on;
+    ``others`` names files that belong to no rank, whose lines come along where no single rank is asked for. Raises
+    NoLogsError where a rank, or any rank, is missing.
     """
-    while follow and target.logs(run, attempt or target.status(run).attempt) == {} and target.status(run).active:
-        time.sleep(_POLL_S)
-    current = attempt or target.status(run).attempt
-    files = _files(target, run, rank, current)
-    offsets = [0, 0]
+    tails: dict[Path, _Tail] = {}
+    attempt, empty = 0, True
     while True:
-        status = target.status(run)  # looked at before reading: what is written until the end is read
-        yield from _new(files, offsets)
-        if not follow or not status.active:
+        now = status()  # looked at before reading: what is written until the end is read
+        if attempt != (query.attempt or now.attempt):
+            yield from _rest(tails)
+            attempt = query.attempt or now.attempt
+            tails = {path: tail for path, tail in tails.items() if tail.rank is None}
+        _find(tails, run, attempt, query, others)
+        last = not query.follow or not now.active
+        for tail in sorted(tails.values(), key=_Tail.order):
+            for line in tail.lines(last=last):
+                yield line
+                empty = False
+        if last:
+            if empty and not any(tail.rank is not None for tail in tails.values()):
+                raise NoLogsError(_missing(run, query, attempt))
             return
-        if attempt is None and status.attempt != current and target.logs(run, status.attempt):
-            current, offsets = status.attempt, [0, 0]
-            files = _files(target, run, rank, current)
-            continue
         time.sleep(_POLL_S)
 
 
-def _files(target: Target, run: Run, rank: int, attempt: int) -> tuple[Path, Path]:
-    ranks = target.logs(run, attempt)
-    if rank not in ranks:
-        there = f"there are ranks {min(ranks)} to {max(ranks)}" if ranks else "no rank was started"
-        raise NoLogsError(f"no logs of rank {rank} in attempt {attempt} of {run.id}: {there}")
-    return ranks[rank]
+def ranks(run_path: Path, attempt: int) -> list[int]:
+    """Return the ranks that have log files in an attempt."""
+    folder = rank_log(run_path, attempt, 0, "stdout").parent
+    found = {int(match[1]) for file in folder.glob("rank-*.*.log") if (match := _FILE.fullmatch(file.name))}
+    return sorted(found)
 
 
-def _new(files: tuple[Path, Path], offsets: list[int]) -> Iterator[tuple[bool, bytes]]:
-    for index, file in enumerate(files):
-        if not file.exists():
-            continue
-        with file.open("rb") as stream:
-            stream.seek(offsets[index])
-            content = stream.read()
-        offsets[index] += len(content)
-        if content:
-            yield bool(index), content
+@dataclass(slots=True)
+class _Tail:
+    """A file that grows."""
+
+    path: Path
+    rank: int | None
+    is_error: bool
+    offset: int = 0
+    _part: bytes = b""
+
+    def order(self) -> tuple[int, bool]:
+        return (-1 if self.rank is None else self.rank, self.is_error)
+
+    def lines(self, *, last: bool) -> Iterator[LogLine]:
+        """Yield the lines that have been completed since the last call; with ``last`` what is left as well."""
+        try:
+            if self.path.stat().st_size > self.offset:
+                with self.path.open("rb") as stream:
+                    stream.seek(self.offset)
+                    content = stream.read()
+                self.offset += len(content)
+                *whole, self._part = (self._part + content).split(b"\n")
+                yield from (LogLine(self.rank, self.is_error, line + b"\n") for line in whole)
+        except FileNotFoundError:
+            pass
+        if last and self._part:
+            yield LogLine(self.rank, self.is_error, self._part)
+            self._part = b""
+
+
+def _rest(tails: dict[Path, _Tail]) -> Iterator[LogLine]:
+    for tail in sorted(tails.values(), key=_Tail.order):
+        yield from tail.lines(last=tail.rank is not None)
+
+
+def _find(tails: dict[Path, _Tail], run: Run, attempt: int, query: LogQuery, others: Callable[[], list[Path]]) -> None:
+    """Add the files that have appeared."""
+    wanted = ranks(run.path, attempt) if query.rank is None else [query.rank]
+    for rank in wanted:
+        for stream in ("stdout", "stderr"):
+            path = rank_log(run.path, attempt, rank, "stdout" if stream == "stdout" else "stderr")
+            if path not in tails and path.exists():
+                tails[path] = _Tail(path, rank, stream == "stderr")
+    if query.rank is None:
+        for path in others():
+            tails.setdefault(path, _Tail(path, None, is_error=False))
+
+
+def _missing(run: Run, query: LogQuery, attempt: int) -> str:
+    there = ranks(run.path, attempt)
+    known = f"there are ranks {min(there)} to {max(there)}" if there else "no rank was started"
+    whose = "logs" if query.rank is None else f"logs of rank {query.rank}"
+    return f"no {whose} in attempt {attempt} of {run.id}: {known}"

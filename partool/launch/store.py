@@ -9,6 +9,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from partool.plan.run import (
     PLAN_FILE,
@@ -20,13 +21,28 @@ from partool.plan.run import (
     this_process,
     write_status,
 )
-from partool.plan.types import Plan
+from partool.plan.types import Plan, Record
 
-_ID = re.compile(r"(?P<name>.+)-(?P<stamp>\d{8}-\d{6})-[0-9a-f]{4}")
+SUBMISSION_FILE = "submission.json"
+_LONGEST_NAME = 32
+"""Of the name's part of an id that a cluster sees: its objects' own names are longer by up to 31 characters, of 63."""
+_ID = re.compile(r"(?P<name>.+)-(\d{8}-\d{6}-[0-9a-f]{4}|[0-9a-f]{8}(-\d+)?)")
 
 
 class RunNotFoundError(LookupError):
     """No run, or more than one, goes by what the user wrote; the message says which there are."""
+
+
+class Submission(Record):
+    """What ``submission.json`` says of a run that a scheduler has: how to find it again."""
+
+    target: Literal["slurm", "k8s"]
+    submitted: float
+    """Unix time."""
+    main: str
+    """The file that was submitted, in the run's folder."""
+    details: dict[str, str]
+    """What the target's ``submit`` returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +53,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """``<name>-YYYYmmdd-HHMMSS-xxxx``, in UTC."""
+        """``<name>-YYYYmmdd-HHMMSS-xxxx`` in UTC, or of a cluster's run ``<name>-<hash of its plan>[-number]``."""
         return self.path.name
 
     @property
@@ -50,6 +66,13 @@ class Run:
     def plan_file(self) -> Path:
         """The plan it runs."""
         return self.path / PLAN_FILE
+
+    def submission(self) -> Submission | None:
+        """Return how a scheduler knows the run; None for a run of this machine. Raises ``pydantic.ValidationError``."""
+        try:
+            return Submission.model_validate_json((self.path / SUBMISSION_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
 
     def status(self) -> RunStatus:
         """Return the status as it is: a run whose agent is gone has failed, whatever its file says.
@@ -110,6 +133,24 @@ class RunStore:
                 continue
             write_status(run.path, RunStatus.model_validate({"state": "starting", "created": created} | this_process()))
             return run
+
+    def submitted(self, name: str, plan_hash: str) -> list[Run]:
+        """Return the runs that a cluster was given of a plan, in the order of their numbers."""
+        stem = f"{name[:_LONGEST_NAME].rstrip('-')}-{plan_hash[:8]}"
+        found: list[Run] = []
+        while (self.root / (run_id := stem if not found else f"{stem}-{len(found) + 1}")).is_dir():
+            found.append(Run(self.root / run_id))
+        return found
+
+    def next_submitted(self, name: str, plan_hash: str) -> Run:
+        """Return the run that the next submission of a plan will be; its folder is not made.
+
+        The id depends only on the plan and on what has been submitted of it, so that a submission that is tried again
+        means the same run. At most 44 characters, a DNS label.
+        """
+        number = len(self.submitted(name, plan_hash)) + 1
+        stem = f"{name[:_LONGEST_NAME].rstrip('-')}-{plan_hash[:8]}"
+        return Run(self.root / (stem if number == 1 else f"{stem}-{number}"))
 
     def runs(self) -> list[Run]:
         """Return all runs, the newest first."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
+from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
+from partool.render import Job, Rendered
 
 
 class LaunchError(Exception):
@@ -21,32 +24,100 @@ class LaunchError(Exception):
         self.exit_code = exit_code
 
 
+class LogLine(NamedTuple):
+    """A line that a rank, or the agent of a node, wrote."""
+
+    rank: int | None
+    """None: not a rank's own, but an agent's or a scheduler's."""
+    is_error: bool
+    """Standard error."""
+    text: bytes
+    """With its line end, where it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """Which lines."""
+
+    rank: int | None = None
+    """None: of all ranks, merged."""
+    attempt: int | None = None
+    """None: the latest."""
+    follow: bool = False
+    """Go on until the run ends, over restarts if no attempt is given."""
+    task: int | None = None
+    """Of an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of validation of what would be submitted."""
+
+    name: str
+    """``own rules``, ``core schemas``, ``sbatch --test-only``, ``server-side dry run``..."""
+    ran: bool
+    note: str = ""
+    """What it was checked against, or why it did not run."""
+    findings: tuple[Diagnostic, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding of ``partool doctor``."""
+
+    name: str
+    verdict: Literal["ok", "warning", "failed", "skipped"]
+    text: str
+    help: str = ""
+
+
+class NoLogsError(LookupError):
+    """There is no such log; the message says what there is."""
+
+
 class Target(Protocol):
-    """A place where runs run."""
-
-    def check(self) -> None:
-        """Raise LaunchError if nothing can be launched there from here."""
-        ...
-
-    def describe(self, plan: Plan, run: Run | None, *, resume: bool, step: int | None = None) -> str:
-        """Return exactly what :meth:`launch` would run, as text; ``run`` is None where it would make one.
-
-        With ``step`` the checkpoints after it, which are set aside first, are named too.
-        """
-        ...
-
-    def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:
-        """Start the run; returns the agent's exit code, or None if it goes on by itself. Raises LaunchError."""
-        ...
+    """A place where runs run: everything about a run that has been started."""
 
     def status(self, run: Run) -> RunStatus:
-        """Return how the run is doing."""
+        """Return how the run is doing; raises LaunchError (exit code 3) where the place cannot be asked."""
         ...
 
     def cancel(self, run: Run, *, now: bool) -> bool:
         """Ask the run to checkpoint and stop, or to stop at once; returns False if it has ended already."""
         ...
 
-    def logs(self, run: Run, attempt: int) -> dict[int, tuple[Path, Path]]:
-        """Return the files with standard output and standard error of an attempt's ranks, by rank."""
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output; raises NoLogsError."""
+        ...
+
+    def errors(self, run: Run) -> str:
+        """Return the error records of all ranks as text, in the order in which they happened; empty if none."""
+        ...
+
+
+class ClusterTarget(Target, Protocol):
+    """A place with a scheduler."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise LaunchError if nothing can be submitted from here."""
+        ...
+
+    def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
+        """Return the status of several runs by id, asking the scheduler as seldom as possible."""
+        ...
+
+    def validate(self, job: Job, rendered: Rendered) -> Sequence[Level]:
+        """Check against the real thing what would be submitted, submitting nothing."""
+        ...
+
+    def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
+        """Submit; returns what :meth:`status` needs to find it again (``job_id``, ``namespace``...).
+
+        The run's folder holds the rendered files already. Raises LaunchError, after which nothing is left on the
+        cluster.
+        """
+        ...
+
+    def diff(self, job: Job, rendered: Rendered) -> str:
+        """Return how the rendered text differs from what is on the cluster, as a unified diff; empty if not at all."""
         ...

@@ -20,7 +20,8 @@ LOCK_FILE = "agent.lock"
 LOGS = "logs"
 ERRORS = "errors"
 
-State = Literal["starting", "running", "done", "preempted", "failed"]
+State = Literal["queued", "starting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
+"""``queued`` waits for a scheduler; ``unknown`` where the place that runs it cannot be asked."""
 
 
 class RunStatus(Record):
@@ -45,8 +46,8 @@ class RunStatus(Record):
 
     @property
     def active(self) -> bool:
-        """True while a process is expected to work on the run."""
-        return self.state in ("starting", "running")
+        """True while the run is expected to go on by itself."""
+        return self.state in ("queued", "starting", "running", "unknown")
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:

@@ -9,16 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.parallel import Compile, Recompute, ZeroStage
-from partool.spec.training import (
-    CheckpointSpec,
-    DataSpec,
-    KernelsSpec,
-    LaunchSpec,
-    OptimizerSpec,
-    TrainingSpec,
-)
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
 NOT_RUN = frozenset(
@@ -198,6 +192,15 @@ class Finding(Record):
     message: str
 
 
+class Variable(Record):
+    """An environment variable of every rank, and who set it."""
+
+    name: str
+    value: str
+    origin: str
+    """``launch.env``, a network preset with its source, or partool with the reason."""
+
+
 class Plan(Record):
     """What will run, why, and what it is expected to need."""
 
@@ -219,6 +222,8 @@ class Plan(Record):
     kernels: KernelsSpec
     checkpoint: CheckpointSpec
     launch: LaunchSpec
+    environment: tuple[Variable, ...] = ()
+    """Of every rank, one entry per name, sorted; secrets are only named, in ``launch.secrets``."""
     prediction: Prediction
     alternatives: tuple[Alternative, ...] = ()
     candidates: tuple[CandidateRow, ...] = ()

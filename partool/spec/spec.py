@@ -8,16 +8,10 @@ from pydantic import BeforeValidator, Field
 
 from partool.spec._base import Section, shorthand
 from partool.spec.hardware import HardwareSpec, LimitsSpec
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
-from partool.spec.training import (
-    CheckpointSpec,
-    DataSpec,
-    KernelsSpec,
-    LaunchSpec,
-    OptimizerSpec,
-    TrainingSpec,
-)
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 
 class Spec(Section):

@@ -1,4 +1,4 @@
-"""The ``training``, ``optimizer``, ``data``, ``kernels``, ``checkpoint`` and ``launch`` sections."""
+"""The ``training``, ``optimizer``, ``data``, ``kernels`` and ``checkpoint`` sections."""
 
 from __future__ import annotations
 
@@ -102,17 +102,3 @@ class CheckpointSpec(Section):
     """Default: the run's folder."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while the files are written."""
-
-
-class LaunchSpec(Section):
-    """Where and how the run starts."""
-
-    target: Literal["local"] = "local"
-    restarts: NonNegativeInt = 0
-    """Restarts in place after a rank failed, from the last checkpoint."""
-    shutdown_timeout_s: PositiveInt = 60
-    """Time for a checkpoint after a stop signal, before ranks are killed."""
-    env: dict[str, str] = {}
-    """Environment variables of every rank."""
-    tensorboard: bool = False
-    """Write TensorBoard event files into the run's folder (extra ``tensorboard``)."""

@@ -21,8 +21,9 @@ from partool.plan.types import (
     Prediction,
     TimePrediction,
 )
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, LaunchSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 HERE = Path(__file__).parent
 

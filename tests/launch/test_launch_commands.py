@@ -81,6 +81,8 @@ def test_logs(run: Run) -> None:
     missing = invoke("logs", "--rank", "0")
     assert missing.exit_code == 1
     assert "no logs of rank 0 in attempt 2" in missing.stderr
+    merged = invoke("logs", "last")
+    assert (merged.stdout, merged.stderr) == ("[1] stdout of attempt 2\n", "[1] stderr of attempt 2\n")
     assert "no errors on record" in invoke("logs", "--errors").stdout
 
 

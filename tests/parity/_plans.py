@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from partool.plan.types import Devices, Layout, MemoryPrediction, Mesh, Plan, Prediction, TimePrediction
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import (
     CheckpointSpec,
     DataSpec,
     KernelsSpec,
-    LaunchSpec,
     LrSchedule,
     OptimizerSpec,
     TrainingSpec,

@@ -6,8 +6,9 @@ from typing import Any
 
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool.plan.types import Devices, Layout, MemoryPrediction, Mesh, Plan, Prediction, TimePrediction
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, LaunchSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 
 def prediction(**time: Any) -> Prediction:

@@ -332,7 +332,7 @@ def test_tensorboard_files_can_be_read(case: Callable[..., Case], tmp_path: Path
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from partool.spec.training import LaunchSpec
+    from partool.spec.launch import LaunchSpec
 
     c = case(launch=LaunchSpec(tensorboard=True), steps=6, log_every=2)
     for step in range(1, 7):
@@ -350,7 +350,7 @@ def test_tensorboard_files_can_be_read(case: Callable[..., Case], tmp_path: Path
 def test_missing_tensorboard_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from partool.spec.training import LaunchSpec
+    from partool.spec.launch import LaunchSpec
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigurationError, match="pip install 'partool\\[tensorboard\\]'") as caught:

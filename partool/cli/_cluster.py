@@ -1,0 +1,128 @@
+"""``partool launch`` on a cluster."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from partool.cli._job import Order, order, show_levels
+from partool.cli._local import check_step, set_aside
+from partool.cli._runs import fail, reaching, show_lines
+from partool.launch.describe import as_text, display
+from partool.launch.store import Run, RunStore
+from partool.launch.submit import submit_again, submit_new, under_way
+from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsError
+from partool.launch.targets import cluster, statuses, target_of
+from partool.plan.types import Plan
+
+_EXIT_FINDINGS = 1
+_EXIT_ENVIRONMENT = 3
+_EXIT_JOB_FAILED = 5
+_EXIT_DIFFERENT = 10
+_PASSED_THROUGH = (0, 75, 78)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the command line."""
+
+    dry_run: bool = False
+    diff: bool = False
+    follow: bool = False
+    again: bool = False
+    array: tuple[str, ...] = ()
+    at_once: int | None = None
+    step: int | None = None
+
+
+def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: Options) -> None:
+    """Submit a plan, or the run ``previous`` once more; ends the command with the code that says how it went."""
+    if previous is not None:
+        _check_ended(previous)
+    ordered = order(path, plan, overrides, list(options.array), at_once=options.at_once, previous=previous)
+    target = cluster(plan.launch.target)
+    try:
+        if options.diff:
+            _diff(target, ordered)
+        elif options.dry_run:
+            _dry_run(target, ordered)
+        else:
+            run = _submit(target, ordered, previous, options)
+            if options.follow:
+                _follow(run)
+    except LaunchError as error:
+        fail(error.code, error.message, error.help, error.exit_code)
+    except OSError as error:
+        where = "PARTOOL_HOME says where runs are kept"
+        fail("PT512", f"the run's folder cannot be written: {error}", where, _EXIT_ENVIRONMENT)
+
+
+def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options: Options) -> Run:
+    job = ordered.job
+    target.check(job.plan)
+    if previous is not None:
+        if options.step is not None:
+            _step(previous, job.plan, options.step)
+        submit_again(target, previous, job, ordered.rendered, ordered.spec_text)
+        run = previous
+    else:
+        going = None if options.again else under_way(RunStore(), job.plan, ordered.plan_hash)
+        if going is not None:
+            message = f"this very plan is under way: {going[0].id} ({going[1].state})"
+            fail("PT585", message, f"partool status {going[0].id}; or launch --again to run it twice", 4)
+        run = submit_new(target, job, ordered.rendered, ordered.spec_text)
+    submission = run.submission()
+    details = submission.details if submission else {}
+    what = f"job {details['job_id']}" if "job_id" in details else details.get("kind", "job")
+    typer.echo(f"partool: run {run.id} in {display(run.path)}, {job.plan.launch.target} {what}", err=True)
+    if not options.follow:
+        typer.echo(f"partool: partool status {run.id}, logs -f {run.id}, cancel {run.id}", err=True)
+    return run
+
+
+def _step(run: Run, plan: Plan, step: int) -> None:
+    if plan.launch.target == "k8s":
+        message = "the checkpoints of a Kubernetes run lie in its storage, where they cannot be put aside from here"
+        fail("PT589", message, "rename the later ones there by hand, then resume without --step", 1)
+    check_step(run, plan, step)
+    set_aside(run, plan, step)
+
+
+def _check_ended(run: Run) -> None:
+    status = statuses([run])[run.id]
+    if status.active:
+        fail("PT504", f"{run.id} is {status.state}", f"partool cancel {run.id}", 4)
+
+
+def _dry_run(target: ClusterTarget, ordered: Order) -> None:
+    typer.echo(ordered.rendered.text, nl=False)
+    if not show_levels(target.validate(ordered.job, ordered.rendered)):
+        raise typer.Exit(_EXIT_FINDINGS)
+
+
+def _diff(target: ClusterTarget, ordered: Order) -> None:
+    text = target.diff(ordered.job, ordered.rendered)
+    typer.echo(text, nl=False)
+    if text:
+        raise typer.Exit(_EXIT_DIFFERENT)
+    typer.echo("partool: no difference", err=True)
+
+
+def _follow(run: Run) -> None:
+    """Show the logs until the run ends; an interrupt leaves the run alone."""
+    target = target_of(run)
+    try:
+        with reaching(run), suppress(NoLogsError):
+            show_lines(run, target.logs(run, LogQuery(follow=True)), None)
+    except KeyboardInterrupt:
+        typer.echo(f"\npartool: {run.id} goes on; partool cancel {run.id} stops it", err=True)
+        raise typer.Exit(0) from None
+    status = target.status(run)
+    typer.echo(as_text(run, status), err=True)
+    code = status.exit_code
+    if status.state == "done":
+        raise typer.Exit(0)
+    raise typer.Exit(code if code in _PASSED_THROUGH and code else _EXIT_JOB_FAILED)

@@ -1,0 +1,117 @@
+"""What ``render`` and ``launch`` share: from a spec or a plan to the job that a target is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from partool.cli._load import load_plan_or_exit, show, varied
+from partool.cli._runs import fail
+from partool.diagnostics.record import Diagnostic
+from partool.launch.store import Run, RunStore
+from partool.launch.submit import hash_of, job_of
+from partool.launch.target import Level
+from partool.plan.types import Plan
+from partool.render import Job, Rendered, render
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the user asked for."""
+
+    job: Job
+    rendered: Rendered
+    spec_text: str | None
+    """None where a plan was given."""
+    plan_hash: str
+    """Of all plans of the job."""
+
+
+def aimed(overrides: Sequence[str], target: str | None, path: Path) -> list[str]:
+    """Return the overrides for a spec that is to go to a target; a plan takes its target later."""
+    goes = [f"launch.target={target}"] if target and path.suffix != ".json" else []
+    return [*overrides, *goes]
+
+
+def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bool) -> Plan:
+    """Return the plan of a spec or of a plan file for a target; ends the command where there are errors."""
+    plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
+    if path.suffix == ".json" and target and target != plan.launch.target:
+        plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
+    if path.suffix == ".json":
+        from partool.planner.launching import check_launch
+
+        stop_on(check_launch(plan.launch, plan.devices), strict=strict)
+    return plan
+
+
+def order(
+    path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
+) -> Order:
+    """Return the job for a cluster, rendered; ends the command where it cannot be one."""
+    tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan) if array else ()
+    sizes = _sizes(plan)
+    plan_hash = hash_of(plan, tasks, sizes)
+    run = previous or RunStore().next_submitted(plan.name, plan_hash)
+    job = job_of(plan, run, tasks, sizes, at_once)
+    if plan.launch.target == "k8s":
+        from partool.render.k8s import findings
+
+        stop_on(findings(job), strict=False)
+    text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
+    return Order(job, render(plan.launch.target, job), text, plan_hash)
+
+
+def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
+    """Show findings and end the command if there are errors among them."""
+    failed = any(finding.severity == "error" or strict for finding in findings if finding.severity != "note")
+    show(list(findings), {}, "text", failed=failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def show_levels(levels: Sequence[Level]) -> bool:
+    """Say which levels of validation ran and what they found; returns True if nothing stands in the way."""
+    sound = True
+    for level in levels:
+        errors = [finding for finding in level.findings if finding.severity == "error"]
+        verdict = "not run" if not level.ran else f"{len(errors)} error(s)" if errors else "passed"
+        typer.echo(f"partool: {level.name}: {verdict}" + (f" ({level.note})" if level.note else ""), err=True)
+        show(list(level.findings), {}, "text", failed=bool(errors))
+        sound = sound and not errors
+    return sound
+
+
+def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tuple[Plan, ...]:
+    """Return a plan for each combination of values; they must ask for the same machines in the same way."""
+    if path.suffix == ".json":
+        raise typer.BadParameter("--array varies a spec; a plan is decided already")
+    if plan.launch.target != "slurm":
+        fail("PT587", f"the target {plan.launch.target} has no job arrays", "use --target slurm, or launch each", 1)
+    found = []
+    for row, task, problem in varied(path, overrides, array):
+        what = ", ".join(row)
+        if task is None:
+            fail("PT587", f"there is no plan for the task with {what}: {problem}", "", 1)
+        if not task.runnable:
+            fail("PT505", f"the runtime cannot run the task with {what}", f"partool explain {task.not_runnable[0]}", 1)
+        same = task.devices.nodes == plan.devices.nodes and task.devices.per_node == plan.devices.per_node
+        if not same or task.launch != plan.launch:
+            message = f"the task with {what} asks for other machines, or launches in another way, than the rest"
+            fail("PT587", message, "an array's tasks differ in model, data, training and layout only", 1)
+        found.append(task)
+    return tuple(found)
+
+
+def _sizes(plan: Plan) -> dict[int, Plan]:
+    if plan.launch.min_nodes is None or plan.launch.target != "slurm":
+        return {}
+    from partool.planner.elastic import sizes
+
+    found, reasons = sizes(plan)
+    for reason in reasons:
+        typer.echo(f"partool: {reason}", err=True)
+    return found

@@ -1,0 +1,91 @@
+"""``partool launch`` on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import typer
+
+from partool.cli._runs import fail
+from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
+from partool.launch.describe import display, last_step
+from partool.launch.local import LocalTarget
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError
+from partool.plan.types import Plan
+
+_EXIT_JOB_FAILED = 5
+_ENVIRONMENT = 3
+_REFUSED = 78
+_PASSED_THROUGH = (0, 75, 78)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the command line."""
+
+    resume: bool = False
+    step: int | None = None
+    dry_run: bool = False
+    detach: bool = False
+
+
+def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Options) -> None:
+    """Run a plan here, or go on with ``previous``; ends the command with the code that says how it went."""
+    if previous is not None and previous.status().active:
+        fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
+    if previous is not None and options.step is not None:
+        check_step(previous, plan, options.step)
+    if options.dry_run:
+        typer.echo(LocalTarget().describe(plan, previous, resume=options.resume, step=options.step))
+        return
+    current, code = _start(plan, spec_text, previous, options)
+    if code == 0:
+        typer.echo(
+            f"partool: done; plan, log and checkpoints are in {display(current.path)}\n"
+            f"partool: weights for other tools: partool export {current.id} --out FOLDER",
+            err=True,
+        )
+    if code == 75:
+        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
+    raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
+
+
+def check_step(run: Run, plan: Plan, step: int) -> None:
+    """End the command where a run has no complete checkpoint of a step."""
+    folder = checkpoint_folder(run, plan)
+    steps = list(complete(folder))
+    if step not in steps:
+        there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there are none"
+        fail("PT509", f"no checkpoint of step {step} in {display(folder)}", there, 1)
+
+
+def set_aside(run: Run, plan: Plan, step: int) -> None:
+    """Put the checkpoints after a step aside, and say so."""
+    for path in set_aside_after(checkpoint_folder(run, plan), step):
+        typer.echo(f"partool: kept aside: {display(path)}", err=True)
+
+
+def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Options) -> tuple[Run, int | None]:
+    """Start the run, or go on with ``previous``; returns it with the agent's exit code, None if it is detached."""
+    target, current = LocalTarget(), None
+    try:
+        target.check()
+        current = previous or RunStore().create(plan.name)
+        replaced = current.write_plan(plan, spec_text)
+        if options.step is not None:
+            set_aside(current, plan, options.step)
+        typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+        before = last_step(current)
+        code = target.launch(current, plan, resume=options.resume, detach=options.detach)
+        if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
+            current.take_back(replaced)
+            typer.echo(f"partool: {current.id} keeps the plan it had", err=True)
+        return current, code
+    except LaunchError as error:
+        if current is not None:
+            current.give_up(error.message)
+        fail(error.code, error.message, error.help, error.exit_code)
+    except OSError as error:
+        where = "PARTOOL_HOME says where runs are kept"
+        fail("PT512", f"the run's folder cannot be written: {error}", where, _ENVIRONMENT)

@@ -1,0 +1,79 @@
+"""``partool doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from partool.cli._runs import fail
+from partool.launch.target import Check, LaunchError
+from partool.plan.types import Plan
+
+_ENVIRONMENT = 3
+_MARKS = {"ok": "ok      ", "warning": "warning ", "failed": "FAILED  ", "skipped": "skipped "}
+
+
+def command(
+    file: Annotated[
+        Path | None, typer.Argument(help="Spec or plan to check the place for; or an sbatch script of yours.")
+    ] = None,
+    target: Annotated[
+        Literal["local", "torchrun", "slurm", "k8s"] | None,
+        typer.Option("--target", "-t", help="Which place; default: the spec's, else this machine."),
+    ] = None,
+    *,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
+    crds: Annotated[Path | None, typer.Option("--crds", help="k8s: folder with CRD files.")] = None,
+    output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+) -> None:
+    """Check whether runs can be launched from here, and on this target."""
+    plan, script = _read(file, overrides or [], target)
+    name = target or (plan.launch.target if plan else "slurm" if script is not None else "local")
+    try:
+        checks = list(_checks(name, plan, script, crds))
+    except LaunchError as error:
+        fail(error.code, error.message, error.help, error.exit_code)
+    if output == "json":
+        import dataclasses
+        import json
+
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        for check in checks:
+            typer.echo(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
+            if check.help and check.verdict in ("warning", "failed"):
+                typer.echo(f"        help: {check.help}")
+    if any(check.verdict == "failed" for check in checks):
+        raise typer.Exit(_ENVIRONMENT)
+
+
+def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[Plan | None, str | None]:
+    """Return the plan that a file gives, or the text of a script of the user's."""
+    if file is None:
+        return None, None
+    if file.suffix in (".json", ".yaml", ".yml"):
+        from partool.cli._job import plan_for
+
+        return plan_for(file, overrides, target, strict=False), None
+    try:
+        return None, file.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        fail("PT101", f"{file} cannot be read: {error.strerror}", "give a spec, a plan or an sbatch script", 1)
+
+
+def _checks(name: str, plan: Plan | None, script: str | None, crds: Path | None) -> Iterator[Check]:
+    if name == "slurm":
+        from partool.launch import doctor_slurm
+
+        yield from doctor_slurm.checks(plan, script)
+    elif name == "k8s":
+        from partool.launch import doctor_k8s
+
+        yield from doctor_k8s.checks(plan, crds)
+    else:
+        from partool.launch import doctor
+
+        yield from doctor.checks(plan)

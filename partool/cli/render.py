@@ -1,0 +1,63 @@
+"""``partool render``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from partool.cli._job import order, plan_for
+from partool.cli._runs import fail
+
+
+def command(
+    spec: Annotated[Path, typer.Argument(help="Spec (YAML) or plan (JSON).")],
+    target: Annotated[
+        Literal["local", "torchrun", "slurm", "k8s"] | None, typer.Option("--target", "-t", help="Default: the spec's.")
+    ] = None,
+    *,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for all files; default: the main one on stdout.")
+    ] = None,
+    array: Annotated[
+        list[str] | None, typer.Option("--array", help="Slurm: FIELD=V1,V2,... gives one task per value; repeatable.")
+    ] = None,
+    at_once: Annotated[int | None, typer.Option("--at-once", min=1, help="Slurm: tasks that run together.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+) -> None:
+    """Print what launch would submit, byte for byte."""
+    plan = plan_for(spec, overrides or [], target, strict=strict)
+    if not plan.runnable:
+        codes = " ".join(plan.not_runnable)
+        fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+    if plan.launch.target == "local":
+        from partool.launch.local import LocalTarget
+
+        text = LocalTarget().describe(plan, None, resume=False)
+        files = {"commands.txt": text + "\n", "plan.json": plan.to_json()}
+        main, run_dir = "commands.txt", None
+    else:
+        ordered = order(spec, plan, overrides or [], array or [], at_once=at_once)
+        files, main, run_dir = ordered.rendered.files, ordered.rendered.main, ordered.job.run_dir
+    if out is None:
+        typer.echo(files[main], nl=False)
+        return
+    _write(out, files)
+    typer.echo(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
+    if plan.launch.target == "slurm":
+        by_hand = f"mkdir -p {run_dir}/logs && cp -r {out}/. {run_dir} && sbatch {run_dir}/{main}"
+        typer.echo(f"partool: by hand: {by_hand}", err=True)
+    elif plan.launch.target == "k8s":
+        typer.echo(f"partool: by hand: kubectl apply -f {out / main}", err=True)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    try:
+        for name, text in files.items():
+            file = folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail("PT512", f"the files cannot be written: {error}", "give another folder to --out", 3)

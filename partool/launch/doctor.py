@@ -1,0 +1,115 @@
+"""Whether this machine can run what is launched on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+
+from partool import __version__
+from partool.catalog.machine import available_cores, this_machine
+from partool.launch.store import RunStore
+from partool.launch.target import Check
+from partool.plan.types import Plan
+
+_LEAST_TORCH = (2, 11)
+_LEAST_FREE_BYTES = 1 << 30
+
+
+def checks(plan: Plan | None) -> Iterator[Check]:
+    """Yield what is found about this machine, and about the plan on it where there is one. Imports no torch."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Check("partool", "ok", f"{__version__} on Python {version}")
+    yield _torch()
+    yield from _packages(plan)
+    yield _kernels()
+    yield _compiler()
+    yield from _devices(plan)
+    yield _run_folder()
+    yield _shared_memory()
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        text = "not installed; plans can be made, nothing can be trained here"
+        return Check("torch", "failed", text, "pip install 'partool[train]'")
+    version = importlib.metadata.version("torch")
+    number = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
+    if number < _LEAST_TORCH:
+        wanted = ".".join(map(str, _LEAST_TORCH))
+        return Check("torch", "failed", f"{version} is older than {wanted}", f"pip install 'torch>={wanted}'")
+    return Check("torch", "ok", version)
+
+
+def _packages(plan: Plan | None) -> Iterator[Check]:
+    needed = {
+        "transformers": plan is not None and (plan.weights.source == "hf" or plan.data.tokenizer != "bytes"),
+        "tensorboard": plan is not None and plan.launch.tensorboard,
+    }
+    for package, extra in (("transformers", "hf"), ("tensorboard", "tensorboard"), ("kubernetes", "k8s")):
+        if importlib.util.find_spec(package) is not None:
+            yield Check(package, "ok", importlib.metadata.version(package))
+        elif needed.get(package):
+            yield Check(package, "failed", "not installed, and the plan needs it", f"pip install 'partool[{extra}]'")
+        else:
+            yield Check(package, "skipped", f"not installed (extra {extra})")
+
+
+def _kernels() -> Check:
+    spec = importlib.util.find_spec("partool_kernels")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    built = any(name.endswith(".so") for folder in folders for _, _, names in os.walk(folder) for name in names)
+    if built:
+        return Check("kernels", "ok", "the compiled library is installed")
+    return Check("kernels", "warning", "not compiled; torch's own operations are used", "reinstall with a C++ compiler")
+
+
+def _compiler() -> Check:
+    for name in ("g++", "clang++", "c++"):
+        if path := shutil.which(name):
+            return Check("compiler", "ok", path)
+    help = "install g++; torch.compile on a CPU and partool's kernels use it"
+    return Check("compiler", "warning", "there is no C++ compiler", help)
+
+
+def _devices(plan: Plan | None) -> Iterator[Check]:
+    machine = this_machine()
+    have = f"{machine.devices} x {machine.accelerator}" if machine.accelerator != "cpu" else "no accelerator"
+    yield Check("devices", "ok", f"{have}, {available_cores()} cores")
+    if plan is None or plan.launch.target != "local":
+        return
+    wanted = plan.devices
+    if wanted.backend == "cpu":
+        if wanted.per_node > available_cores():
+            text = f"{wanted.per_node} ranks share {available_cores()} cores"
+            yield Check("plan", "warning", text, "write a smaller hardware.per_node")
+    elif wanted.accelerator != machine.accelerator or wanted.per_node > machine.devices:
+        text = f"the plan wants {wanted.per_node} x {wanted.accelerator}; here is {have}"
+        yield Check("plan", "failed", text, "launch where these devices are: --target slurm or k8s")
+
+
+def _run_folder() -> Check:
+    root = RunStore().root
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(place, os.W_OK):
+        return Check("runs", "failed", f"{place} cannot be written", "set PARTOOL_HOME to a folder that can")
+    free = shutil.disk_usage(place).free
+    text = f"{root}, {free / 2**30:.0f} GiB free"
+    if free < _LEAST_FREE_BYTES:
+        return Check("runs", "warning", text, "checkpoints need room: set PARTOOL_HOME or checkpoint.dir")
+    return Check("runs", "ok", text)
+
+
+def _shared_memory() -> Check:
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return Check("shared memory", "skipped", "there is no /dev/shm")
+    text = f"/dev/shm holds {size / 2**30:.1f} GiB"
+    if size < _LEAST_FREE_BYTES:
+        help = "NCCL wants more: --shm-size=8g for docker; launch.k8s.shared_memory on Kubernetes"
+        return Check("shared memory", "warning", text, help)
+    return Check("shared memory", "ok", text)

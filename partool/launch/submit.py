@@ -1,0 +1,117 @@
+"""Giving a run to a scheduler, and taking everything back where that fails."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Literal, cast
+
+from partool.launch.store import SUBMISSION_FILE, Run, RunStore, Submission
+from partool.launch.target import ClusterTarget, LaunchError
+from partool.launch.targets import statuses
+from partool.plan.run import SPEC_FILE, STATUS_FILE, RunStatus, read_status, write_status
+from partool.plan.types import Plan
+from partool.render import Job, Rendered
+from partool.render.job import LOG_FOLDER
+
+CANCEL_FILE = "cancel"
+COUNTERS = ("preemptions.count", "failures.count")
+
+
+def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | None = None) -> str:
+    """Return one hash for all plans of a job: the plan's own where it is the only one."""
+    others = [*tasks, *(sizes or {}).values()]
+    if not others:
+        return plan.hash
+    return hashlib.sha256("".join(each.hash for each in (plan, *others)).encode()).hexdigest()
+
+
+def job_of(plan: Plan, run: Run, tasks: tuple[Plan, ...], sizes: dict[int, Plan], at_once: int | None) -> Job:
+    """Return a plan as the job that a run will be."""
+    return Job(plan, run.id, PurePosixPath(run.path), tasks=tasks, at_once=at_once, sizes=sizes)
+
+
+def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStatus] | None:
+    """Return the latest run of this very plan that a cluster still has, or may have."""
+    for run in reversed(store.submitted(plan.name, plan_hash)):
+        status = statuses([run])[run.id]
+        if status.active:
+            return run, status
+    return None
+
+
+def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: str | None) -> Run:
+    """Submit a job as a new run; raises LaunchError or OSError, after which neither folder nor job is left."""
+    run = Run(Path(job.run_dir))
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run.path.mkdir()
+    except FileExistsError:
+        raise LaunchError("PT585", f"{run.id} has just been submitted by somebody else", "partool list") from None
+    try:
+        write_status(run.path, RunStatus(state="queued", created=time.time()))
+        _write(run, rendered, spec_text)
+        _submit(target, run, job, rendered)
+    except BaseException:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
+    return run
+
+
+def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, spec_text: str | None) -> None:
+    """Submit a run that has ended once more, to go on from its last checkpoint.
+
+    Raises LaunchError or OSError; the run's folder is then as it was.
+    """
+    before = {name: _content(run.path / name) for name in (*rendered.files, SPEC_FILE, SUBMISSION_FILE, STATUS_FILE)}
+    marks = {name: _content(run.path / name) for name in (CANCEL_FILE, *COUNTERS)}
+    try:
+        for name in marks:
+            (run.path / name).unlink(missing_ok=True)
+        run.write_plan(job.plan, spec_text)
+        _write(run, rendered, spec_text)
+        status = read_status(run.path)
+        queued = {"state": "queued", "ended": None, "exit_code": None, "reason": ""}
+        write_status(run.path, status.model_copy(update=queued))
+        _submit(target, run, job, rendered)
+    except BaseException:
+        for name, content in {**before, **marks}.items():
+            _restore(run.path / name, content)
+        raise
+
+
+def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
+    kind = cast(Literal["slurm", "k8s"], job.plan.launch.target)
+    details = target.submit(run, job, rendered)
+    try:
+        record = Submission(target=kind, submitted=time.time(), main=rendered.main, details=details)
+        text = record.model_dump_json(indent=2) + "\n"
+        (run.path / SUBMISSION_FILE).write_text(text, encoding="utf-8")
+    except BaseException:
+        with suppress(LaunchError):
+            target.cancel(run, now=True)
+        raise
+
+
+def _write(run: Run, rendered: Rendered, spec_text: str | None) -> None:
+    (run.path / LOG_FOLDER).mkdir(exist_ok=True)
+    files = {**rendered.files, **({} if spec_text is None else {SPEC_FILE: spec_text})}
+    for name, text in files.items():
+        file = run.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / LOG_FOLDER).mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
+
+def _content(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8") if file.exists() else None
+
+
+def _restore(file: Path, content: str | None) -> None:
+    if content is None:
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text(content, encoding="utf-8")

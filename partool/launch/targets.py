@@ -1,0 +1,65 @@
+"""The table of targets."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import cast
+
+from partool.launch.store import Run
+from partool.launch.target import ClusterTarget, LaunchError, Target
+from partool.plan.run import RunStatus
+
+TARGETS = {
+    "local": "partool.launch.local:LocalTarget",
+    "slurm": "partool.launch.slurm:SlurmTarget",
+    "k8s": "partool.launch.k8s:K8sTarget",
+}
+"""Name → ``module:class``, imported only when it is used."""
+
+
+def target_of(run: Run) -> Target:
+    """Return the place where a run runs; raises ``pydantic.ValidationError`` where its record is spoilt."""
+    submission = run.submission()
+    return cast(Target, _load("local" if submission is None else submission.target))
+
+
+def cluster(name: str) -> ClusterTarget:
+    """Return a target with a scheduler."""
+    return cast(ClusterTarget, _load(name))
+
+
+def _load(name: str) -> object:
+    module, _, kind = TARGETS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)()
+
+
+def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
+    """Return the status of each run by id; each cluster is asked once. Where that fails, the state is ``unknown``."""
+    found: dict[str, RunStatus] = {}
+    by_target: dict[str, list[Run]] = {}
+    for run in runs:
+        try:
+            submission = run.submission()
+        except ValueError:
+            found[run.id] = run.status().model_copy(update={"reason": "no readable submission.json"})
+            continue
+        by_target.setdefault("local" if submission is None else submission.target, []).append(run)
+    for name, some in by_target.items():
+        found |= _statuses(name, some)
+    return found
+
+
+def _statuses(name: str, runs: list[Run]) -> dict[str, RunStatus]:
+    if name == "local":
+        return {run.id: run.status() for run in runs}
+    # one that failed or was preempted may be back in the queue
+    ended = {run.id: status for run in runs if (status := run.status()).state in ("done", "cancelled")}
+    open_runs = [run for run in runs if run.id not in ended]
+    if not open_runs:
+        return ended
+    try:
+        return ended | cluster(name).statuses(open_runs)
+    except LaunchError as error:
+        unknown = {"state": "unknown", "reason": error.message}
+        return ended | {run.id: run.status().model_copy(update=unknown) for run in open_runs}
