@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv quickstart test test-long lint format typecheck bench bench-gpu schema clean
+.PHONY: help venv quickstart test test-long test-slurm slurm lint format typecheck bench bench-gpu schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
 	@echo "make test         lint, types and tests (minutes)"
 	@echo "make test-long    the longer suites"
+	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-gpu    correctness, speed and memory on one GPU (minutes)"
 	@echo "make format       ruff format and import order"
@@ -21,7 +22,7 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable '.[train,hf,tensorboard,dev]'
+		--editable '.[train,hf,tensorboard,k8s,dev]'
 	touch $@
 
 venv: $(STAMP)
@@ -42,6 +43,16 @@ test: venv lint typecheck
 
 test-long: venv
 	$(BIN)/pytest -m long
+
+# What the tests' own Slurm cluster needs.
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
+
+slurm:
+	command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); }
+
+test-slurm: venv slurm
+	$(BIN)/pytest -m 'long or not long' tests/launch/test_slurm_cluster.py
 
 bench: venv
 	$(BIN)/python tests/bench/overhead.py
