@@ -76,6 +76,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
         status = read_status(run.path)
         queued = {"state": "queued", "ended": None, "exit_code": None, "reason": ""}
         write_status(run.path, status.model_copy(update=queued))
+        target.remove(run)
         _submit(target, run, job, rendered)
     except BaseException:
         for name, content in {**before, **marks}.items():

@@ -118,6 +118,10 @@ class ClusterTarget(Target, Protocol):
         """
         ...
 
+    def remove(self, run: Run) -> None:
+        """Delete what is left on the cluster of a run that has ended, so that it can be submitted again."""
+        ...
+
     def diff(self, job: Job, rendered: Rendered) -> str:
         """Return how the rendered text differs from what is on the cluster, as a unified diff; empty if not at all."""
         ...

@@ -27,7 +27,7 @@ NOT_RUN = frozenset(
 class Record(BaseModel):
     """A part of the plan: closed and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Mesh(Record):

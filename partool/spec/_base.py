@@ -12,7 +12,7 @@ Auto = Literal["auto"]
 class Section(BaseModel):
     """A section of the YAML file: unknown keys and wrong types are errors, values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
 def shorthand(field: str, *kinds: type) -> Any:

@@ -68,6 +68,9 @@ class Scheduler:
     def errors(self, run: Run) -> str:
         return "rank 1: oh"
 
+    def remove(self, run: Run) -> None:
+        assert not self.states[run.id].active
+
     def diff(self, job: Job, rendered: Rendered) -> str:
         return "-old\n+new\n" if job.plan.name == "changed" else ""
 
