@@ -102,7 +102,7 @@ def _target_of(previous: Run | None) -> str | None:
 
 
 def _newest(name: str) -> Run:
-    runs = [run for run in RunStore().runs() if run.name == name[:32].rstrip("-") or run.name == name]
+    runs = [run for run in RunStore().runs() if run.goes_by(name)]
     if not runs:
         fail("PT502", f"there is no run of {name!r} to resume", "launch it without --resume", 1)
     return runs[0]

@@ -62,6 +62,10 @@ class Run:
         match = _ID.fullmatch(self.id)
         return match["name"] if match else self.id
 
+    def goes_by(self, name: str) -> bool:
+        """Return True if the run was launched from a spec of that name; a cluster's ids hold only its beginning."""
+        return self.name == name or (len(name) > _LONGEST_NAME and self.name == _shortened(name))
+
     @property
     def plan_file(self) -> Path:
         """The plan it runs."""
@@ -136,7 +140,7 @@ class RunStore:
 
     def submitted(self, name: str, plan_hash: str) -> list[Run]:
         """Return the runs that a cluster was given of a plan, in the order of their numbers."""
-        stem = f"{name[:_LONGEST_NAME].rstrip('-')}-{plan_hash[:8]}"
+        stem = f"{_shortened(name)}-{plan_hash[:8]}"
         found: list[Run] = []
         while (self.root / (run_id := stem if not found else f"{stem}-{len(found) + 1}")).is_dir():
             found.append(Run(self.root / run_id))
@@ -149,7 +153,7 @@ class RunStore:
         means the same run. At most 44 characters, a DNS label.
         """
         number = len(self.submitted(name, plan_hash)) + 1
-        stem = f"{name[:_LONGEST_NAME].rstrip('-')}-{plan_hash[:8]}"
+        stem = f"{_shortened(name)}-{plan_hash[:8]}"
         return Run(self.root / (stem if number == 1 else f"{stem}-{number}"))
 
     def runs(self) -> list[Run]:
@@ -167,7 +171,7 @@ class RunStore:
         runs = self.runs()
         if query == "last" and runs:
             return runs[0]
-        if named := [run for run in runs if run.id == query] or [run for run in runs if run.name == query]:
+        if named := [run for run in runs if run.id == query] or [run for run in runs if run.goes_by(query)]:
             return named[0]
         folder = Path(query)
         if (folder / STATUS_FILE).is_file():
@@ -180,6 +184,10 @@ class RunStore:
         if not runs:
             raise RunNotFoundError(f"no run {query!r}: there are no runs in {self.root}")
         raise RunNotFoundError(f"no run {query!r} in {self.root}; there are {_ids(runs)}")
+
+
+def _shortened(name: str) -> str:
+    return name[:_LONGEST_NAME].rstrip("-")
 
 
 def _put(file: Path, text: str) -> Path | None:
