@@ -76,6 +76,7 @@ def accelerator(
         link_bytes_per_s=entry["link_gb_per_s"] * 1e9,
         pair_bytes_per_s=entry["pair_gb_per_s"] * 1e9 if entry["pair_gb_per_s"] else None,
         link_latency_s=entry["link_latency_us"] * 1e-6,
+        fabric=fabric_name,
         fabric_bytes_per_s=_fabric(fabric, per_node),
         fabric_latency_s=fabric["latency_us"] * 1e-6,
         host_link_bytes_per_s=entry["host_link_gb_per_s"] * 1e9,
@@ -98,7 +99,7 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
     achievable = cores * cpu_gflops_per_core() * 1e9 * CPU_SPEED[precision]
     if spec.peak_tflops is not None:
         achievable = _ACHIEVABLE * spec.peak_tflops * 1e12
-    fabric = table("fabrics").get(spec.fabric or "", table("fabrics")["ethernet-25g"])
+    fabric_name = spec.fabric if spec.fabric in table("fabrics") else "ethernet-25g"
     devices = Devices(
         accelerator="cpu",
         backend="cpu",
@@ -111,7 +112,8 @@ def cpu(spec: HardwareSpec, precision: Precision, max_devices: int | None) -> De
         link_bytes_per_s=_CPU_LINK_GB_PER_S * 1e9,
         link_latency_s=_CPU_LATENCY_S,
         operator_s=_CPU_OPERATOR_S,
-        fabric_bytes_per_s=_fabric(fabric, per_node),
+        fabric=fabric_name,
+        fabric_bytes_per_s=_fabric(table("fabrics")[fabric_name], per_node),
         host_memory_bytes=host,
         threads_per_rank=threads,
     )

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-Table = Literal["accelerators", "hosts", "fabrics", "models", "sources"]
+Table = Literal["accelerators", "hosts", "fabrics", "models", "network_env", "sources"]
 
 _FOLDER = Path(__file__).parent
 

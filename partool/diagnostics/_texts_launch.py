@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import Rule
+from partool.diagnostics._rule import BASE, Rule
 
 
 def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
@@ -10,6 +10,79 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT520",
+        "A secret is written out",
+        "The spec, the plan, manifests and the run's folder are kept and shown; a secret in them is one no longer.",
+        BASE + "launch: {env: {HF_TOKEN: hf_abcdefgh}}\n",
+        BASE + "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}\n",
+    ),
+    Rule(
+        "PT521",
+        "A secret that the target cannot find",
+        "On Kubernetes secrets come from Secret objects (secretKeyRef), elsewhere from files that the nodes can read.",
+        BASE + "launch: {secrets: {HF_TOKEN: {secret: hub, key: token}}}\n",
+        BASE + "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}\n",
+    ),
+    Rule(
+        "PT522",
+        "Environment variables that contradict each other or the machines",
+        "A name has one value; of the device masks of ROCm the second counts within the first; network presets are for "
+        "NCCL and RCCL, whose LL128 protocol has corrupted data on GH200 with Slingshot (NVIDIA/nccl #2001).",
+        BASE + "launch: {env: {HIP_VISIBLE_DEVICES: '0,1', ROCR_VISIBLE_DEVICES: '0,1'}}\n",
+        BASE + "launch: {env: {HIP_VISIBLE_DEVICES: '0,1'}}\n",
+    ),
+    Rule(
+        "PT523",
+        "Image and container do not go together",
+        "An image needs something that starts it, and pods and containers need an image; deploy/ has Dockerfiles.",
+        BASE + "launch: {target: k8s}\n",
+        BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {storage: 'pvc:runs'}}\n",
+    ),
+    Rule(
+        "PT524",
+        "The target cannot do what the section asks",
+        "Some things only a scheduler can do: start several nodes, start all of them again, or go on with fewer.",
+        BASE + "launch: {target: torchrun, min_nodes: 1}\n",
+        BASE + "launch: {target: slurm, min_nodes: 1}\n",
+    ),
+    Rule(
+        "PT525",
+        "An sbatch option that partool writes itself",
+        "Slurm accepts an option twice, and even --gres beside --gpus-per-node, and takes one of them in silence.",
+        BASE + "launch: {target: slurm, slurm: {options: {gres: 'gpu:8'}}}\n",
+        BASE + "launch: {target: slurm, slurm: {gpus: gres, options: {licenses: 'scratch:1'}}}\n",
+    ),
+    Rule(
+        "PT526",
+        "A mount that cannot be, or that hides something",
+        "Mounts are inside containers; each needs its own place there, and partool's own folders must stay visible.",
+        BASE + "launch: {mounts: [{source: /data, target: /data}]}\n",
+        BASE + "launch: {target: slurm, image: 'registry.example/train:1', slurm: {container: pyxis},\n"
+        "  mounts: [{source: /data, target: /data}]}\n",
+    ),
+    Rule(
+        "PT527",
+        "Time limits that cut training or checkpoints off",
+        "Before its limit a job is told to stop, and needs the time for a checkpoint; then it goes back to the queue.",
+        BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {signal_lead_s: 60}}\n",
+        BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {time: '4:00:00'}}\n",
+    ),
+    Rule(
+        "PT528",
+        "Pods that lack something, or risk it",
+        "Shared memory counts against a container's memory, and what is written in a pod goes with it; some fields "
+        "belong to one kind of object, and some labels are partool's own.",
+        BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {memory: 8Gi, shared_memory: 16Gi}}\n",
+        BASE + "launch: {target: k8s, image: 'registry.example/train:1', k8s: {memory: 64Gi, storage: 'pvc:runs'}}\n",
+    ),
+    Rule(
+        "PT529",
+        "A file of the launch section that cannot be found or used",
+        "Paths begin at the spec's folder, or are absolute where the ranks look for them; a site profile is one file.",
+        BASE + "launch: {python: venv/bin/python}\n",
+        BASE + "launch: {python: /opt/venv/bin/python}\n",
+    ),
     _rule(
         "PT585",
         "The same plan is under way already",

@@ -18,7 +18,9 @@ from partool.layout.capabilities import gaps
 from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
+from partool.planner.launching import check_duration, check_launch, environment, resolve_launch
 from partool.planner.problem import Problem, needs
+from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
 from partool.spec.training import CheckpointSpec, DataSpec
@@ -46,6 +48,8 @@ class Resolved:
     model_source: str = ""
     inputs: dict[str, str] = field(default_factory=dict)
     measured: Applied | None = None
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
+    """With the site profile merged in, and absolute paths."""
 
 
 def resolve(spec: Spec, base_dir: Path) -> Resolved:
@@ -58,9 +62,12 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
         return Resolved(None, found, data)
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
     problem = Problem(spec, model.config, measured.devices, measured)
-    found += [*measured.findings, *check(problem, tokenizer_vocab)]
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs})
-    return Resolved(None if _failed(found) else problem, found, data, model.source, inputs, measured)
+    launching = resolve_launch(spec.launch, base_dir)
+    found += [*measured.findings, *check(problem, tokenizer_vocab), *launching.diagnostics]
+    found += check_launch(launching.launch, measured.devices, planning=True)
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.inputs})
+    usable = None if _failed(found) else problem
+    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
 
 
 def make_plan(spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False) -> PlanResult:
@@ -103,6 +110,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     missing = gaps(needs(problem, best.layout))
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
+    found += check_duration(resolved.launch, best.time.total_s)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -117,7 +125,8 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         data=resolved.data,
         kernels=spec.kernels,
         checkpoint=_checkpoint(spec, base_dir),
-        launch=spec.launch,
+        launch=resolved.launch,
+        environment=environment(resolved.launch, problem.devices),
         findings=tuple(Finding(code=f.code, message=f.message) for f in found),
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
@@ -174,5 +183,5 @@ def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:
 def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:
     text = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     inputs = {"spec": hashlib.sha256(text.encode()).hexdigest(), "catalog/accelerators": table_hash("accelerators")}
-    machines = {"catalog/hosts": table_hash("hosts"), "catalog/fabrics": table_hash("fabrics")}
+    machines = {f"catalog/{name}": table_hash(name) for name in ("hosts", "fabrics", "network_env")}
     return {**inputs, **machines, **model_inputs}

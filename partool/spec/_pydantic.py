@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec._source import SpecPath
+from partool.spec.patterns import PATTERNS
 from partool.spec.spec import Spec
 
 _TYPES = {
@@ -33,6 +34,7 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "too_short": ("min_length", "at least this long:"),
     "too_long": ("max_length", "at most this long:"),
+    "string_too_long": ("max_length", "at most this long:"),
 }
 
 
@@ -81,10 +83,21 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         size = "" if key in ("min_length", "max_length") else f", not {found}"
         return Diagnostic("PT104", f"`{name}` must be {words} {bound:g}{size}", path=path)
     if item["type"] == "string_pattern_mismatch":
-        help = "lower-case letters, digits and hyphens, at most 53, beginning and ending with a letter or digit"
-        return Diagnostic("PT106", f"`{name}` cannot be {found}", path=path, help=help)
+        return _pattern(path, item)
     expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
     return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=_type_help(item))
+
+
+def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
+    """Return the finding for a text, or a key, of the wrong form."""
+    found, name = shown(item["input"]), dotted(path)
+    help = PATTERNS.get(item["ctx"]["pattern"], "")
+    if item["loc"][-1] != "[key]":
+        return Diagnostic("PT106", f"`{name}` cannot be {found}", path=path, help=help)
+    if path[:2] in (("launch", "env"), ("launch", "secrets")):
+        message = f"{found} cannot be the name of an environment variable"
+        return Diagnostic("PT221", message, path=path, help="letters, digits and underscores")
+    return Diagnostic("PT106", f"{found} cannot be a key of `{dotted(path[:-1])}`", path=path, help=help)
 
 
 def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:

@@ -11,7 +11,7 @@ from partool.diagnostics.record import Diagnostic, Span
 SpecPath = tuple[str | int, ...]
 
 _IGNORE = re.compile(r"#\s*partool:\s*ignore\[([A-Z0-9,\s]+)\]")
-_ABOUT_KEYS = ("PT008", "PT101")
+_ABOUT_KEYS = ("PT008", "PT101", "PT221", "PT222", "PT525")
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec.duration import duration_s
+from partool.spec.launch_checks import check_errors
 from partool.spec.model import LayerPattern
 from partool.spec.spec import Spec
 
@@ -176,18 +176,8 @@ def _sources(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT220", message, path=("data", "source"), help="a file, a glob, a folder, or python-stdlib")
 
 
-def _environment(spec: Spec) -> Iterator[Diagnostic]:
-    for key in spec.launch.env:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key):
-            message = f"{key!r} cannot be the name of an environment variable"
-            yield Diagnostic("PT221", message, path=("launch", "env", key), help="letters, digits and underscores")
-        if key in _OWNED or key.startswith(_OWNED_PREFIXES):
-            message = f"{key} is set by partool for every rank"
-            yield Diagnostic("PT222", message, path=("launch", "env", key), help="drop it")
-
-
-_OWNED_PREFIXES = ("PARTOOL_", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
-_OWNED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+def _launch(spec: Spec) -> Iterator[Diagnostic]:
+    yield from check_errors(spec.launch)
 
 
 def _listed(values: list[int]) -> str:
@@ -210,5 +200,5 @@ CHECKS: tuple[Check, ...] = (
     _pipeline,
     _offload,
     _sources,
-    _environment,
+    _launch,
 )

@@ -118,6 +118,8 @@ class Devices(Section):
     """One direction, between two ranks of a node; None: as ``link_bytes_per_s``. Less on a mesh (xGMI)."""
     link_latency_s: float = 10e-6
     """Start of one collective within a node."""
+    fabric: str = ""
+    """Catalog name of the network between nodes."""
     fabric_bytes_per_s: float
     """One direction, per rank, between nodes."""
     fabric_latency_s: float = 25e-6

@@ -7,42 +7,50 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from partool.spec._base import Section
+from partool.spec.patterns import (
+    Claim,
+    DnsLabel,
+    DnsName,
+    FilePath,
+    GpuType,
+    Image,
+    Key,
+    Label,
+    LabelKey,
+    Memory,
+    MountSource,
+    MountTarget,
+    Option,
+    OptionName,
+    OptionOrNothing,
+    Quantity,
+    TimeLimit,
+    VariableName,
+    VariableValue,
+)
 
 TargetName = Literal["local", "torchrun", "slurm", "k8s"]
 K8sKind = Literal["jobset", "job", "pytorchjob", "trainjob", "volcano"]
 NetworkPreset = Literal["auto", "none", "ib", "roce", "efa", "slingshot", "tcp"]
 
-# Lines of #SBATCH cannot be quoted: a newline would end the comment, and what follows would run.
-_Option = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@%+:,=/&|*()\[\]-]+$", max_length=255)]
-_Path = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=4096)]
-_Label = Annotated[str, Field(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$", max_length=63)]
-_LabelKey = Annotated[
-    str, Field(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")
-]
-_DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-_DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-_Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$", max_length=32)]
-_Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=255)]
-_Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:/@#+-]*$|^/[^\x00-\x1f\x7f]+$", max_length=1024)]
-
 
 class Secret(Section):
     """Where a secret variable comes from; its value is never read by the launcher."""
 
-    file: _Path | None = None
+    file: FilePath | None = None
     """Its content, read on the node as the ranks start (local, torchrun, slurm)."""
-    secret: _DnsName | None = None
+    secret: DnsName | None = None
     """Name of a Kubernetes Secret (k8s)."""
-    key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=253)] | None = None
+    key: Key | None = None
     """Key within the Kubernetes Secret."""
 
 
 class Mount(Section):
     """A folder of the node, or a Kubernetes volume claim, inside the container."""
 
-    source: Annotated[str, Field(pattern=r"^(/[^\x00-\x1f\x7f:,]*|pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)$")]
+    source: MountSource
     """Path on the node, or ``pvc:CLAIM``."""
-    target: Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f:,]*$", max_length=1024)]
+    target: MountTarget
     """Absolute path inside the container."""
     read_only: bool = False
 
@@ -50,24 +58,24 @@ class Mount(Section):
 class SlurmSpec(Section):
     """What a site's Slurm wants to know. What is not set here can come from the site's profile."""
 
-    profile: _Path | None = None
+    profile: FilePath | None = None
     """Site profile: a YAML file with fields of this section, which those written here override."""
-    partition: _Option | None = None
-    account: _Option | None = None
-    qos: _Option | None = None
-    reservation: _Option | None = None
-    constraint: _Option | None = None
-    nodelist: _Option | None = None
-    exclude: _Option | None = None
-    time: Annotated[str, Field(pattern=r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$")] | None = None
+    partition: Option | None = None
+    account: Option | None = None
+    qos: Option | None = None
+    reservation: Option | None = None
+    constraint: Option | None = None
+    nodelist: Option | None = None
+    exclude: Option | None = None
+    time: TimeLimit | None = None
     """Time limit as Slurm writes it: ``D-HH:MM:SS``, ``HH:MM:SS`` or minutes; default: the partition's."""
     gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
     """How this site asks for devices; ``none`` where whole nodes are given anyway."""
-    gpu_type: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=64)] | None = None
+    gpu_type: GpuType | None = None
     """Name of the device type in the site's GRES (``gpu:h100:8``)."""
     exclusive: bool = True
     """Take whole nodes."""
-    memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    memory: Memory | None = None
     """Per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
     cpus_per_task: PositiveInt | None = None
     """Cores of the one task per node; default: all of the node's with ``exclusive``, where they are known."""
@@ -75,17 +83,17 @@ class SlurmSpec(Section):
     """Seconds before the time limit at which the run checkpoints; default: the shutdown timeout and 90 s more."""
     container: Literal["none", "pyxis", "apptainer"] = "none"
     """What starts ``launch.image``."""
-    setup: _Path | None = None
+    setup: FilePath | None = None
     """Shell script on the nodes that is sourced before the agent starts (``module load`` and the like)."""
-    options: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$", max_length=64)], _Option | Literal[""]] = {}
+    options: dict[OptionName, OptionOrNothing] = {}
     """More sbatch options, long names without dashes; an empty value for those that take none."""
 
 
 class Toleration(Section):
     """A taint of nodes that the pods bear."""
 
-    key: _LabelKey
-    value: _Label | None = None
+    key: LabelKey
+    value: Label | None = None
     """None tolerates every value."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
 
@@ -93,7 +101,7 @@ class Toleration(Section):
 class Rdma(Section):
     """Network adapters as a resource, as the cluster's device plugin names it."""
 
-    resource: _LabelKey
+    resource: LabelKey
     """``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
     count: PositiveInt = 1
     """Per pod."""
@@ -102,7 +110,7 @@ class Rdma(Section):
 class Topology(Section):
     """Kueue's topology-aware placement."""
 
-    level: _LabelKey
+    level: LabelKey
     """Label of the nodes that names the domain, such as ``cloud.provider.com/topology-rack``."""
     required: bool = False
     """True waits until all pods fit one domain; False only prefers it."""
@@ -112,44 +120,44 @@ class K8sSpec(Section):
     """What a Kubernetes cluster wants to know."""
 
     kind: K8sKind = "jobset"
-    namespace: _DnsLabel | None = None
+    namespace: DnsLabel | None = None
     """Default: the context's."""
     context: Annotated[str, Field(max_length=253)] | None = None
     """Of the kubeconfig; default: the current one."""
-    queue: _DnsName | None = None
+    queue: DnsName | None = None
     """Kueue's LocalQueue, or Volcano's queue with ``kind: volcano``."""
-    priority: _DnsName | None = None
+    priority: DnsName | None = None
     """Kueue's workload priority class with ``queue``, else a PriorityClass."""
     topology: Topology | None = None
-    node_selector: dict[_LabelKey, _Label] = {}
+    node_selector: dict[LabelKey, Label] = {}
     tolerations: list[Toleration] = []
-    cpu: _Quantity | None = None
+    cpu: Quantity | None = None
     """Per pod; default: the catalog host's cores, less two."""
-    memory: _Quantity | None = None
+    memory: Quantity | None = None
     """Per pod, limit and request; default: what the plan predicts for the host and the shared memory, with room."""
-    shared_memory: _Quantity | None = None
+    shared_memory: Quantity | None = None
     """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device."""
-    device_resource: _LabelKey | None = None
+    device_resource: LabelKey | None = None
     """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
     host_network: bool = False
-    storage: Annotated[str, Field(pattern=r"^pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")] | None = None
+    storage: Claim | None = None
     """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``partool/runs``; default: lost with the pod."""
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     """User and group of the processes; 0 is root."""
-    service_account: _DnsName | None = None
+    service_account: DnsName | None = None
     """Its token is not mounted."""
-    image_pull_secrets: list[_DnsName] = []
+    image_pull_secrets: list[DnsName] = []
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    labels: dict[_LabelKey, _Label] = {}
+    labels: dict[LabelKey, Label] = {}
     """On the object and its pods."""
-    annotations: dict[_LabelKey, Annotated[str, Field(max_length=65536)]] = {}
+    annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
     """On the object and its pods."""
     keep_finished_s: NonNegativeInt = 86400
     """Time after which a finished job is deleted."""
     deadline_s: PositiveInt | None = None
     """Longest time that the job may be active."""
-    runtime: _DnsName = "torch-distributed"
+    runtime: DnsName = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""
 
 
@@ -167,17 +175,17 @@ class LaunchSpec(Section):
     """Slurm: begin or go on with fewer nodes than ``hardware.nodes``, down to these, where data parallelism allows."""
     shutdown_timeout_s: PositiveInt = 60
     """Time for a checkpoint after a stop signal, before ranks are killed."""
-    env: dict[_Variable, Annotated[str, Field(pattern=r"^[^\x00]*$")]] = {}
+    env: dict[VariableName, VariableValue] = {}
     """Environment variables of every rank."""
-    secrets: dict[_Variable, Secret] = {}
+    secrets: dict[VariableName, Secret] = {}
     """Secret environment variables of every rank, by reference."""
     network: NetworkPreset = "none"
     """Environment of the network libraries, from partool's own tables; ``auto`` goes by ``hardware.fabric``."""
     numa: Literal["auto", "none"] = "auto"
     """auto: each rank stays on the cores and the memory next to its device."""
-    python: _Path | None = None
+    python: FilePath | None = None
     """Interpreter on the nodes; default: the launcher's own (local, torchrun, slurm) or ``python`` in an image."""
-    image: _Image | None = None
+    image: Image | None = None
     """Container image with partool in it (k8s; slurm with ``container``), or an apptainer file."""
     mounts: list[Mount] = []
     slurm: SlurmSpec = SlurmSpec()

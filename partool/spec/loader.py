@@ -42,7 +42,7 @@ class Loaded:
 def load(path: Path, overrides: list[str] | None = None) -> Loaded:
     """Read a spec from a file; ``overrides`` are ``key.sub=value`` strings that win over it."""
     source = Source(str(path))
-    text = _read(path)
+    text = read(path)
     if isinstance(text, Diagnostic):
         return Loaded(None, source, [text])
     source.text = text
@@ -54,7 +54,8 @@ def load_text(text: str, file: str = "<text>", overrides: list[str] | None = Non
     return _load(Source(file, text), overrides or [])
 
 
-def _read(path: Path) -> str | Diagnostic:
+def read(path: Path) -> str | Diagnostic:
+    """Return a file's text, or what is wrong with the file; never raises."""
     start = Span(str(path), 1, 1, 1, 1)
     try:
         status = path.stat()
@@ -124,6 +125,11 @@ def _check_the_rest(document: dict[str, Any], wrong: list[Diagnostic]) -> list[D
     if spec is None or still_wrong:
         return []
     return [finding for finding in check(spec) if finding.path and finding.path[0] in rest]
+
+
+def validate_section(name: str, section: Any) -> tuple[Spec | None, list[Diagnostic]]:
+    """Return a spec that holds nothing else of the user's than one section, or None and what is wrong with it."""
+    return _validate({**_STAND_IN, name: section})
 
 
 def _validate(document: dict[str, Any]) -> tuple[Spec | None, list[Diagnostic]]:

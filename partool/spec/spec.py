@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from partool.spec._base import Section, shorthand
 from partool.spec.hardware import HardwareSpec, LimitsSpec
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelSpec
 from partool.spec.parallel import ParallelSpec
+from partool.spec.patterns import RunName
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 
@@ -20,7 +21,7 @@ class Spec(Section):
     spec: Literal[1] = 1
     """Version of this format."""
     job: Literal["train"] = "train"
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?$")] | None = None
+    name: RunName | None = None
     """Name of the run; default: the file's name."""
     model: Annotated[ModelSpec, BeforeValidator(shorthand("preset"))]
     hardware: Annotated[HardwareSpec, BeforeValidator(shorthand("accelerator"))] = HardwareSpec()

@@ -1,0 +1,71 @@
+"""Environment of the network libraries (NCCL, RCCL, libfabric) by kind of network; the data are in network_env.json.
+
+Each variable carries its reason and the page that gives it. Little is set: the libraries choose well by themselves,
+and a wrong variable is worse than none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from partool.catalog.lookup import table
+from partool.spec.hardware import Devices
+from partool.spec.launch import NetworkPreset
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkVariable:
+    """A variable that a preset sets."""
+
+    name: str
+    value: str
+    why: str
+    preset: str
+    source: str
+    """URL."""
+    as_of: str
+    """Year and month in which the source said so."""
+
+
+def preset_of(fabric: str) -> str:
+    """Return the preset for a fabric of the catalog (``ib-ndr`` → ``ib``); empty for one that has none."""
+    for prefix, preset in _data()["fabrics"].items():
+        if fabric.startswith(prefix):
+            return str(preset)
+    return ""
+
+
+def network_environment(preset: NetworkPreset, devices: Devices) -> tuple[NetworkVariable, ...]:
+    """Return the variables for ranks on these machines, sorted by name; none on one node, where no network is used.
+
+    ``auto`` goes by the machines' fabric. Ranks on a CPU talk through gloo, which reads none of these.
+    """
+    name = preset_of(devices.fabric) if preset == "auto" else preset
+    if devices.nodes == 1 or devices.backend == "cpu" or name not in _data()["presets"]:
+        return ()
+    sources = _data()["sources"]
+    found = [
+        NetworkVariable(
+            row["name"],
+            row["value"],
+            row["why"],
+            name,
+            sources[row["source"]]["url"],
+            sources[row["source"]]["as_of"],
+        )
+        for row in _data()["presets"][name]
+        if _applies(row, devices)
+    ]
+    return tuple(sorted(found, key=lambda variable: variable.name))
+
+
+def _applies(row: dict[str, Any], devices: Devices) -> bool:
+    backends, accelerators = row.get("backends"), row.get("accelerators")
+    if backends is not None and devices.backend not in backends:
+        return False
+    return accelerators is None or devices.accelerator.startswith(tuple(accelerators))
+
+
+def _data() -> dict[str, dict[str, Any]]:
+    return table("network_env")

@@ -1,0 +1,161 @@
+"""How a plan is to be launched: the section with nothing left open, its environment, and what it asks in vain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from partool.catalog.lookup import table
+from partool.catalog.network import network_environment, preset_of
+from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Variable
+from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
+from partool.spec.launch_units import lead_s, quantity, time_s
+from partool.spec.site_profile import with_site_profile
+
+_LEAST_SHARED_BYTES = 1 << 30
+"""Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
+_LL128_SETTLED = ("NCCL_PROTO", "NCCL_LL128_C2C", "FI_CXI_RDZV_GET_MIN")
+
+
+@dataclass(frozen=True)
+class ResolvedLaunch:
+    """A launch section with the site profile merged in and absolute paths."""
+
+    launch: LaunchSpec
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)
+    """For ``Plan.inputs``; empty without a profile."""
+
+
+def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
+    """Merge the site profile in, and make paths absolute; they start from ``base_dir``, the spec's folder."""
+    slurm, found, inputs = with_site_profile(launch.slurm, base_dir)
+    slurm = slurm.model_copy(update={"setup": _absolute(slurm.setup, base_dir)})
+    secrets = launch.secrets
+    if not contained(launch):  # in a container, only absolute paths mean anything
+        secrets = {
+            name: secret.model_copy(update={"file": _absolute(secret.file, base_dir)})
+            for name, secret in secrets.items()
+        }
+    image = launch.image
+    if image is not None and is_image_file(image):
+        image = _absolute(image, base_dir)
+    update = {"slurm": slurm, "secrets": secrets, "image": image}
+    return ResolvedLaunch(launch.model_copy(update=update), found, inputs)
+
+
+def _absolute(path: str | None, base_dir: Path) -> str | None:
+    # A leading ~ is left for the rule that refuses it.
+    return path if path is None or path.startswith("~") else str(base_dir / path)
+
+
+def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:
+    """Return every rank's variables that the plan decides, one per name, sorted; ``launch.env`` wins over all others.
+
+    Secrets are not among them: they are named in ``launch.secrets``.
+    """
+    found: dict[str, Variable] = {}
+    if devices.threads_per_rank:
+        text = "partool: the ranks share the node's cores"
+        found["OMP_NUM_THREADS"] = Variable(name="OMP_NUM_THREADS", value=str(devices.threads_per_rank), origin=text)
+    for row in network_environment(launch.network, devices):
+        origin = f"network preset {row.preset} ({row.source}, {row.as_of}): {row.why}"
+        found[row.name] = Variable(name=row.name, value=row.value, origin=origin)
+    for name, value in launch.env.items():
+        found[name] = Variable(name=name, value=value, origin="launch.env")
+    for name in launch.secrets:
+        found.pop(name, None)
+    return tuple(found[name] for name in sorted(found))
+
+
+def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False) -> list[Diagnostic]:
+    """Return what is wrong, or doubtful, about launching on these machines, by the section's target.
+
+    ``planning``: a target that the spec does not name is no mistake yet; machines may be planned that are elsewhere.
+    """
+    found = [*check_errors(launch), *check_warnings(launch)]
+    if not planning or "target" in launch.model_fields_set:
+        found += _several_nodes(launch, devices)
+    return [*found, *_restarts(launch, devices), *_fewer(launch, devices), *_machines(launch, devices),
+            *_shared_memory(launch, devices), *_network(launch, devices)]  # fmt: skip
+
+
+def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    if launch.target == "local" and devices.nodes > 1:
+        message = f"the target local starts the ranks of one machine, and the plan has {devices.nodes} nodes"
+        help = "use the target slurm or k8s; torchrun renders one command per node; or set hardware.nodes=1"
+        yield Diagnostic("PT524", message, path=("launch", "target"), help=help)
+
+
+def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    if launch.target == "torchrun" and devices.nodes > 1 and launch.restarts:
+        message = f"restarts: {launch.restarts} needs somebody who starts all {devices.nodes} nodes again together"
+        help = "set restarts: 0, or use the target slurm or k8s, whose schedulers do"
+        yield Diagnostic("PT524", message, path=("launch", "restarts"), help=help)
+
+
+def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    if launch.target == "slurm" and launch.min_nodes is not None and launch.min_nodes > devices.nodes:
+        message = f"min_nodes: {launch.min_nodes} is more than the plan's {devices.nodes}"
+        help = f"use {max(1, devices.nodes - 1)} or fewer, or drop it"
+        yield Diagnostic("PT524", message, path=("launch", "min_nodes"), help=help)
+
+
+def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    """Warn of nodes with more devices than are built: schedulers let such jobs wait for ever."""
+    entry = table("accelerators").get(devices.accelerator)
+    if launch.target in ("slurm", "k8s") and entry is not None and devices.per_node > entry["per_node"]:
+        usual, total = entry["per_node"], devices.nodes * devices.per_node
+        message = f"{devices.per_node} devices per node are asked for; nodes with {devices.accelerator} have {usual}"
+        nodes = -(-total // usual)
+        help = f"for {total} devices write nodes: {nodes}, per_node: {usual}"
+        yield Diagnostic("PT524", message, severity="warning", path=("hardware", "per_node"), help=help)
+
+
+def _shared_memory(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    size = launch.k8s.shared_memory
+    if launch.target == "k8s" and size is not None and quantity(size) < _LEAST_SHARED_BYTES * devices.per_node:
+        message = f"shared_memory: {size} is little for {devices.per_node} ranks: NCCL and data loaders need room"
+        help = f"use {devices.per_node}Gi or more, or drop it"
+        path = ("launch", "k8s", "shared_memory")
+        yield Diagnostic("PT528", message, severity="warning", path=path, help=help)
+
+
+def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    path = ("launch", "network")
+    if devices.backend == "cpu" and launch.network not in ("none", "auto"):
+        message = f"network: {launch.network} sets variables of NCCL; ranks on a CPU talk through gloo, which has none"
+        yield Diagnostic("PT522", message, severity="warning", path=path, help="use auto or none")
+    ordered = preset_of(devices.fabric) == "slingshot" and devices.accelerator.startswith("gh200")
+    set_by = {row.name for row in network_environment(launch.network, devices)} | set(launch.env)
+    if ordered and devices.nodes > 1 and not set_by & set(_LL128_SETTLED):
+        message = "on GH200 with Slingshot, NCCL's LL128 protocol has corrupted data in silence (NVIDIA/nccl #2001)"
+        help = "set network: auto, which sets HPE's remedy, or NCCL_LL128_C2C: '0' in launch.env"
+        yield Diagnostic("PT522", message, severity="warning", path=path, help=help)
+
+
+def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
+    """Return what the time limits mean for a training of ``total_s`` seconds, as it is predicted."""
+    if launch.target == "k8s" and launch.k8s.deadline_s is not None and launch.k8s.deadline_s < total_s:
+        deadline = launch.k8s.deadline_s
+        message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
+        help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
+        return [Diagnostic("PT527", message, severity="warning", path=("launch", "k8s", "deadline_s"), help=help)]
+    if launch.target != "slurm" or launch.slurm.time is None:
+        return []
+    path = ("launch", "slurm", "time")
+    usable = time_s(launch.slurm.time) - lead_s(launch)
+    needed = math.ceil(total_s / usable) - 1 if usable > 0 else 0
+    if needed < 1:
+        return []
+    message = f"training takes {total_s:,.0f} s as predicted, a job has {usable:,} s: it is requeued {needed} times"
+    if needed <= launch.requeues:
+        return [Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")]
+    message += f", and requeues: {launch.requeues} allows fewer"
+    help = f"set requeues: {needed + 2}, or a longer time"
+    return [Diagnostic("PT527", message, severity="warning", path=path, help=help)]

@@ -1,0 +1,90 @@
+"""Rules of the environment: what is partool's own, what is a secret, what contradicts itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.launch import LaunchSpec
+
+_OWNED_PREFIXES = ("PARTOOL_", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PET_")
+_OWNED = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+_SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(API|ACCESS|SECRET|PRIVATE|AUTH)_?KEY)$"
+)
+_NOT_SECRET = re.compile(r"(^|_)(PAD|BOS|EOS|UNK|MASK|SEP|CLS)_TOKEN$|^[^=]*DISABLE[^=]*$")
+_SECRET_VALUE = re.compile(
+    r"^(hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}$|^[a-z][a-z0-9+.-]*://[^/@:]+:[^/@]+@"
+)
+_HARMLESS_VALUE = re.compile(r"^([0-9]*|true|false|yes|no|on|off|/.*)$", re.IGNORECASE)
+_MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Refuse variables that partool sets for every rank."""
+    for section in ("env", "secrets"):
+        for name in getattr(launch, section):
+            if name in _OWNED or name.startswith(_OWNED_PREFIXES):
+                message = f"{name} is set by partool for every rank"
+                help = "drop it; ranks are numbered from hardware.nodes and hardware.per_node"
+                yield Diagnostic("PT222", message, path=("launch", section, name), help=help)
+
+
+def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Refuse what looks like a secret with its value written out; the value is not repeated."""
+    for name, value in launch.env.items():
+        by_name = _SECRET_NAME.search(name.upper()) and not _NOT_SECRET.search(name.upper())
+        if (by_name and not _HARMLESS_VALUE.match(value)) or _SECRET_VALUE.match(value):
+            what = "the name of a secret" if by_name else "a value that looks like a secret"
+            message = f"{name} has {what}; written here, it would end up in plans, manifests and the run's folder"
+            yield Diagnostic("PT520", message, path=("launch", "env", name), help=_reference(launch, name))
+
+
+def _reference(launch: LaunchSpec, name: str) -> str:
+    if launch.target == "k8s":
+        return f"launch: {{secrets: {{{name}: {{secret: NAME, key: KEY}}}}}} takes it from a Kubernetes Secret"
+    return f"launch: {{secrets: {{{name}: {{file: /path/on/the/nodes}}}}}} reads it as the ranks start"
+
+
+def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Refuse references that the target cannot follow."""
+    for name, secret in launch.secrets.items():
+        path = ("launch", "secrets", name)
+        in_cluster = secret.secret is not None or secret.key is not None
+        if (secret.file is None) != in_cluster:
+            what = "both a file and a Kubernetes Secret" if in_cluster else "neither a file nor a Kubernetes Secret"
+            yield Diagnostic("PT521", f"{name} names {what}", path=path, help=_reference(launch, name))
+        elif launch.target == "k8s" and secret.file is not None:
+            message = f"{name} is to come from a file, and a pod sees no files of a node"
+            yield Diagnostic("PT521", message, path=(*path, "file"), help=_reference(launch, name))
+        elif launch.target != "k8s" and in_cluster:
+            message = f"{name} is to come from a Kubernetes Secret, which the target {launch.target} does not have"
+            yield Diagnostic("PT521", message, path=path, help=_reference(launch, name))
+        elif in_cluster and (secret.secret is None or secret.key is None):
+            missing = "secret" if secret.secret is None else "key"
+            yield Diagnostic("PT521", f"{name} lacks `{missing}`", path=path, help=_reference(launch, name))
+
+
+def contradictions(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Refuse a name that is set twice, and the two device masks of ROCm together."""
+    for name in launch.env:
+        if name in launch.secrets:
+            message = f"{name} is set in `launch.env` and in `launch.secrets`"
+            yield Diagnostic("PT522", message, path=("launch", "env", name), help="keep one of the two")
+    if all(name in launch.env for name in _MASKS):
+        message = "HIP_VISIBLE_DEVICES counts within what ROCR_VISIBLE_DEVICES leaves: with both, devices are missing"
+        path = ("launch", "env", _MASKS[1])
+        yield Diagnostic("PT522", message, path=path, help="keep HIP_VISIBLE_DEVICES, or neither")
+
+
+def doubtful(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Warn of variables that are rarely meant."""
+    name = "HSA_OVERRIDE_GFX_VERSION"
+    if name in launch.env:
+        message = f"{name} makes ROCm run kernels of another device, which fail or compute wrongly on Instinct"
+        help = "drop it; it is for consumer cards that ROCm does not list"
+        yield Diagnostic("PT522", message, severity="warning", path=("launch", "env", name), help=help)

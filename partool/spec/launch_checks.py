@@ -1,0 +1,152 @@
+"""Rules that a ``launch`` section can break by itself.
+
+Those that need the machines are in :mod:`partool.planner.launching`, which runs these again: a plan may be sent to
+another target than the one it was made for.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec import _launch_env, _launch_k8s, _launch_slurm
+from partool.spec.launch import LaunchSpec
+
+LaunchRule = Callable[[LaunchSpec], Iterator[Diagnostic]]
+
+_IMAGE_FILES = (".sif", ".img", ".sqsh")
+_POD_FOLDERS = ("/partool", "/etc/partool", "/dev/shm", "/dev/termination-log")
+"""Mounted by partool, or written by the agent for Kubernetes."""
+
+
+def contained(launch: LaunchSpec) -> bool:
+    """Return True if the ranks run in a container."""
+    return launch.target == "k8s" or (launch.target == "slurm" and launch.slurm.container != "none")
+
+
+def is_image_file(image: str) -> bool:
+    """Return True for an image that is a file on the nodes, not a name in a registry."""
+    return image.startswith("/") or image.endswith(_IMAGE_FILES)
+
+
+def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    path = ("launch", "image")
+    if launch.target == "k8s" and launch.image is None:
+        help = "build one from a Dockerfile in deploy/, push it, and write launch: {image: REGISTRY/NAME:TAG}"
+        yield Diagnostic("PT523", "pods need an image with partool in it, and none is named", path=path, help=help)
+    elif launch.target == "k8s" and is_image_file(launch.image or ""):
+        message = f"{launch.image} is a file, and Kubernetes takes images from a registry"
+        yield Diagnostic("PT523", message, path=path, help="write launch: {image: REGISTRY/NAME:TAG}")
+    elif launch.target == "slurm" and launch.slurm.container != "none" and launch.image is None:
+        message = f"container: {launch.slurm.container} has no image to start"
+        help = "add launch: {image: REGISTRY/NAME:TAG}, or an absolute path of an image file"
+        yield Diagnostic("PT523", message, path=("launch", "slurm", "container"), help=help)
+    elif launch.target == "slurm" and launch.slurm.container == "none" and launch.image is not None:
+        message = "an image is named, and nothing starts it: container is none"
+        help = "set launch.slurm.container to pyxis or apptainer, or drop the image"
+        yield Diagnostic("PT523", message, path=path, help=help)
+    elif launch.target in ("local", "torchrun") and launch.image is not None:
+        message = f"the target {launch.target} starts no containers, and an image is named"
+        help = "drop it (--set launch.image=), or use the target slurm or k8s"
+        yield Diagnostic("PT523", message, path=path, help=help)
+
+
+def _mounts(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    seen: dict[str, int] = {}
+    for index, mount in enumerate(launch.mounts):
+        path = ("launch", "mounts", index)
+        target = posixpath.normpath(mount.target)
+        if not contained(launch):
+            help = "drop the mounts, or start a container: launch.slurm.container, or the target k8s"
+            message = f"the ranks run in no container, so nothing can be mounted at {mount.target}"
+            yield Diagnostic("PT526", message, path=path, help=help)
+        elif mount.source.startswith("pvc:") and launch.target != "k8s":
+            message = f"{mount.source} is a Kubernetes volume claim, and the target is {launch.target}"
+            yield Diagnostic("PT526", message, path=(*path, "source"), help="name a folder of the nodes")
+        elif target in seen:
+            message = f"two mounts are at {target}"
+            help = "give each a folder of its own"
+            yield Diagnostic("PT526", message, path=(*path, "target"), help=help)
+        elif target == "/" or (launch.target == "k8s" and _hides(target)):
+            message = f"a mount at {target} would hide what partool or the image needs there"
+            help = "use another folder" + (", or launch.k8s.storage, launch.k8s.shared_memory" if target != "/" else "")
+            yield Diagnostic("PT526", message, path=(*path, "target"), help=help)
+        seen.setdefault(target, index)
+
+
+def _hides(target: str) -> bool:
+    return any(f"{own}/".startswith(f"{target}/") or target.startswith(f"{own}/") for own in _POD_FOLDERS)
+
+
+def _few_nodes(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    if launch.min_nodes is None or launch.target == "slurm":
+        return
+    why = {
+        "k8s": "a JobSet of changing size is behind an alpha gate that is off by default (JobSet 0.12)",
+        "torchrun": "whoever starts the nodes decides how many there are",
+        "local": "one machine has one node",
+    }[launch.target]
+    help = "drop it, or use the target slurm"
+    message = f"min_nodes is for Slurm: {why}"
+    yield Diagnostic("PT524", message, path=("launch", "min_nodes"), help=help)
+
+
+def _paths(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    if launch.python is not None and "/" in launch.python and not launch.python.startswith(("/", "~")):
+        message = f"python: {launch.python} is relative, and the ranks start in another folder"
+        help = "write an absolute path, or a bare name such as python3"
+        yield Diagnostic("PT529", message, path=("launch", "python"), help=help)
+    for path, file in _files(launch):
+        if file.startswith("~"):
+            message = f"{file} begins with ~, which only a shell replaces"
+            yield Diagnostic("PT529", message, path=path, help="write the absolute path")
+        elif path[1] == "secrets" and contained(launch) and not file.startswith("/"):
+            message = f"{file} is relative, and is read inside the container"
+            help = "write an absolute path, and mount its folder (launch.mounts)"
+            yield Diagnostic("PT529", message, path=path, help=help)
+
+
+def _files(launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every path that the section gives, with its place."""
+    for name, secret in launch.secrets.items():
+        if secret.file is not None:
+            yield ("launch", "secrets", name, "file"), secret.file
+    slurm = launch.slurm
+    for path, file in (
+        (("python",), launch.python),
+        (("slurm", "setup"), slurm.setup),
+        (("slurm", "profile"), slurm.profile),
+    ):
+        if file is not None:
+            yield ("launch", *path), file
+
+
+ERRORS: tuple[LaunchRule, ...] = (
+    _launch_env.owned,
+    _launch_env.secret_values,
+    _launch_env.secret_references,
+    _launch_env.contradictions,
+    _image,
+    _mounts,
+    _few_nodes,
+    _paths,
+    _launch_slurm.options,
+    _launch_slurm.times,
+    _launch_k8s.pods,
+)
+"""Rules that refuse; they run as a spec is read."""
+WARNINGS: tuple[LaunchRule, ...] = (_launch_env.doubtful, _launch_k8s.risks)
+"""Rules that warn; their findings travel with the plan."""
+
+
+def check_errors(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Yield the findings of all rules that refuse."""
+    for rule in ERRORS:
+        yield from rule(launch)
+
+
+def check_warnings(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Yield the findings of all rules that warn."""
+    for rule in WARNINGS:
+        yield from rule(launch)

@@ -1,0 +1,100 @@
+"""Texts of a certain form in the ``launch`` section, and what to say of one that has another.
+
+Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and what follows would run. So what
+goes there has a pattern, and plans are read with the same patterns.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+PATTERNS: dict[str, str] = {}
+"""Pattern → which texts it allows, in words."""
+
+
+def _text(pattern: str, words: str, longest: int | None = None) -> Any:
+    PATTERNS[pattern] = words
+    return Field(pattern=pattern, max_length=longest)
+
+
+def _number(value: Any) -> Any:
+    """Read a whole number as text: ``time: 60`` and ``cpu: 8`` are what people write."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+_AS_TEXT = BeforeValidator(_number, json_schema_input_type=str | int)
+_END = "beginning and ending with a letter or digit"
+
+RunName = Annotated[
+    str,
+    _text(r"^[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?$", f"lower-case letters, digits and hyphens, at most 53, {_END}"),
+]
+Option = Annotated[
+    str,
+    _text(r"^[A-Za-z0-9_.@%+:,=/&|*()\[\]-]+$", "letters, digits and _.@%+:,=/&|*()[]-, without blanks", 255),
+]
+OptionOrNothing = Annotated[
+    str,
+    _text(r"^[A-Za-z0-9_.@%+:,=/&|*()\[\]-]*$", "letters, digits and _.@%+:,=/&|*()[]-, without blanks", 255),
+]
+OptionName = Annotated[
+    str, _text(r"^[a-z][a-z0-9-]*$", "the long name of an sbatch option without its dashes, such as mail-type", 64)
+]
+FilePath = Annotated[str, _text(r"^[^\x00-\x1f\x7f]+$", "a path without control characters", 4096)]
+Label = Annotated[
+    str,
+    _text(r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$", f"letters, digits, dots, _ and -, {_END}, at most 63", 63),
+]
+LabelKey = Annotated[
+    str,
+    _text(
+        r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$",
+        "a Kubernetes key: example.com/name, or a name of letters, digits, dots, _ and -, at most 63",
+    ),
+]
+DnsName = Annotated[
+    str, _text(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", f"lower-case letters, digits, dots and hyphens, {_END}")
+]
+DnsLabel = Annotated[
+    str, _text(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", f"lower-case letters, digits and hyphens, {_END}, at most 63")
+]
+Quantity = Annotated[
+    str,
+    _text(
+        r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$",
+        "a number with a unit of Kubernetes, such as 64Gi, 500M, 8 or 1500m",
+        32,
+    ),
+    _AS_TEXT,
+]
+VariableName = Annotated[str, _text(r"^[A-Za-z_][A-Za-z0-9_]*$", "letters, digits and underscores", 255)]
+VariableValue = Annotated[str, _text(r"^[^\x00]*$", "a text without the character NUL")]
+Image = Annotated[
+    str,
+    _text(
+        r"^[A-Za-z0-9][A-Za-z0-9_.:/@#+-]*$|^/[^\x00-\x1f\x7f]+$",
+        "REGISTRY/NAME:TAG, or the path of an image file",
+        1024,
+    ),
+]
+Key = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 253)]
+MountSource = Annotated[
+    str,
+    _text(
+        r"^(/[^\x00-\x1f\x7f:,]*|pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)$",
+        "an absolute path without colons and commas, or pvc:CLAIM",
+    ),
+]
+MountTarget = Annotated[
+    str, _text(r"^/[^\x00-\x1f\x7f:,]*$", "an absolute path within the container, without colons and commas", 1024)
+]
+Claim = Annotated[str, _text(r"^pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", "pvc:CLAIM, the name of a volume claim")]
+TimeLimit = Annotated[
+    str,
+    _text(r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$", "D-HH:MM:SS, HH:MM:SS or minutes", 32),
+    _AS_TEXT,
+]
+Memory = Annotated[str, _text(r"^\d+[KMGT]?$", "a whole number with K, M, G or T; without one, MB", 32), _AS_TEXT]
+GpuType = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 64)]
