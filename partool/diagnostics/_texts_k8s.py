@@ -9,4 +9,47 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
     return Rule(code, title, reason, bad, good, "command")
 
 
-RULES: tuple[Rule, ...] = ()
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT574",
+        "The Kubernetes client is not installed",
+        "Rendering needs none; submitting and asking a cluster go through the API's own Python client, an extra.",
+        "pip install partool && partool launch --target k8s mine.yaml",
+        "pip install 'partool[k8s]' && partool launch --target k8s mine.yaml",
+    ),
+    _rule(
+        "PT575",
+        "The name is taken on the cluster",
+        "A run's objects bear the run's name; an object of that name which this launch did not make is never touched.",
+        "partool launch --target k8s mine.yaml   # somebody else launched the same plan in this namespace",
+        "partool launch --target k8s mine.yaml --set name=mine-2",
+    ),
+    _rule(
+        "PT576",
+        "The cluster cannot be reached",
+        "The kubeconfig (KUBECONFIG, else ~/.kube/config) says which cluster; calls are tried again for some seconds.",
+        "KUBECONFIG=old.yaml partool status last",
+        "kubectl get --raw /version && partool status last",
+    ),
+    _rule(
+        "PT577",
+        "The cluster does not allow it",
+        "Roles of a cluster (RBAC) name verbs, kinds and namespaces one by one; the message says which is missing.",
+        "partool launch --target k8s --set launch.k8s.namespace=other-team mine.yaml",
+        "partool doctor --target k8s mine.yaml   # says what is allowed and what is not",
+    ),
+    _rule(
+        "PT578",
+        "The cluster refuses the object",
+        "The server's schemas, quotas and admission webhooks have the last word; unknown fields are never dropped.",
+        "partool launch --target k8s mine.yaml",
+        "partool launch --target k8s --dry-run mine.yaml   # asks the server, and creates nothing",
+    ),
+    _rule(
+        "PT579",
+        "The cluster does not know this kind of job",
+        "JobSet, PyTorchJob, TrainJob and Volcano jobs are add-ons of a cluster; an Indexed Job is known to all.",
+        "partool launch --target k8s mine.yaml   # no JobSet there",
+        "partool launch --target k8s --set launch.k8s.kind=job mine.yaml",
+    ),
+)
