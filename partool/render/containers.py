@@ -1,0 +1,113 @@
+"""What starts an image under Slurm: names of images, mounts, the words of pyxis and apptainer."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+
+from partool.plan.types import Plan
+from partool.render.job import Job
+from partool.render.shell import UnsafeValueError
+from partool.spec.launch import Mount
+
+_GLOB = re.compile(r"[*?\[]")
+_DEVICES = {"cuda": ["--nv"], "rocm": ["--rocm"], "cpu": []}
+"""Options that let the container see the node's devices and driver."""
+
+
+def mounts(job: Job) -> list[Mount]:
+    """Return the user's mounts, then those that the run cannot do without, at the same path as on the node.
+
+    Left out is what one of the user's mounts provides already.
+    """
+    found = list(job.plan.launch.mounts)
+    writable = [str(job.run_dir), *(path for plan in _plans(job) for path in writable_folders(plan))]
+    readable = [path for plan in _plans(job) for path in _read_paths(plan)]
+    for paths, read_only in ((writable, False), (readable, True)):
+        for path in dict.fromkeys(paths):
+            if not any(_within(path, mount.target) for mount in found):
+                found.append(_same_path(path, read_only))
+    return found
+
+
+def writable_folders(plan: Plan) -> list[str]:
+    """Return the folders besides the run's own that a run writes to."""
+    return [path for path in (plan.checkpoint.dir, plan.data.cache) if path is not None]
+
+
+def pyxis(job: Job) -> list[str]:
+    """Return the options of srun that start the image; the user's home stays outside.
+
+    Written into the header, they would move the batch script itself into the container (pyxis issue 107).
+    """
+    shown = ",".join(_bind(mount) for mount in mounts(job))
+    return [
+        f"--container-image={_enroot_name(_image(job))}",
+        f"--container-mounts={shown}",
+        "--no-container-mount-home",
+    ]
+
+
+def apptainer(job: Job) -> list[str]:
+    """Return the words before the command; packages in the user's home stay out, the home itself does not."""
+    image = _image(job)
+    source = image if _is_file(image) else "docker://" + image.replace("#", "/", 1)
+    binds = [word for mount in mounts(job) for word in ("-B", _bind(mount))]
+    devices = _DEVICES[job.plan.devices.backend]
+    return ["apptainer", "exec", *devices, "--env", "PYTHONNOUSERSITE=1", *binds, source]
+
+
+def _plans(job: Job) -> list[Plan]:
+    return [job.plan, *job.tasks, *job.sizes.values()]
+
+
+def _read_paths(plan: Plan) -> list[str]:
+    sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
+    folders = [_folder(source) for source in sources]
+    folders += [path for path in (plan.data.tokenizer, plan.weights.path) if path is not None]
+    files = [secret.file for secret in plan.launch.secrets.values() if secret.file is not None]
+    if plan.launch.slurm.container == "pyxis" and plan.launch.slurm.setup:
+        files.append(plan.launch.slurm.setup)  # the task is in the container from its beginning
+    return [path for path in [*folders, *files] if path.startswith("/")]
+
+
+def _folder(source: str) -> str:
+    """Return the folder of files or of a glob: an index or a sidecar lies beside each file."""
+    match = _GLOB.search(source)
+    if match:
+        return posixpath.dirname(source[: match.start()])
+    return posixpath.dirname(source) if posixpath.splitext(source)[1] else source
+
+
+def _within(path: str, folder: str) -> bool:
+    path, folder = posixpath.normpath(path), posixpath.normpath(folder)
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _same_path(path: str, read_only: bool) -> Mount:
+    if re.search(r"[\x00-\x1f\x7f:,]", path):
+        raise UnsafeValueError(f"{path!r} cannot be mounted: a colon, a comma or a control character is in its name")
+    return Mount(source=path, target=path, read_only=read_only)
+
+
+def _bind(mount: Mount) -> str:
+    return f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "")
+
+
+def _image(job: Job) -> str:
+    if job.plan.launch.image is None:
+        raise UnsafeValueError("a container is to be started, and launch.image names none")
+    return job.plan.launch.image
+
+
+def _is_file(image: str) -> bool:
+    return image.startswith("/") or image.endswith((".sif", ".img", ".sqsh"))
+
+
+def _enroot_name(image: str) -> str:
+    """Return the name as enroot wants it: a registry ends in ``#``, else the name is looked for on Docker Hub."""
+    registry, slash, rest = image.partition("/")
+    if _is_file(image) or "#" in image or not slash:
+        return image
+    is_host = "." in registry or ":" in registry or registry == "localhost"
+    return f"{registry}#{rest}" if is_host else image

@@ -1,0 +1,143 @@
+"""A plan as a Slurm job: ``job.sbatch``, the script of each node, and the plans they run.
+
+Written for Slurm 22.05 to 25.x; options are those of sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from partool.plan.run import PLAN_FILE, agent_command
+from partool.render import containers
+from partool.render.job import LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
+from partool.render.shell import asset, header_value, quote, template, variables
+from partool.spec.launch_units import lead_s
+
+SCRIPT = "job.sbatch"
+NODE_SCRIPT = "node.sh"
+_MOST_LEAD_S = 65535
+_LINGER_S = 120
+"""Beyond the shutdown timeout: how long the agents of other nodes may go on after the first has ended."""
+_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A plan that the script may run, by array task or by number of nodes."""
+
+    key: int
+    file: str
+    """Within the folder of the run."""
+    hash: str
+
+
+def render(job: Job) -> Rendered:
+    """Return the files of the job's folder; ``job.sbatch`` is submitted.
+
+    Raises UnsafeValueError where the run's folder, or a path to be mounted, has a name that Slurm cannot take, and
+    ValueError for an array of jobs that may also shrink.
+    """
+    if job.tasks and job.sizes:
+        raise ValueError("the tasks of an array are all of one size: drop launch.min_nodes or the array")
+    files = {SCRIPT: _script(job), NODE_SCRIPT: asset("slurm_node.sh"), PLAN_FILE: job.plan.to_json()}
+    for index, task in enumerate(job.tasks):
+        files[f"{TASK_FOLDER.format(index=index)}/{PLAN_FILE}"] = task.to_json()
+    for nodes, plan in sorted(job.sizes.items()):
+        files[SIZE_PLAN.format(nodes=nodes)] = plan.to_json()
+    return Rendered(SCRIPT, files)
+
+
+def _script(job: Job) -> str:
+    launch, devices = job.plan.launch, job.plan.devices
+    contained = launch.slurm.container != "none"
+    sizes = [_Choice(nodes, SIZE_PLAN.format(nodes=nodes), plan.hash) for nodes, plan in job.sizes.items()]
+    sizes.append(_Choice(devices.nodes, PLAN_FILE, job.plan.hash))
+    return template("slurm.sbatch.jinja").render(
+        job=job,
+        launch=launch,
+        devices=devices,
+        header=_header(job),
+        tasks=[_Choice(index, PLAN_FILE, task.hash) for index, task in enumerate(job.tasks)],
+        sizes=sorted(sizes, key=lambda size: -size.key) if job.sizes else [],
+        several=devices.nodes > 1,
+        variables=variables(job.plan),
+        writable=sorted({path for plan in (job.plan, *job.tasks) for path in containers.writable_folders(plan)})
+        if contained
+        else [],
+        step=_step(job),
+        command=_command(job),
+    )
+
+
+def _header(job: Job) -> list[str]:
+    """Return the sbatch options, ``--name=value``; every value has passed the guard."""
+    slurm = job.plan.launch.slurm
+    array = bool(job.tasks)
+    logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
+    lead = min(lead_s(job.plan.launch), _MOST_LEAD_S)
+    options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]
+    options += [(name, value) for name in _OPTIONS if (value := getattr(slurm, name)) is not None]
+    options += _machines(job)
+    if array:
+        options.append(("array", f"0-{len(job.tasks) - 1}" + (f"%{job.at_once}" if job.at_once else "")))
+    options += [("chdir", job.run_dir), ("output", _literal(logs)), ("open-mode", "append")]
+    if lead:
+        options.append(("signal", f"B:USR2@{lead}"))
+    options.append(("requeue" if job.plan.launch.requeues or job.plan.launch.restarts else "no-requeue", ""))
+    options += slurm.options.items()
+    return [f"--{header_value(name, 'option')}" + _equals(name, value) for name, value in options]
+
+
+def _literal(path: str) -> str:
+    """Return a log file's path in which only the last component's % stand for numbers of the job."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder.replace('%', '%%')}/{name}"
+
+
+def _equals(name: str, value: object) -> str:
+    return f"={header_value(value, f'--{name}')}" if value != "" else ""
+
+
+def _machines(job: Job) -> list[tuple[str, object]]:
+    """Return the options that ask for nodes and what is in them; GPUs in one style only."""
+    slurm, devices = job.plan.launch.slurm, job.plan.devices
+    if job.sizes:
+        # With --ntasks-per-node, Slurm would give the smaller number of nodes whatever is free.
+        options: list[tuple[str, object]] = [("nodes", f"{min(job.sizes)}-{devices.nodes}")]
+    else:
+        options = [("nodes", devices.nodes), ("ntasks-per-node", 1)]
+    if devices.backend != "cpu" and slurm.gpus != "none":
+        count = f"{slurm.gpu_type}:{devices.per_node}" if slurm.gpu_type else str(devices.per_node)
+        options.append(("gpus-per-node", count) if slurm.gpus == "gpus-per-node" else ("gres", f"gpu:{count}"))
+    if slurm.cpus_per_task is not None:
+        options.append(("cpus-per-task", slurm.cpus_per_task))
+    memory = slurm.memory or ("0" if slurm.exclusive else None)
+    if memory is not None:
+        options.append(("mem", memory))
+    return options + ([("exclusive", "")] if slurm.exclusive else [])
+
+
+def _step(job: Job) -> list[str]:
+    """Return the options of srun as shell words: one task per node, which sees all of the node's cores and devices."""
+    launch = job.plan.launch
+    words = [
+        '--nodes="$nodes"', '--ntasks="$nodes"', "--ntasks-per-node=1", '--cpus-per-task="$cpus"',
+        "--export=ALL", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={launch.shutdown_timeout_s + _LINGER_S}",
+    ]  # fmt: skip
+    if job.sizes:
+        words.append("--relative=0")
+    if launch.slurm.container == "pyxis":
+        words += [quote(word) for word in containers.pyxis(job)]
+    return words
+
+
+def _command(job: Job) -> str:
+    """Return what a node runs, as shell words: the agent, inside apptainer if that is asked for."""
+    launch = job.plan.launch
+    python = launch.python or ("python" if launch.slurm.container != "none" else sys.executable)
+    own = {"PLAN": '"$plan"', "RUN": '"$run"'}
+    words = [own.get(word) or quote(word) for word in agent_command(python, Path("PLAN"), Path("RUN"), resume=True)]
+    outer = containers.apptainer(job) if launch.slurm.container == "apptainer" else []
+    return " ".join([*map(quote, outer), *words, '--plan-hash "$hash"'])
