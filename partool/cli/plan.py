@@ -58,7 +58,8 @@ def command(
         bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
     ] = False,
     show: Annotated[
-        Literal["gemms", "layout"] | None, typer.Option("--show", help="Matrix products of a rank, or the stages.")
+        Literal["gemms", "layout", "environment"] | None,
+        typer.Option("--show", help="Matrix products of a rank, the stages, or each variable with its origin."),
     ] = None,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
@@ -96,13 +97,15 @@ def _console() -> Console:
 
 
 def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
-    from partool.report import render_plan, tables
+    from partool.report import environment, render_plan, tables
 
     console = _console()
     if show == "gemms":
         tables.render_gemms(plan, console)
     elif show == "layout":
         tables.render_layout(plan, console)
+    elif show == "environment":
+        environment.render_environment(plan, console)
     elif breakdown:
         tables.render_breakdown(plan, console)
     else:
@@ -110,12 +113,14 @@ def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> Non
 
 
 def _as_json(plan: Plan, show: str | None) -> str:
-    from partool.report import tables
+    from partool.report import environment, tables
 
     if show == "gemms":
         return json.dumps(tables.gemm_rows(plan), indent=2) + "\n"
     if show == "layout":
         return json.dumps(plan.layout.model_dump(mode="json"), indent=2) + "\n"
+    if show == "environment":
+        return json.dumps(environment.as_data(plan), indent=2) + "\n"
     return plan.to_json()
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
+from partool.report import environment
 from partool.report.units import amount, duration, gib, seconds
 
 _BAR = 24
@@ -81,6 +82,8 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
         parts.append(f"sequences by {layout.sequence_method}")
     parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_offloaded(plan)]
     yield "Layout", "; ".join(parts)
+    if variables := environment.summary(plan):
+        yield "Env", variables
 
 
 def _stage_sizes(plan: Plan) -> str:
