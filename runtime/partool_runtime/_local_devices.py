@@ -1,0 +1,171 @@
+"""Which accelerators the ranks of this node will find, in the order of their numbers, and beside which memory node.
+
+Read from sysfs and procfs, without the vendor's libraries: asking those would start a context on every device.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+NO_NODE = -1
+"""What the kernel says of a device whose place it does not know."""
+_NVIDIA = ("0x10de", ("0x0300", "0x0302"))
+_AMD = ("0x1002", ("0x0302", "0x0380", "0x1200"))
+"""Vendor and classes of PCI (https://pci-ids.ucw.cz/read/PD): VGA, 3D and display controllers, accelerators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator."""
+
+    bus: str
+    """Domain, bus, device and function, as sysfs writes them."""
+    node: int
+    """Memory node next to it; :data:`NO_NODE` where the firmware does not say."""
+    model: str = ""
+    """PCI device id."""
+    uuid: str = ""
+    """As device masks write it, in lower case; empty where it is not known."""
+    index: int = 0
+    """Place among all devices of its kind in this node, by bus id, whoever may use them."""
+    count: int = 1
+    """How many those are."""
+
+
+class UnknownDevicesError(Exception):
+    """It cannot be told which devices the ranks will get; the text says why."""
+
+
+def local_devices(backend: str, environ: Mapping[str, str], root: Path) -> list[Device]:
+    """Return the devices that rank 0, 1, ... of this node will use; raises UnknownDevicesError.
+
+    ``root`` is the folder that holds ``sys``, ``proc`` and ``dev``.
+    """
+    if backend == "rocm":
+        found = _by_mask(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
+        # HIP reads CUDA's variable too; its own goes first (https://rocm.docs.amd.com/en/latest/conceptual/gpu-isolation.html)
+        name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
+        return _by_mask(found, environ, name)
+    found = _nvidia(root)
+    if len({device.model for device in found}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables: the fastest goes first
+        raise UnknownDevicesError("this node's devices differ; CUDA_DEVICE_ORDER=PCI_BUS_ID would number them by place")
+    return _by_mask(found, environ, "CUDA_VISIBLE_DEVICES")
+
+
+def _by_mask(found: list[Device], environ: Mapping[str, str], name: str) -> list[Device]:
+    """Return the devices that a mask leaves, in its order; as the libraries do, it ends at what names no device."""
+    if name not in environ:
+        return found
+    chosen: list[Device] = []
+    for entry in (part.strip().lower() for part in environ[name].split(",")):
+        if re.fullmatch(r"[0-9]+", entry):
+            if int(entry) >= len(found):
+                break
+            chosen.append(found[int(entry)])
+        elif entry.startswith("gpu-"):
+            matches = [device for device in found if device.uuid and device.uuid.startswith(entry)]
+            if len(matches) != 1:
+                raise UnknownDevicesError(f"{name} names {entry}, which is not among the devices that can be seen here")
+            chosen.append(matches[0])
+        elif entry.startswith("mig-"):
+            raise UnknownDevicesError(f"{name} names a part of a device ({entry})")
+        else:
+            break
+    return chosen
+
+
+def _nvidia(root: Path) -> list[Device]:
+    """Return NVIDIA's devices that this process may open, by bus id.
+
+    A container, or a job with constrained devices, sees every device in sysfs and may open some only; the driver's
+    numbers then count those.
+    """
+    found = _pci(root, *_NVIDIA)
+    told = [_nvidia_information(root, device.bus) for device in found]
+    if all(told):
+        pairs = zip(found, told, strict=True)
+        return [
+            _named(device, info) for device, info in pairs if _may_open(root / f"dev/nvidia{info.get('device minor')}")
+        ]
+    if any(told):  # NVIDIA's container library mounts the folders of a container's own devices
+        return [_named(device, info) for device, info in zip(found, told, strict=True) if info]
+    files = [file for file in (root / "dev").glob("nvidia[0-9]*") if _may_open(file)]
+    if len(files) != len(found):
+        raise UnknownDevicesError(
+            f"{len(found)} devices are in this node, {len(files)} can be opened: which is unknown"
+        )
+    return found
+
+
+def _named(device: Device, information: dict[str, str]) -> Device:
+    return replace(device, uuid=information.get("gpu uuid", "").lower())
+
+
+def _nvidia_information(root: Path, bus: str) -> dict[str, str]:
+    """Return what the driver says of a device, keys in lower case; nothing where it does not know it."""
+    text = _text(root / "proc/driver/nvidia/gpus" / bus.lower() / "information")
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
+
+
+def _amd(root: Path) -> list[Device]:
+    """Return AMD's devices that this process may open, as the driver's topology orders them, else by bus id.
+
+    The driver's topology also has the parts of a device that is partitioned, which share a place on the bus.
+    """
+    places = {device.bus: device for device in _pci(root, *_AMD)}
+    nodes = sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*"), key=lambda path: int(path.name))
+    found: list[Device] = []
+    for properties in map(_properties, nodes):
+        if not properties.get("simd_count"):
+            continue  # a CPU
+        slot = _slot(properties.get("domain", 0), properties["location_id"])
+        place = next((device for bus, device in places.items() if bus.rpartition(".")[0] == slot), None)
+        minor = properties.get("drm_render_minor", 0)
+        if place is not None and _may_open(root / f"dev/dri/renderD{minor}"):
+            found.append(place)
+    return found or [device for device in places.values() if _amd_opens(root, device)]
+
+
+def _slot(domain: int, location: int) -> str:
+    """Return domain, bus and device of the driver's number for a place; its last three bits count parts."""
+    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+
+
+def _amd_opens(root: Path, device: Device) -> bool:
+    nodes = list((root / "sys/bus/pci/devices" / device.bus / "drm").glob("renderD*"))
+    return any(_may_open(root / "dev/dri" / node.name) for node in nodes)
+
+
+def _properties(node: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _text(node / "properties").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _pci(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Device]:
+    found = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if _text(folder / "vendor") != vendor or not _text(folder / "class").startswith(classes):
+            continue
+        node = _text(folder / "numa_node")
+        unique = _text(folder / "unique_id").lower()  # of AMD's driver; masks write it as GPU-<16 digits>
+        uuid = f"gpu-{unique}" if unique else ""
+        found.append(Device(folder.name, int(node) if node else NO_NODE, _text(folder / "device"), uuid))
+    return [replace(device, index=index, count=len(found)) for index, device in enumerate(found)]
+
+
+def _may_open(file: Path) -> bool:
+    # access(2) also asks the control group's device rules, and opens nothing.
+    return os.access(file, os.R_OK | os.W_OK)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
