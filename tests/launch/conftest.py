@@ -1,0 +1,21 @@
+"""Fixtures of the launch tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent / "slurm"))
+from slurm_cluster import Cluster, unavailable
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[Cluster]:
+    """A Slurm cluster of three nodes, started for the first test that asks for it."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        yield cluster
