@@ -1,4 +1,4 @@
-"""Wall time of ``partool --help`` and ``partool plan specs/quickstart.yaml``, against a bare interpreter, interleaved.
+"""Wall time of ``partool --help``, ``plan`` and ``render`` of specs/quickstart.yaml, against a bare interpreter, interleaved.
 
 "Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped for one
 extra measurement of each command.
@@ -20,6 +20,11 @@ COMMANDS = {
     "python": [sys.executable, "-c", "pass"],
     "help": [str(PARTOOL), "--help"],
     "plan": [str(PARTOOL), "plan", "specs/quickstart.yaml"],
+    "render_slurm": [str(PARTOOL), "render", "specs/quickstart.yaml", "--target", "slurm"],
+    "render_k8s": [
+        *(str(PARTOOL), "render", "specs/quickstart.yaml", "--target", "k8s"),
+        *("--set", "launch.image=partool:cpu", "--set", "launch.k8s.storage=pvc:runs"),
+    ],
 }
 ROUNDS = 15
 
@@ -56,8 +61,8 @@ def main() -> None:
             "median_s": medians,
             "max_s": {name: max(values) for name, values in times.items()},
             "no_file_cache_s": uncached,
-            "goal_s": {"help": 0.2, "plan": 0.5},
-            "ratio_to_python": {name: medians[name] / medians["python"] for name in ("help", "plan")},
+            "goal_s": {"help": 0.2, "plan": 0.5, "render_slurm": 0.6, "render_k8s": 0.6},
+            "ratio_to_python": {name: medians[name] / medians["python"] for name in COMMANDS if name != "python"},
         },
         "typer",
         "pydantic",
