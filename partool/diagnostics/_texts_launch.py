@@ -84,6 +84,42 @@ RULES: tuple[Rule, ...] = (
         BASE + "launch: {python: /opt/venv/bin/python}\n",
     ),
     _rule(
+        "PT580",
+        "The plan is not the one that was meant",
+        "A command names its plan by hash, and the nodes of a run compare theirs: two plans would train two models.",
+        "python -m partool_runtime.agent plan.json ... --plan-hash 3f2a...   # plan.json was made again since",
+        "partool render mine.yaml --target torchrun   # plan.json and the commands that belong to it",
+    ),
+    _rule(
+        "PT581",
+        "The agent's options for several nodes do not add up",
+        "--nodes, --node-rank and --rendezvous belong together. A variable that is empty or was not expanded is never "
+        "taken for 0: every node would believe to be the first.",
+        "srun python -m partool_runtime.agent plan.json --node-rank $SLURM_NODEID ...   # expanded before srun",
+        "srun bash -c 'exec python -m partool_runtime.agent plan.json --node-rank \"$SLURM_NODEID\" ...'",
+    ),
+    _rule(
+        "PT582",
+        "The number of nodes is not the plan's",
+        "The plan fixes how many nodes and ranks there are; the agent starts the ranks of one of the nodes.",
+        "python -m partool_runtime.agent plan.json --run-dir run   # plan for 2 nodes",
+        "python -m partool_runtime.agent plan.json --run-dir run --nodes 2 --node-rank 0 --rendezvous node-0:29500",
+    ),
+    _rule(
+        "PT583",
+        "An agent that does not belong to the run",
+        "Each node number is one agent's, and each run has an address of its own to meet at.",
+        "python -m partool_runtime.agent plan.json ... --node-rank 0   # on every node",
+        "python -m partool_runtime.agent plan.json ... --node-rank 1   # on the second",
+    ),
+    _rule(
+        "PT584",
+        "A secret cannot be read where the ranks start",
+        "launch.secrets names files that every node can read, or Kubernetes Secrets; the content is never shown.",
+        "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}   # not on the node, or not readable there",
+        "launch: {secrets: {HF_TOKEN: {file: /shared/home/me/.hf-token}}}",
+    ),
+    _rule(
         "PT585",
         "The same plan is under way already",
         "A submission that is tried again, after a lost connection say, must not train the same thing twice.",

@@ -89,9 +89,39 @@ def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 
-def agent_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
-    """Return the command line of the agent."""
-    return _command(python, "partool_runtime.agent", plan_file, run_dir, resume)
+def lock_file(node_rank: int) -> str:
+    """Return the name of the lock that the agent of a node holds on the run's folder, which nodes may share."""
+    return LOCK_FILE if node_rank == 0 else f"agent-{node_rank}.lock"
+
+
+def agent_command(
+    python: str,
+    plan_file: Path,
+    run_dir: Path,
+    *,
+    resume: bool,
+    plan_hash: str | None = None,
+    nodes: int | None = None,
+    node_rank: int | str | None = None,
+    rendezvous: str | None = None,
+    echo: Literal["rank0", "all", "none"] | None = None,
+    termination_log: str | None = None,
+) -> list[str]:
+    """Return the command line of the agent of one node.
+
+    ``nodes``, ``node_rank`` (a number, or what a scheduler will replace by one) and ``rendezvous`` (``HOST:PORT``)
+    belong together; one node needs none of them.
+    """
+    options = {
+        "--plan-hash": plan_hash,
+        "--nodes": nodes,
+        "--node-rank": node_rank,
+        "--rendezvous": rendezvous,
+        "--echo": echo,
+        "--termination-log": termination_log,
+    }
+    more = [text for name, value in options.items() if value is not None for text in (name, str(value))]
+    return _command(python, "partool_runtime.agent", plan_file, run_dir, resume) + more
 
 
 def rank_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool, module: str) -> list[str]:
@@ -105,7 +135,11 @@ def _command(python: str, module: str, plan_file: Path, run_dir: Path, resume: b
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:
-    """Return the variables that every rank gets on top of the agent's environment; the plan's own come last and win."""
+    """Return the variables that every rank gets on top of the agent's environment.
+
+    partool's defaults come first, then the plan's environment, then ``launch.env``; the last one wins. Secrets are not
+    among them.
+    """
     environment = {"PYTHONUNBUFFERED": "1"}
     if plan.devices.threads_per_rank:
         environment["OMP_NUM_THREADS"] = str(plan.devices.threads_per_rank)
@@ -115,7 +149,7 @@ def rank_environment(plan: Plan) -> dict[str, str]:
         # A host name that resolves to nowhere would otherwise stop gloo on machines without a network.
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         environment.update({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {})
-    return environment | plan.launch.env
+    return environment | {variable.name: variable.value for variable in plan.environment} | plan.launch.env
 
 
 def _usable_cores() -> int:

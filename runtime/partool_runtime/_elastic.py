@@ -5,26 +5,41 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not typed as exported
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from partool.plan.run import LOGS, rank_command, rank_environment
 from partool.plan.types import Plan
+from partool_runtime._interfaces import interface_towards, resolves_to_network
+from partool_runtime._options import Options, Place
 from partool_runtime._rank_logs import RankLogs
 from partool_runtime._supervision import Action, Supervision
 from partool_runtime.stop import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
+_LEFTOVER = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
+    | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
+)
+"""Of whoever started the agent; torch sets them for the ranks, and none may come from anywhere else."""
 _BLOCKED = STOP_SIGNALS | {signal.SIGHUP}
 
 
@@ -32,42 +47,49 @@ class _AttemptEndedError(Exception):
     """The ranks have ended and are not to be started again."""
 
 
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the agent is asked while it watches its ranks."""
+
+    next_attempt: Callable[[], int]
+    """Called before every start; numbers it."""
+    restart_helps: Callable[[], bool]
+    """Called once after each attempt that failed: False if another would fail in the same way."""
+    look: Callable[[], None]
+    """Called several times a second, before the ranks are looked at."""
+
+
 def run_ranks(
     plan: Plan,
-    plan_file: Path,
-    run_dir: Path,
+    options: Options,
     *,
-    resume: bool,
     worker: str,
     supervision: Supervision,
-    next_attempt: Callable[[], int],
+    hooks: Hooks,
+    head: str = "",
 ) -> None:
-    """Start the ranks, and again after a failure as often as the plan allows; returns when they have ended for good.
+    """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
 
-    ``supervision`` then holds the last attempt's exit codes. ``next_attempt`` is called before every start and
-    numbers it.
+    ``supervision`` then holds the last attempt's exit codes. ``head`` is the address of node 0 where there are several
+    nodes: they do not start again by themselves, which takes all of them.
     """
-    _log_to_file(run_dir / LOGS / "agent.log")
-    # By default torch keeps one store over restarts, in which new ranks find their predecessors' addresses and hang
-    # (pytorch#135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.update(rank_environment(plan))
-    rendezvous = RendezvousParameters(
-        "c10d", f"{_LOOPBACK}:0", run_id=run_dir.name, min_nodes=1, max_nodes=1, local_addr=_LOOPBACK
-    )
-    entrypoint, *arguments = rank_command(sys.executable, plan_file, run_dir, resume=resume, module=worker)
+    place = options.place
+    _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
+    _set_environment(plan, place, head)
+    arguments = rank_command(sys.executable, options.plan, options.run_dir, resume=options.resume, module=worker)
+    in_place = not place.several and plan.launch.target in ("local", "torchrun")
+    logs = RankLogs(options.run_dir, options.echo)
     spec = WorkerSpec(
         role=plan.job,
         local_world_size=plan.devices.per_node,
-        rdzv_handler=get_rendezvous_handler(rendezvous),
-        entrypoint=entrypoint,
-        args=tuple(arguments),
-        max_restarts=plan.launch.restarts,
+        rdzv_handler=_Given(place, options.run_dir.name) if place.several else _alone(options.run_dir.name),
+        entrypoint=arguments[0],
+        args=tuple(arguments[1:]),
+        max_restarts=plan.launch.restarts if in_place else 0,
         local_addr=_LOOPBACK,
     )
-    logs = RankLogs(run_dir)
     try:
-        _Agent(spec, logs, supervision, next_attempt).run()
+        _Agent(spec, logs, supervision, hooks, several=place.several).run()
     except _AttemptEndedError:
         pass
     finally:
@@ -75,20 +97,88 @@ def run_ranks(
         spec.rdzv_handler.shutdown()
 
 
+def _set_environment(plan: Plan, place: Place, head: str) -> None:
+    """Put the ranks' variables into this process's environment, which they inherit."""
+    for name in [name for name in os.environ if name in _LEFTOVER or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    # By default torch keeps one store over restarts, in which new ranks find their predecessors' addresses and hang
+    # (pytorch#135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks are numbered by arithmetic, not through a store
+    os.environ.update(rank_environment(plan))
+    if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
+        return
+    # gloo would meet on the address of the host's own name, where nobody else can reach it
+    if interface := interface_towards(head or place.host):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _alone(run_id: str) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        "c10d", f"{_LOOPBACK}:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr=_LOOPBACK
+    )
+    return get_rendezvous_handler(parameters)
+
+
+class _Given(RendezvousHandler):
+    """A rendezvous that has taken place already: the agents know their numbers.
+
+    The ranks use the store that node 0's agent hosts: one port to open, free for certain, and new in every attempt.
+    """
+
+    def __init__(self, place: Place, run_id: str) -> None:
+        self._place = place
+        self._run_id = run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: see above."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return a name for torch's logs."""
+        return "partool"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this node's number, the number of nodes and where the ranks' store is."""
+        store = RendezvousStoreInfo(self._place.host, self._place.port)
+        return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
+
+    def is_closed(self) -> bool:
+        """Return False: nobody closes it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nobody else can come."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the number of nodes is fixed."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True: there is nothing to shut down."""
+        return True
+
+
 class _Agent(LocalElasticAgent):
     """Torch's agent with our decisions: who is asked to stop, who is killed, when another attempt is worth it."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: RankLogs, supervision: Supervision, next_attempt: Callable[[], int]
+        self, spec: WorkerSpec, logs: RankLogs, supervision: Supervision, hooks: Hooks, *, several: bool
     ) -> None:
         super().__init__(spec, logs)
         self._logs = logs
         self._supervision = supervision
-        self._next_attempt = next_attempt
+        self._hooks = hooks
+        self._several = several
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._supervision.begin_attempt()
-        self._logs.attempt = self._next_attempt()
+        self._logs.attempt = self._hooks.next_attempt()
         # torch puts its own signal handlers in place as it starts processes, so signals wait until ours are back. The
         # ranks inherit the block and lift it when they can handle a signal: none is killed by one while it is still
         # importing.
@@ -104,6 +194,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._logs.pump()
+        self._hooks.look()
         processes = self._processes()
         codes = {worker.global_rank: processes[worker.local_rank].poll() for worker in worker_group.workers}
         action = self._supervision.observe(codes, time.time())
@@ -119,10 +210,10 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         for process in processes.values():
             _kill_group(process.pid)  # what a rank left behind: data loaders, compiler workers
-        if running:
+        if running or self._several:
             raise _AttemptEndedError
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.is_failed() and not self._supervision.may_restart:
+        if result.is_failed() and not (self._supervision.may_restart and self._hooks.restart_helps()):
             raise _AttemptEndedError
         return result
 

@@ -1,34 +1,53 @@
-"""Where the ranks' output goes: files, and for rank 0 the agent's own standard output as well."""
+"""Where the ranks' output goes: files, and what the user wants to see to the agent's own output as well."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
 from partool.plan.run import LOGS, rank_log
+from partool_runtime._options import Echo
 
 _SHOW_CURSOR = "\x1b[?25h"
+_CHUNK_BYTES = 1 << 16
+_LONGEST_LINE_BYTES = 1 << 20
+"""A line that has not ended by then is shown in pieces."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A log file, and how much of it has been shown."""
+
+    source: BinaryIO
+    target: TextIO
+    prefix: bytes
+    """Before every line; empty copies bytes as they come."""
+    begun: bytes = b""
+    """A line whose end has not come yet."""
 
 
 class RankLogs(LogsSpecs):
     """One file per rank, attempt and stream.
 
-    On a terminal, rank 0 writes to it directly, so that it can draw there; its standard error still goes to the file,
-    which would spoil the drawing. Otherwise :meth:`pump` copies what rank 0 writes.
+    With ``rank0`` on a terminal, rank 0 writes to it directly, so that it can draw there; its standard error still
+    goes to the file, which would spoil the drawing. Otherwise :meth:`pump` copies what the ranks write: rank 0's
+    standard output as it is, or with ``all`` every line of this node's ranks behind the rank's number.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, echo: Echo = "rank0") -> None:
         super().__init__(str(run_dir / LOGS))
         self.attempt = 0
         self._run_dir = run_dir
-        self._terminal = sys.stdout.isatty()
-        self._source: BinaryIO | None = None
+        self._echo = echo
+        self._terminal = echo == "rank0" and sys.stdout.isatty()
+        self._followed: list[_Followed] = []
 
     @property
     def root_log_dir(self) -> str:
@@ -37,45 +56,79 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Choose the files of this attempt and tell the ranks which one it is (called by torch)."""
-        self.pump()
+        self._end_all()
         stdouts, stderrs = {}, {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
-            stdouts[local_rank] = str(rank_log(self._run_dir, self.attempt, rank, "stdout"))
-            stderrs[local_rank] = str(rank_log(self._run_dir, self.attempt, rank, "stderr"))
+            stdout, stderr = (rank_log(self._run_dir, self.attempt, rank, name) for name in ("stdout", "stderr"))
+            stdout.parent.mkdir(parents=True, exist_ok=True)
+            stdouts[local_rank], stderrs[local_rank] = str(stdout), str(stderr)
             env["PARTOOL_ATTEMPT"] = str(self.attempt)
             env["PARTOOL_AGENT_PID"] = str(os.getpid())
-        Path(stdouts[0]).parent.mkdir(parents=True, exist_ok=True)
-        if self._terminal and envs[0]["RANK"] == "0":
-            stdouts[0] = ""  # inherit
-        elif envs[0]["RANK"] == "0":
-            self._follow(Path(stdouts[0]))
+            if self._echo == "all":
+                self._follow(stdout, sys.stdout, rank)
+                self._follow(stderr, sys.stderr, rank)
+            elif self._terminal and rank == 0:
+                stdouts[local_rank] = ""  # inherit
+            elif self._echo == "rank0" and rank == 0:
+                self._follow(stdout, sys.stdout)
         return LogsDest(stdouts, stderrs, error_files=dict.fromkeys(envs, os.devnull))
 
     def pump(self) -> None:
-        """Copy what rank 0 has written since the last call to standard output, unless it writes there itself."""
-        if self._source is None:
-            return
-        try:
-            while chunk := self._source.read(1 << 16):
-                sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-        except (BrokenPipeError, OSError):  # nobody reads any more: no reason to stop training
-            self._source = None
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        """Show what the ranks have written since the last call."""
+        for followed in self._followed:
+            while chunk := followed.source.read(_CHUNK_BYTES):
+                self._show(followed, chunk)
+        for stream in {id(followed.target): followed.target for followed in self._followed}.values():
+            _flush(stream)
 
     def close(self) -> None:
-        """Copy the rest; make a terminal usable again that a killed rank may have left without a cursor."""
-        self.pump()
-        if self._source is not None:
-            self._source.close()
+        """Show the rest; make a terminal usable again that a killed rank may have left without a cursor."""
+        self._end_all()
         if self._terminal:
             with contextlib.suppress(OSError):  # the terminal may have been closed
                 sys.stdout.write(_SHOW_CURSOR)
                 sys.stdout.flush()
 
-    def _follow(self, path: Path) -> None:
-        if self._source is not None:
-            self._source.close()
+    def _follow(self, path: Path, target: TextIO, rank: int | None = None) -> None:
         path.touch()
-        self._source = path.open("rb")
+        self._followed.append(_Followed(path.open("rb"), target, b"" if rank is None else b"[%d] " % rank))
+
+    def _show(self, followed: _Followed, chunk: bytes) -> None:
+        if not followed.prefix:
+            _write(followed.target, chunk)
+            return
+        *lines, followed.begun = (followed.begun + chunk).split(b"\n")
+        if len(followed.begun) > _LONGEST_LINE_BYTES:
+            lines, followed.begun = [*lines, followed.begun], b""
+        _write(followed.target, b"".join(followed.prefix + line + b"\n" for line in lines))
+
+    def _end_all(self) -> None:
+        """Show all that is left, and lines without an end."""
+        self.pump()
+        for followed in self._followed:
+            if followed.begun:
+                _write(followed.target, followed.prefix + followed.begun + b"\n")
+                _flush(followed.target)
+            followed.source.close()
+        self._followed = []
+
+
+def _write(stream: TextIO, data: bytes) -> None:
+    try:
+        stream.buffer.write(data)
+    except OSError:  # nobody reads any more: no reason to stop training
+        _silence(stream)
+
+
+def _flush(stream: TextIO) -> None:
+    try:
+        stream.buffer.flush()
+    except OSError:
+        _silence(stream)
+
+
+def _silence(stream: TextIO) -> None:
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)

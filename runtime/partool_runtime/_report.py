@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from partool.plan.run import rank_log
 from partool_runtime._error_files import ErrorRecord, read_errors
+from partool_runtime._failures import is_lost_peer
 from partool_runtime._supervision import Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
@@ -18,28 +20,47 @@ _LOG_LINES = 10
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How a run ended: one line for the status and a text for the user, empty if all went well."""
+    """How an attempt ended: one line for the status and a text for the user, empty if all went well."""
 
     reason: str
     text: str
+    what: str = ""
+    """The first failure without the rank; empty if no rank failed by itself."""
+    time: float = 0.0
+    """Unix time of the first failure."""
+    lost_peer: bool = False
+    """True if that is the loss of a rank, on another node then."""
 
 
-def summarise(run_dir: Path, attempt: int, supervision: Supervision) -> Summary:
-    """Say how the last attempt ended, from exit codes and the ranks' error records."""
+def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
+    """Say how an attempt ended on this node, from exit codes and the ranks' error records.
+
+    ``where`` follows the number of the rank that failed: which node that is.
+    """
     code = supervision.exit_code
-    asked = supervision.signals[0].name if supervision.signals else "a signal to a rank"
     if code == EXIT_DONE:
         return Summary("", "")
     if code == EXIT_PREEMPTED:
-        reason = f"stopped by {asked}"
+        reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
         return Summary(reason, f"partool: {reason}, after a checkpoint")
     errors = read_errors(run_dir, attempt)
     first = _first_failure(supervision, errors)
     if first is None:
         ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
-        reason = f"{ranks} killed: {supervision.killed}"
-        return Summary(reason, f"partool: {reason}\n{_logs(run_dir, attempt)}")
-    return _failure(run_dir, attempt, supervision, first, errors)
+        reason = f"{ranks}{where} killed: {supervision.killed}"
+        text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
+        return Summary(reason, text, time=time.time(), lost_peer=bool(supervision.trouble_elsewhere))
+    return _failure(run_dir, attempt, supervision, (first, where), errors)
+
+
+def stopped_by(signal_name: str) -> str:
+    """Return the reason of a run that was asked to stop."""
+    return f"stopped by {signal_name or 'a signal to a rank'}"
+
+
+def repeated(count: int, reason: str) -> str:
+    """Return the reason of a run that fails in the same way over and over."""
+    return f"the same failure {count} times in a row: {reason}"
 
 
 def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
@@ -61,12 +82,12 @@ def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> 
 
 
 def _failure(
-    run_dir: Path, attempt: int, supervision: Supervision, rank: int, errors: dict[int, ErrorRecord]
+    run_dir: Path, attempt: int, supervision: Supervision, first: tuple[int, str], errors: dict[int, ErrorRecord]
 ) -> Summary:
+    rank, where = first
     error = errors.get(rank)
     what = _headline(error) if error else _end_without_record(supervision.codes[rank])
-    reason = f"rank {rank}: {what}"
-    lines = [f"partool: rank {rank} failed (attempt {attempt}): {what}"]
+    lines = [f"partool: rank {rank}{where} failed (attempt {attempt}): {what}"]
     if error is None:
         lines += _tail(rank_log(run_dir, attempt, rank, "stderr"), _LOG_LINES)
     elif error.exit_code == EXIT_CONFIGURATION:
@@ -77,7 +98,13 @@ def _failure(
     if others:
         lines.append(f"{_ranks(others)} ended after it")
     lines.append(_logs(run_dir, attempt))
-    return Summary(reason, "\n".join(lines))
+    return Summary(
+        f"rank {rank}{where}: {what}",
+        "\n".join(lines),
+        what=what,
+        time=error.time if error else supervision.last_alive.get(rank, time.time()),
+        lost_peer=error is not None and is_lost_peer(error),
+    )
 
 
 def _headline(error: ErrorRecord) -> str:

@@ -12,7 +12,7 @@ from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 FAILURE_GRACE_S = 3.0
 """Time for the other ranks to say what they saw, after one failed."""
 
-_KILL_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 30.0
 """A process that waits in the kernel, for a device that hangs, outlives SIGKILL; the agent does not wait for it."""
 
 
@@ -34,6 +34,10 @@ class Supervision:
     shutdown_timeout_s: float
     signals: list[signal.Signals] = field(default_factory=list)
     """Requests to stop, in the order they came; they hold for all attempts."""
+    trouble_elsewhere: str = ""
+    """Why the ranks have no future although none of them has failed: another node has, or is gone."""
+    stopped_elsewhere: bool = False
+    """True once ranks of another node have stopped after a checkpoint."""
     killed: str = ""
     """Why ranks of this attempt were killed, if they were."""
     codes: dict[int, int | None] = field(default_factory=dict)
@@ -65,7 +69,9 @@ class Supervision:
             return self._kill(now, "interrupted a second time")
         if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
             self._allow(now, FAILURE_GRACE_S, "another rank had failed")
-        elif self.signals or EXIT_PREEMPTED in codes.values():
+        elif self.trouble_elsewhere:
+            self._allow(now, FAILURE_GRACE_S, self.trouble_elsewhere)
+        elif self.signals or self.stopped_elsewhere or EXIT_PREEMPTED in codes.values():
             why = f"no checkpoint within {self.shutdown_timeout_s:g} s of the stop signal"
             self._allow(now, self.shutdown_timeout_s, why)
             if not self._told:
@@ -74,6 +80,16 @@ class Supervision:
         if self._deadline is not None and now >= self._deadline:
             return self._kill(now, self._why)
         return Action.WAIT
+
+    @property
+    def failed(self) -> bool:
+        """True once a rank has ended otherwise than asked to, and not by the agent's hand."""
+        return not self.killed and any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in self.codes.values())
+
+    @property
+    def preempted(self) -> bool:
+        """True once a rank has stopped after a checkpoint."""
+        return EXIT_PREEMPTED in self.codes.values()
 
     @property
     def exit_code(self) -> int:
@@ -99,4 +115,4 @@ class Supervision:
     def _kill(self, now: float, why: str) -> Action:
         self.killed = self.killed or why
         self._killed_at = now if self._killed_at is None else self._killed_at
-        return Action.KILL if now < self._killed_at + _KILL_TIMEOUT_S else Action.FINISH
+        return Action.KILL if now < self._killed_at + KILL_TIMEOUT_S else Action.FINISH

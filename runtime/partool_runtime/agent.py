@@ -1,47 +1,56 @@
 """Starts the ranks of a plan on this node: ``python -m partool_runtime.agent PLAN --run-dir DIR [--resume]``.
 
-Exit codes: 0 done; 75 every rank stopped on request after a checkpoint; 78 configuration error, never retry; 1
+On several nodes one agent runs on each, with ``--nodes N --node-rank K --rendezvous HOST:PORT``; all end with the same
+code. Exit codes: 0 done; 75 every rank stopped on request after a checkpoint; 78 configuration error, never retry; 1
 anything else. SIGTERM, SIGUSR2, SIGHUP and the first SIGINT ask the ranks to checkpoint and stop; a second SIGINT
 kills them.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
-from partool.plan.run import LOCK_FILE, RunStatus, State, read_status, this_process, write_status
+from partool.plan.run import lock_file
 from partool.plan.types import Plan
 from partool_runtime import _report
+from partool_runtime._failures import FailureLog, signature
 from partool_runtime._lifeline import end_with_parent
+from partool_runtime._node_messages import Timing, Verdict
+from partool_runtime._options import Options, Place, check_plan, parse
+from partool_runtime._secrets import read_secrets
+from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
-from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, ConfigurationError
 from partool_runtime.worker import load_plan
 
-_STATES: dict[int, State] = {EXIT_DONE: "done", EXIT_PREEMPTED: "preempted"}
+_TERMINATION_BYTES = 4000
+"""Kubernetes keeps 4096 bytes of a termination message."""
+_LOCK_TIMEOUT_S = 30.0
+"""With a scheduler, the agent of the attempt before may still be on its way out."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the agent and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m partool_runtime.agent", description="Starts the ranks of a plan.")
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the run's folder")
-    arguments = parser.parse_args(argv)
-    return run_agent(arguments.plan, arguments.run_dir, resume=arguments.resume)
+    try:
+        options = parse(argv)
+    except ConfigurationError as error:
+        print(f"partool: {error}", file=sys.stderr)
+        return EXIT_CONFIGURATION
+    return run_agent(options)
 
 
-def run_agent(plan_file: Path, run_dir: Path, *, resume: bool, worker: str = "partool_runtime.worker") -> int:
+def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timing: Timing | None = None) -> int:
     """Start a rank per device of the plan's node, as ``python -m worker``, and see it through.
 
     Returns the exit code; messages go to standard error, the state to ``status.json``. To be called from the main
@@ -51,82 +60,115 @@ def run_agent(plan_file: Path, run_dir: Path, *, resume: bool, worker: str = "pa
     with _stop_signals(signals):
         if launcher := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
             end_with_parent(int(launcher), signal.SIGTERM)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
         try:
-            with _lock(run_dir):
-                return _run(plan_file.resolve(), run_dir.resolve(), resume, worker, signals)
+            with _lock(options.run_dir, options.place):
+                verdict = _run(options, worker, timing or Timing(), signals)
         except ConfigurationError as error:
-            print(f"partool: {error}", file=sys.stderr)
-            return EXIT_CONFIGURATION
+            verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        _tell(verdict, options)
+        return verdict.code
 
 
-def _run(plan_file: Path, run_dir: Path, resume: bool, worker: str, signals: list[signal.Signals]) -> int:
-    keeper = _StatusKeeper(run_dir)
+def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
+    keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
-        plan = load_plan(plan_file)
-        _check_size(plan)
-        supervision = Supervision(plan.launch.shutdown_timeout_s, signals)
-        # torch is imported only now: a signal or a bad plan is dealt with before that second has passed
-        from partool_runtime._elastic import run_ranks
+        plan = _prepare(options)
+        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+        if options.place.several:
+            with _quiet_torch():
+                from partool_runtime._together import Together
 
-        run_ranks(
-            plan,
-            plan_file,
-            run_dir,
-            resume=resume,
-            worker=worker,
-            supervision=supervision,
-            next_attempt=keeper.next_attempt,
-        )
+            return Together(options, timing, worker, supervision, keeper).run(plan)
+        assert keeper is not None
+        return _run_alone(plan, options, worker, supervision, keeper)
     except ConfigurationError as error:
-        keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])
+        if keeper is not None:
+            keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])
         raise
     except BaseException as error:
-        keeper.end(1, f"{type(error).__name__} in the agent: {error}")
+        if keeper is not None:
+            keeper.end(1, f"{type(error).__name__} in the agent: {error}")
         raise
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Have torch's C++ parts, loaded meanwhile, leave it to us to say that a connection is gone; not in the ranks."""
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    try:
+        yield
+    finally:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+def _prepare(options: Options) -> Plan | ConfigurationError:
+    """Read and check the plan and put its secrets into the environment.
+
+    An error is raised, or with several nodes returned, so that the others can be told.
+    """
+    try:
+        plan = load_plan(options.plan)
+        check_plan(plan, options.place, options.plan_hash)
+        os.environ.update(read_secrets(plan.launch))
+        return plan
+    except ConfigurationError as error:
+        if not options.place.several:
+            raise
+        return error
+
+
+def _run_alone(
+    plan: Plan | ConfigurationError, options: Options, worker: str, supervision: Supervision, keeper: StatusKeeper
+) -> Verdict:
+    """Run a plan for one node."""
+    assert isinstance(plan, Plan)
+    run_dir, launch = options.run_dir, plan.launch
+    failures = FailureLog(run_dir, plan)
+
+    def equal_failures() -> int:
+        summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
+        return failures.note(keeper.status.attempt, signature(summary.what or summary.reason))
+
+    # torch is imported only now: a signal or a bad plan is dealt with before that second has passed
+    from partool_runtime._elastic import Hooks, run_ranks
+
+    hooks = Hooks(keeper.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None)
+    run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
-    keeper.end(supervision.exit_code, summary.reason)
-    if summary.text:
-        with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
-            print(summary.text, file=sys.stderr, flush=True)
-    return supervision.exit_code
+    code, reason, text = supervision.exit_code, summary.reason, summary.text
+    if code == 1 and (count := equal_failures()) >= launch.same_failure:
+        code, reason = EXIT_CONFIGURATION, _report.repeated(count, reason)
+        text += f"\npartool: {reason}"
+    keeper.end(code, reason)
+    return Verdict(code, reason, text)
 
 
-def _check_size(plan: Plan) -> None:
-    devices, world_size = plan.devices, plan.layout.mesh.world_size
-    if devices.nodes != 1:
-        raise ConfigurationError(
-            "PT506", f"the plan is for {devices.nodes} nodes; the local agent runs one", "set hardware.nodes to 1"
-        )
-    if devices.per_node != world_size:
-        message = f"the plan's mesh has {world_size} ranks, its hardware {devices.per_node}"
-        raise ConfigurationError("PT506", message, "make the plan again: partool plan --out")
+def _tell(verdict: Verdict, options: Options) -> None:
+    """Say how it ended, on standard error and where Kubernetes looks for it."""
+    place = options.place
+    here = place.node_rank in (0, verdict.node)  # elsewhere one line says it
+    text = verdict.text if here else verdict.text.partition("\n")[0]
+    with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
+        if text:
+            print(text, file=sys.stderr, flush=True)
+    if options.termination_log is not None and verdict.code != EXIT_DONE:
+        with contextlib.suppress(OSError):
+            options.termination_log.write_bytes(_shortened(verdict.text or verdict.reason))
 
 
-class _StatusKeeper:
-    """Keeps ``status.json`` up to date."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        try:
-            before = read_status(run_dir)
-        except FileNotFoundError:
-            before = RunStatus(state="starting", created=time.time())
-        now = {"started": time.time(), "ended": None, "exit_code": None, "reason": ""}
-        self.status = before
-        self._write(state="starting", **now, **this_process())
-
-    def next_attempt(self) -> int:
-        """Note that the ranks are being started (again); returns the number of this attempt, from 1."""
-        self._write(state="running", attempt=self.status.attempt + 1)
-        return self.status.attempt
-
-    def end(self, exit_code: int, reason: str) -> None:
-        self._write(state=_STATES.get(exit_code, "failed"), exit_code=exit_code, reason=reason, ended=time.time())
-
-    def _write(self, **changes: object) -> None:
-        self.status = self.status.model_copy(update=changes)
-        write_status(self._run_dir, self.status)
+def _shortened(text: str) -> bytes:
+    """Return the beginning and the end of a text that is too long for a termination message."""
+    data = text.encode()
+    if len(data) <= _TERMINATION_BYTES:
+        return data
+    head, gap = data[: _TERMINATION_BYTES // 4], b"\n...\n"
+    tail = data[len(head) + len(gap) - _TERMINATION_BYTES :]
+    return head.decode(errors="ignore").encode() + gap + tail.decode(errors="ignore").encode()
 
 
 @contextmanager
@@ -149,17 +191,30 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(run_dir: Path) -> Iterator[TextIO]:
+def _lock(run_dir: Path, place: Place) -> Iterator[None]:
     """Hold the run's folder for this process; the kernel lets go of it however the process ends."""
-    with (run_dir / LOCK_FILE).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(
-                "PT504", f"another agent is at work in {run_dir}", "partool status shows it"
-            ) from None
-        yield file
+    give_up = time.monotonic() + (_LOCK_TIMEOUT_S if place.several else 0.0)
+    with (run_dir / lock_file(place.node_rank)).open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    message = f"another agent is at work in {run_dir}"
+                    raise ConfigurationError("PT504", message, "partool status shows it") from None
+                time.sleep(0.2)
+            except OSError as error:  # a cluster's file system mounted without locks: schedulers start a run once
+                print(f"partool: {run_dir} cannot be locked: {error.strerror}", file=sys.stderr)
+                break
+        yield
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if any(thread.name == "nodes" for thread in threading.enumerate()):
+        # It waits for a node that does not answer any more, in torch, and would hang or crash the interpreter's end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

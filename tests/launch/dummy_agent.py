@@ -1,10 +1,13 @@
-"""The real agent, with ranks of ``dummy_job``."""
+"""The real agent, with ranks of ``dummy_job`` and, from ``PARTOOL_TEST_TIMING``, other times to wait."""
 
+import json
+import os
 import sys
-from pathlib import Path
 
+from partool_runtime._node_messages import Timing
+from partool_runtime._options import parse
 from partool_runtime.agent import run_agent
 
 if __name__ == "__main__":
-    plan, run_dir, *flags = sys.argv[1:]
-    sys.exit(run_agent(Path(plan), Path(run_dir), resume="--resume" in flags, worker="dummy_job"))
+    timing = Timing(**json.loads(os.environ.pop("PARTOOL_TEST_TIMING", "{}")))
+    sys.exit(run_agent(parse(sys.argv[1:]), worker="dummy_job", timing=timing))

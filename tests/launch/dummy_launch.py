@@ -10,7 +10,7 @@ from partool.plan.types import Plan
 
 def dummy_agent(python: str, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
     """Stand in for ``agent_command``."""
-    return [python, str(Path(__file__).with_name("dummy_agent.py")), str(plan_file), str(run_dir)] + [
+    return [python, str(Path(__file__).with_name("dummy_agent.py")), str(plan_file), "--run-dir", str(run_dir)] + [
         "--resume"
     ] * resume
 

@@ -121,7 +121,8 @@ class AgentRun:
 
     def command(self, resume: bool = False) -> list[str]:
         """Return the agent's command line."""
-        parts = [sys.executable, str(HERE / "dummy_agent.py"), str(self.run_dir / "plan.json"), str(self.run_dir)]
+        parts = [sys.executable, str(HERE / "dummy_agent.py"), str(self.run_dir / "plan.json")]
+        parts += ["--run-dir", str(self.run_dir)]
         return parts + ["--resume"] * resume
 
     def start(self, resume: bool = False) -> AgentRun:

@@ -1,0 +1,92 @@
+"""Which network interface the ranks of several nodes should meet on."""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+import sys
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the interface from which this machine reaches an address (its own included), None if that is unknown."""
+    source = _source_address(address)
+    return None if source is None else _owners().get(source)
+
+
+def resolves_to_network(name: str) -> bool:
+    """Return True if a name has an address that is not of the loopback: one that other machines may reach."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(not is_loopback(str(entry[4][0])) for entry in found)
+
+
+def is_loopback(address: str) -> bool:
+    """Return True for 127.0.0.0/8, ::1 and their mapped forms."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def is_own(address: str) -> bool:
+    """Return True if an address is one of this machine's."""
+    return _plain(address) in _owners() or is_loopback(address)
+
+
+def _source_address(address: str) -> str | None:
+    """Return the local address of the route to another; connecting a UDP socket sends nothing."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return _plain(str(probe.getsockname()[0]))
+    except OSError:
+        return None
+
+
+def _plain(address: str) -> str:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+class _Address(ctypes.Structure):
+    """``struct ifaddrs`` of getifaddrs(3), as Linux has it."""
+
+
+_Address._fields_ = [
+    ("next", ctypes.POINTER(_Address)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _owners() -> dict[str, str]:
+    """Return the interface of every address of this machine; empty where the system is not Linux."""
+    if sys.platform != "linux":
+        return {}
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Address)()
+    if library.getifaddrs(ctypes.byref(first)) != 0:
+        return {}
+    found: dict[str, str] = {}
+    try:
+        entry = first
+        while entry:
+            if entry.contents.address and (text := _text(entry.contents.address)):
+                found[text] = entry.contents.name.decode()
+            entry = entry.contents.next
+    finally:
+        library.freeifaddrs(first)
+    return found
+
+
+def _text(sockaddr: int) -> str | None:
+    family = ctypes.c_ushort.from_address(sockaddr).value
+    if family == socket.AF_INET:
+        return socket.inet_ntop(socket.AF_INET, ctypes.string_at(sockaddr + 4, 4))
+    if family == socket.AF_INET6:
+        return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(sockaddr + 8, 16))
+    return None

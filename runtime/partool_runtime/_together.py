@@ -1,0 +1,142 @@
+"""One run on several nodes, as its agent on one of them sees it through."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+
+from partool.plan.types import Plan
+from partool_runtime._elastic import Hooks, run_ranks
+from partool_runtime._failures import FailureLog, signature
+from partool_runtime._node_messages import Outcome, Timing, Verdict
+from partool_runtime._nodes import Board, NodesError, StoppedError, combined
+from partool_runtime._options import Options
+from partool_runtime._report import repeated, stopped_by, summarise
+from partool_runtime._status import StatusKeeper
+from partool_runtime._supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The part of a run that is this node's; ``status`` is kept by node 0 alone."""
+
+    options: Options
+    timing: Timing
+    worker: str
+    supervision: Supervision
+    status: StatusKeeper | None
+
+    def run(self, plan: Plan | ConfigurationError) -> Verdict:
+        """Run the plan, or tell the others why it cannot run here; returns how it ended for all."""
+        place, run = self.options.place, self.options.run_dir.name
+        with Board(place, run, plan.hash if isinstance(plan, Plan) else "", self.timing, _say) as board:
+            outcome = self._attempt(board, plan) if isinstance(plan, Plan) else self._resign(board, plan)
+            if place.node_rank == 0:
+                verdict = self._judge(board, plan, outcome)
+                board.announce(verdict)
+                return verdict
+            return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble())
+
+    def _attempt(self, board: Board, plan: Plan) -> Outcome:
+        """Meet the others, run the ranks of this node, and say how that ended here."""
+        place, supervision = self.options.place, self.supervision
+        try:
+            board.gather(lambda: bool(supervision.signals))
+            if self.status is not None:
+                board.begin(self.status.next_attempt())
+            attempt = board.attempt
+            hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board))
+            run_ranks(plan, self.options, worker=self.worker, supervision=supervision, hooks=hooks, head=board.head)
+        except ConfigurationError as error:
+            return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        except StoppedError:
+            asked = self._asked
+            return self._outcome(EXIT_PREEMPTED, stopped_by(asked), asked=asked)
+        except NodesError as error:
+            return replace(self._outcome(EXIT_FAILED, str(error), f"partool: {error}"), lost_peer=True)
+        where = f" on node {place.node_rank} ({socket.gethostname()})"
+        summary = summarise(self.options.run_dir, attempt, supervision, where)
+        outcome = self._outcome(supervision.exit_code, summary.reason, summary.text, asked=self._asked)
+        kind = signature(summary.what or summary.reason)
+        return replace(outcome, time=summary.time or outcome.time, lost_peer=summary.lost_peer, signature=kind)
+
+    def _look(self, board: Board) -> None:
+        """Tell the others about the ranks here, and hear about theirs."""
+        board.report("ranks" if self.supervision.failed else "", self.supervision.preempted)
+        board.relay()
+        self.supervision.trouble_elsewhere = board.trouble()
+        self.supervision.stopped_elsewhere = board.stopping()
+
+    def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
+        """Wait a little for somebody who would otherwise wait for this node in vain."""
+        end = time.monotonic() + self.timing.stranger_s
+        while time.monotonic() < end and not board.met and not self.supervision.signals:
+            time.sleep(0.05)
+        return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+
+    def _judge(self, board: Board, plan: Plan | ConfigurationError, mine: Outcome) -> Verdict:
+        """On node 0: hear how it ended everywhere and decide for all."""
+        limit_s = self.supervision.shutdown_timeout_s + FAILURE_GRACE_S + KILL_TIMEOUT_S
+        outcomes = board.collect(mine, limit_s, self._hurry)
+        verdict = judged(outcomes)
+        if verdict.code == EXIT_FAILED and isinstance(plan, Plan) and board.attempt:
+            first = first_failure(outcomes)
+            kind = first.signature or signature(first.reason)
+            count = FailureLog(self.options.run_dir, plan).note(board.attempt, kind)
+            if count >= plan.launch.same_failure:
+                reason = repeated(count, verdict.reason)
+                verdict = replace(
+                    verdict, code=EXIT_CONFIGURATION, reason=reason, text=f"{verdict.text}\npartool: {reason}"
+                )
+        if self.status is not None:
+            self.status.end(verdict.code, verdict.reason)
+        return verdict
+
+    def _outcome(self, code: int, reason: str, text: str = "", asked: str = "") -> Outcome:
+        place = self.options.place
+        return Outcome(place.node_rank, socket.gethostname(), code, reason, text[-3500:], time.time(), asked=asked)
+
+    def _hurry(self) -> bool:
+        return len(self.supervision.signals) > 1 and "SIGINT" in [number.name for number in self.supervision.signals]
+
+    @property
+    def _asked(self) -> str:
+        return self.supervision.signals[0].name if self.supervision.signals else ""
+
+
+def judged(outcomes: list[Outcome]) -> Verdict:
+    """Return how the run ended, from how it ended on each node."""
+    code = combined(outcome.code for outcome in outcomes)
+    if code == EXIT_DONE:
+        return Verdict(code, "")
+    if code == EXIT_PREEMPTED:
+        asked = next((outcome for outcome in outcomes if outcome.asked), None)
+        reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")
+        return Verdict(code, reason, f"partool: {reason}, after a checkpoint")
+    first = first_failure(outcomes)
+    return Verdict(code, first.reason, first.text, first.node)
+
+
+def first_failure(outcomes: list[Outcome]) -> Outcome:
+    """Return the failure that came first; the loss of a peer only where nothing else explains it.
+
+    What cannot be mended decides the exit code, so it is what the user is told. Clocks of nodes differ by less than
+    failures that have different causes do, and by more than it takes a rank to notice that another has gone.
+    """
+    failed = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_PREEMPTED)]
+    return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
+
+
+def _alone(mine: Outcome, trouble: str) -> Verdict:
+    """Return the verdict of a node that cannot hear node 0's: a success here may be none for the run."""
+    code = combined([mine.code, EXIT_FAILED])
+    own = mine.reason if mine.code == EXIT_CONFIGURATION or (mine.reason and not mine.lost_peer) else ""
+    reason = own or trouble or mine.reason or "left before the other nodes had ended"
+    return Verdict(code, reason, mine.text if reason == mine.reason and mine.text else f"partool: {reason}", mine.node)
+
+
+def _say(message: str) -> None:
+    print(f"partool: {message}", file=sys.stderr, flush=True)
