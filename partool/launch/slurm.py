@@ -1,0 +1,255 @@
+"""Slurm as a target: jobs that sbatch takes, and what becomes of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from partool.diagnostics.record import Diagnostic
+from partool.launch import slurm_logs
+from partool.launch.describe import errors_as_text
+from partool.launch.slurm_client import Slurm, call, missing_command
+from partool.launch.slurm_refusal import estimate, refusal
+from partool.launch.slurm_status import CANCEL_FILE, run_status
+from partool.launch.slurm_text import SlurmJob, parse_submission
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery
+from partool.plan.run import PLAN_FILE, RunStatus
+from partool.plan.types import NOT_RUN, Plan
+from partool.render import Job, Rendered, render
+
+JOB_ID = "job_id"
+CLUSTER = "cluster"
+_SUBMIT_TIMEOUT_S = 120.0
+_LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+# What a site's profile sets for everybody, used where the script has no word of its own. All other SBATCH_ variables
+# would override the script in silence (sbatch(1), input environment variables), and SLURM_ ones are of another job.
+_DEFAULTS = {
+    "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CLUSTERS": "clusters",
+}  # fmt: skip
+_KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_CLUSTERS", "SLURM_DEBUG_FLAGS", "SLURM_JWT")
+
+
+class SlurmTarget:
+    """The Slurm cluster that this machine's commands talk to."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise LaunchError PT550 where sbatch and its kin are missing here."""
+        for command in ("sbatch", "squeue", "scancel"):
+            missing_command(command)
+
+    def validate(self, job: Job, rendered: Rendered) -> list[Level]:
+        """Check with partool's own rules and with ``sbatch --test-only``, which queues nothing."""
+        from partool.render.slurm_lint import lint
+
+        own = [*lint(rendered.text), *_where(job)]
+        return [Level("own rules", True, findings=tuple(own)), _test_only(job, rendered)]
+
+    def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
+        """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
+
+        An answer that does not come is looked for in the queue by the run's name, so that the job is neither submitted
+        twice nor left behind.
+        """
+        earlier = {before.details[JOB_ID]} if (before := run.submission()) and JOB_ID in before.details else set()
+        command = ["sbatch", "--parsable", str(run.path / rendered.main)]
+        try:
+            answer = call(command, environment=_environment(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
+            if answer.code == 0:
+                job_id, cluster = parse_submission(answer.out)
+                return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
+        except (LaunchError, ValueError) as error:
+            if found := _lost(run.id, earlier, error):
+                return {JOB_ID: found.job_id}
+            raise
+        except BaseException:  # interrupted: whether the job exists is not known
+            with suppress(LaunchError):
+                Slurm().cancel_named(run.id)
+            raise
+        finding = refusal(answer.err, job.plan)
+        raise LaunchError(finding.code, finding.message, finding.help)
+
+    def status(self, run: Run) -> RunStatus:
+        """Return how the run is doing; raises LaunchError PT550 where Slurm cannot be asked."""
+        return self.statuses([run])[run.id]
+
+    def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
+        """Return the status of several runs by id, with one call of squeue per cluster."""
+        found: dict[str, RunStatus] = {}
+        by_cluster: dict[str, dict[str, Run]] = {}
+        for run in runs:
+            job_id, cluster = _submitted(run)
+            if job_id:
+                by_cluster.setdefault(cluster, {})[job_id] = run
+            else:
+                found[run.id] = run.status()
+        for cluster, of_job in by_cluster.items():
+            jobs = _known(Slurm(cluster), list(of_job))
+            for job_id, run in of_job.items():
+                of_run = jobs.get(job_id, [])
+                single = next((job for job in of_run if job.task is None), None)
+                found[run.id] = run_status(run, single, job_id, of_run)
+        return found
+
+    def cancel(self, run: Run, *, now: bool) -> bool:
+        """Take a waiting job out of the queue; ask a running one for a checkpoint, or kill it.
+
+        Raises LaunchError PT553 where scancel refuses.
+        """
+        job_id, cluster = _submitted(run)
+        slurm = Slurm(cluster)
+        jobs = [job for job in slurm.jobs([job_id]) if job.active] if job_id else []
+        if not jobs:
+            return False
+        # Before any signal: it tells the job's script that nobody wants the job back in the queue.
+        (run.path / CANCEL_FILE).touch()
+        complaints = []
+        if now:
+            complaints = [slurm.cancel(job_id, "--full", "--signal=KILL"), slurm.cancel(job_id)]
+        else:
+            if any(job.waiting for job in jobs):
+                complaints.append(slurm.cancel(job_id, "--state=PENDING"))
+            if any(not job.waiting for job in jobs):
+                complaints.append(slurm.cancel(job_id, "--batch", "--signal=USR2"))
+        if all(complaints) and any(job.active for job in slurm.jobs([job_id])):
+            raise LaunchError("PT553", f"Slurm does not cancel job {job_id}: {complaints[0]}", f"scancel {job_id}")
+        return True
+
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError."""
+        return slurm_logs.read(run, query, lambda: self.status(run))
+
+    def errors(self, run: Run) -> str:
+        """Return the error records of all ranks as text, array tasks one after the other."""
+        texts = [errors_as_text(run.path)]
+        for file in sorted(run.path.glob("task-*/" + PLAN_FILE)):
+            if text := errors_as_text(file.parent):
+                texts.append(f"{file.parent.name}\n{text}")
+        return "\n".join(filter(None, texts))
+
+    def remove(self, run: Run) -> None:
+        """Take out of the queue what should have ended: a job that Slurm holds after a failed requeue."""
+        job_id, cluster = _submitted(run)
+        slurm = Slurm(cluster)
+        if job_id and any(job.active for job in slurm.jobs([job_id])):
+            slurm.cancel(job_id)
+
+    def diff(self, job: Job, rendered: Rendered) -> str:
+        """Return how what would be submitted differs from the newest run of this name, under that run's name."""
+        before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
+        if before is None:
+            return _unified({}, rendered.files, "nothing", job.run_id)
+        again = replace(job, run_id=before.id, run_dir=type(job.run_dir)(before.path))
+        ours = render("slurm", again).files
+        theirs = {name: _content(before.path / name) for name in _rendered_names(before.path) | set(ours)}
+        return _unified(theirs, ours, before.id, "now")
+
+
+def _test_only(job: Job, rendered: Rendered) -> Level:
+    name = "sbatch --test-only"
+    try:
+        answer = call(["sbatch", "--test-only"], text=rendered.text, environment=_environment(rendered.text))
+    except LaunchError as error:
+        return Level(name, False, error.message)
+    if answer.code:
+        return Level(name, True, findings=(refusal(answer.err, job.plan),))
+    return Level(name, True, estimate(answer.err))
+
+
+def _where(job: Job) -> list[Diagnostic]:
+    """Return a warning where other nodes hardly see the run's folder."""
+    place = next((place for place in _LOCAL_PLACES if str(job.run_dir).startswith(place + "/")), None)
+    if place is None:
+        return []
+    message = f"runs are kept in {job.run_dir.parent}, and {place} is usually another one on every node"
+    help = "set PARTOOL_HOME to a folder on a file system that all nodes share"
+    return [Diagnostic("PT554", message, "warning", help=help)]
+
+
+def _lost(name: str, earlier: set[str], error: Exception) -> SlurmJob | None:
+    """Return the job whose submission was not confirmed, if it is there.
+
+    Raises LaunchError PT552 where that cannot be found out.
+    """
+    if isinstance(error, LaunchError) and "not in PATH" in error.message:
+        return None
+    try:
+        jobs = [job for job in Slurm().named(name) if job.job_id not in earlier]
+    except LaunchError as second:
+        said = error.message if isinstance(error, LaunchError) else str(error)
+        message = f"{said}; whether the job was taken is not known ({second.message})"
+        help = f"once Slurm answers: scancel --name={name}, then launch again"
+        raise LaunchError("PT552", message, help) from None
+    return max(jobs, key=lambda job: int(job.job_id), default=None)
+
+
+def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
+    """Return the jobs by id, from the queue or, where it has forgotten them, from accounting."""
+    found: dict[str, list[SlurmJob]] = {}
+    for job in slurm.jobs(ids):
+        found.setdefault(job.job_id, []).append(job)
+    for job in slurm.recorded([job_id for job_id in ids if job_id not in found]):
+        found.setdefault(job.job_id, []).append(job)
+    return found
+
+
+def _submitted(run: Run) -> tuple[str, str]:
+    """Return job id and cluster; empty where the run was never submitted."""
+    submission = run.submission()
+    details = submission.details if submission else {}
+    return details.get(JOB_ID, ""), details.get(CLUSTER, "")
+
+
+def _environment(script: str) -> dict[str, str]:
+    """Return this process' environment without what would change the job behind the script's back."""
+    given = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH --" in line}
+    kept = {}
+    for name, value in os.environ.items():
+        if name.startswith("SBATCH_"):
+            if name in _DEFAULTS and _DEFAULTS[name] not in given:
+                kept[name] = value
+        elif not name.startswith(("SLURM_", "SLURMD_", "SRUN_")) or name in _KEPT:
+            kept[name] = value
+    return kept
+
+
+def _is_ours(run: Run) -> bool:
+    try:
+        submission = run.submission()
+    except ValueError:
+        return False
+    return submission is not None and submission.target == "slurm"
+
+
+def _rendered_names(folder: Path) -> set[str]:
+    patterns = ("job.sbatch", "node.sh", PLAN_FILE, f"task-*/{PLAN_FILE}", "plan-*-nodes.json")
+    return {str(file.relative_to(folder)) for pattern in patterns for file in folder.glob(pattern)}
+
+
+def _content(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def _unified(before: dict[str, str], after: dict[str, str], name: str, other: str) -> str:
+    parts: list[str] = []
+    for file in sorted(before.keys() | after.keys()):
+        old, new = (_comparable(file, texts.get(file, "")).splitlines(keepends=True) for texts in (before, after))
+        parts += difflib.unified_diff(old, new, f"{name}/{file}", f"{other}/{file}")
+    return "".join(parts)
+
+
+def _comparable(file: str, text: str) -> str:
+    """Return a plan without what does not decide how it runs: predictions change with every calibration."""
+    if not file.endswith(".json") or not text:
+        return text
+    try:
+        content = {key: value for key, value in json.loads(text).items() if key not in NOT_RUN}
+    except ValueError:
+        return text
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,74 @@
+"""Logs of a Slurm run: the ranks' files in its folder, and what the job's script had to say."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from partool.launch import logs
+from partool.launch.store import Run
+from partool.launch.target import LogLine, LogQuery, NoLogsError
+from partool.plan.run import LOGS, PLAN_FILE, RunStatus
+
+_ASK_EVERY_S = 5.0
+"""While logs are followed; the run's own file is looked at much more often."""
+# The job's own output also repeats what rank 0 says, which its file holds already.
+_MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node\.sh)): ")
+
+
+def tasks_of(run: Run) -> list[Run]:
+    """Return the runs of an array's tasks in their order; none where the run is no array."""
+    folders = [file.parent for file in run.path.glob(f"task-*/{PLAN_FILE}")]
+    return [Run(folder) for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2]))]
+
+
+def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
+    """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError.
+
+    Of an array that is followed as a whole, only the messages come.
+    """
+    tasks = tasks_of(run)
+    if query.task is not None and query.task >= len(tasks):
+        what = f"is an array of {len(tasks)} tasks" if tasks else "is no array"
+        raise NoLogsError(f"{run.id} {what}: there is no task {query.task}")
+    if tasks and query.task is None:
+        if not query.follow:
+            raise NoLogsError(f"{run.id} is an array: give --task 0 to --task {len(tasks) - 1}")
+        with suppress(NoLogsError):
+            yield from logs.read(run, query, _Watched(status, run.status), lambda: _outputs(run, ""))
+        return
+    folder = run if query.task is None else tasks[query.task]
+    suffix = "" if query.task is None else f"_{query.task}"
+    for line in logs.read(folder, query, _Watched(status, folder.status), lambda: _outputs(run, suffix)):
+        if line.rank is not None or _MESSAGE.match(line.text) or not _ranks_wrote(folder):
+            yield line
+
+
+def _outputs(run: Run, suffix: str) -> list[Path]:
+    return sorted(run.path.glob(f"{LOGS}/slurm-*{suffix}.out"))
+
+
+def _ranks_wrote(run: Run) -> bool:
+    return any(run.path.glob(f"{LOGS}/attempt-*/rank-*.log"))
+
+
+class _Watched:
+    """A run's status for readers that ask several times a second: Slurm is asked seldom, the file every time."""
+
+    def __init__(self, ask: Callable[[], RunStatus], file: Callable[[], RunStatus]) -> None:
+        self._ask = ask
+        self._file = file
+        self._seen: RunStatus | None = None
+        self._asked = -_ASK_EVERY_S
+        self._answer: RunStatus | None = None
+
+    def __call__(self) -> RunStatus:
+        file = self._file()
+        changed = self._seen is not None and file.state != self._seen.state
+        if self._answer is None or changed or time.monotonic() - self._asked >= _ASK_EVERY_S:
+            self._answer, self._asked, self._seen = self._ask(), time.monotonic(), file
+        # what the file knows better: which attempt it is
+        return self._answer.model_copy(update={"attempt": file.attempt})
