@@ -13,7 +13,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT550",
         "Slurm cannot be asked",
-        "Its commands are missing here, its controller cannot be reached, or does not answer in time; what runs goes on.",
+        "Its commands are missing here, or its controller does not answer; whatever runs goes on.",
         "partool launch mine.yaml --target slurm   # on a laptop",
         "partool launch mine.yaml --target slurm   # on a login node; partool render works everywhere",
     ),
