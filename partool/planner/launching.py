@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from partool.catalog.lookup import table
 from partool.catalog.network import network_environment, preset_of
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Variable
+from partool.planner.hardware_checks import check_hardware
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
 from partool.spec.launch_units import lead_s, quantity, time_s
-from partool.spec.site_profile import with_site_profile
+from partool.spec.site_profile import Merged, with_site_profile
 
 _LEAST_SHARED_BYTES = 1 << 30
 """Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
@@ -27,15 +28,17 @@ class ResolvedLaunch:
     """A launch section with the site profile merged in and absolute paths."""
 
     launch: LaunchSpec
-    diagnostics: list[Diagnostic] = field(default_factory=list)
-    inputs: dict[str, str] = field(default_factory=dict)
-    """For ``Plan.inputs``; empty without a profile."""
+    site: Merged
+
+    def check(self, devices: Devices) -> list[Diagnostic]:
+        """Return the findings for a plan; those about a value of the site profile have their place in it."""
+        return [*self.site.findings, *map(self.site.placed, check_launch(self.launch, devices, planning=True))]
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
     """Merge the site profile in, and make paths absolute; they start from ``base_dir``, the spec's folder."""
-    slurm, found, inputs = with_site_profile(launch.slurm, base_dir)
-    slurm = slurm.model_copy(update={"setup": _absolute(slurm.setup, base_dir)})
+    site = with_site_profile(launch.slurm, base_dir)
+    slurm = site.slurm.model_copy(update={"setup": _absolute(site.slurm.setup, base_dir)})
     secrets = launch.secrets
     if not contained(launch):  # in a container, only absolute paths mean anything
         secrets = {
@@ -46,7 +49,7 @@ def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
     if image is not None and is_image_file(image):
         image = _absolute(image, base_dir)
     update = {"slurm": slurm, "secrets": secrets, "image": image}
-    return ResolvedLaunch(launch.model_copy(update=update), found, inputs)
+    return ResolvedLaunch(launch.model_copy(update=update), site)
 
 
 def _absolute(path: str | None, base_dir: Path) -> str | None:
@@ -82,7 +85,7 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
     if not planning or "target" in launch.model_fields_set:
         found += _several_nodes(launch, devices)
     return [*found, *_restarts(launch, devices), *_fewer(launch, devices), *_machines(launch, devices),
-            *_shared_memory(launch, devices), *_network(launch, devices)]  # fmt: skip
+            *_shared_memory(launch, devices), *_network(launch, devices), *check_hardware(launch, devices)]  # fmt: skip
 
 
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from partool.layout.capabilities import gaps
 from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
-from partool.planner.launching import check_duration, check_launch, environment, resolve_launch
+from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
@@ -63,9 +63,8 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
     problem = Problem(spec, model.config, measured.devices, measured)
     launching = resolve_launch(spec.launch, base_dir)
-    found += [*measured.findings, *check(problem, tokenizer_vocab), *launching.diagnostics]
-    found += check_launch(launching.launch, measured.devices, planning=True)
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.inputs})
+    found += [*measured.findings, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs})
     usable = None if _failed(found) else problem
     return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
 
@@ -133,7 +132,16 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **_told(solution, best, resolved),
     )
-    return PlanResult(plan, found)
+    elastic = _elastic(plan)
+    return PlanResult(None if _failed(elastic) else plan, [*found, *elastic])
+
+
+def _elastic(plan: Plan) -> list[Diagnostic]:
+    if plan.launch.min_nodes is None:
+        return []
+    from partool.planner.elastic import check_elastic
+
+    return check_elastic(plan)
 
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:

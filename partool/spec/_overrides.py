@@ -48,10 +48,10 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
 def _unknown(path: SpecPath, span: Span) -> Diagnostic | None:
     for length in range(1, len(path) + 1):
         siblings = _pydantic.known_keys(path[: length - 1])
+        if _pydantic.is_open(path[: length - 1]):
+            continue
         if path[length - 1] not in siblings:
             if not siblings and length > 1:
-                if path[: length - 1] == ("launch", "env"):
-                    return None
                 message = f"`{_pydantic.dotted(path[: length - 1])}` is a value, it has no `{path[length - 1]}`"
                 return Diagnostic("PT101", message, span=span)
             where = f"in `{_pydantic.dotted(path[: length - 1])}`" if length > 1 else "at the top level of a spec"

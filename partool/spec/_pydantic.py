@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -36,6 +36,23 @@ _BOUNDS = {
     "too_long": ("max_length", "at most this long:"),
     "string_too_long": ("max_length", "at most this long:"),
 }
+
+
+_ALIASES = {
+    **dict.fromkeys(("num_workers", "num_nodes", "nnodes", "n_nodes"), "hardware.nodes"),
+    **dict.fromkeys(("nproc_per_node", "gpus_per_node", "n_gpus_per_node", "num_gpus"), "hardware.per_node"),
+    **dict.fromkeys(("max_restarts", "max_retries", "retries"), "launch.restarts"),
+    **dict.fromkeys(("envs", "environment", "env_vars"), "launch.env"),
+    **dict.fromkeys(("walltime", "time_limit", "timeout_min"), "launch.slurm.time"),
+    **dict.fromkeys(("docker_image", "container_image", "image_id"), "launch.image"),
+    **dict.fromkeys(("file_mounts", "volumes", "container_mounts"), "launch.mounts"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "training.global_batch"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "parallel.micro_batch"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_steps"), "training.steps"),
+    **dict.fromkeys(("seq_len", "seq_length", "max_seq_len", "cutoff_len"), "training.sequence_length"),
+    "learning_rate": "optimizer.lr",
+}
+"""Names that other tools have for something → where it is in a spec."""
 
 
 def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
@@ -133,8 +150,11 @@ def _unknown(path: SpecPath) -> Diagnostic:
 def suggest(key: str, siblings: list[str]) -> str:
     """Return what the user may have meant: a near name, the same name elsewhere, or the names there are."""
     elsewhere = [dotted(path) for path in all_paths() if path[-1] == key]
-    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
+    # The very name in another section says more than a name that is merely like it.
+    if near := difflib.get_close_matches(key, siblings, n=1, cutoff=0.85 if elsewhere else 0.7):
         return f"did you mean `{near[0]}`?"
+    if key in _ALIASES:
+        return f"here that is `{_ALIASES[key]}`"
     if elsewhere:
         return (
             f"`{key}` belongs under `{elsewhere[0].rpartition('.')[0]}`"
@@ -179,12 +199,33 @@ def dotted(path: SpecPath) -> str:
 
 def section_at(path: SpecPath) -> type[BaseModel] | None:
     """Return the model class of the section at a path, or None for a value."""
+    model, is_open = _section_at(path)
+    return None if is_open else model
+
+
+def is_open(path: SpecPath) -> bool:
+    """Return True for a section whose keys the user names, such as ``launch.env``."""
+    return _section_at(path)[1]
+
+
+def _section_at(path: SpecPath) -> tuple[type[BaseModel] | None, bool]:
+    """Return the model of a section (of its entries, where the user names them), and whether the user names them."""
     model: type[BaseModel] | None = Spec
+    is_open = False
     for part in path:
-        if model is None or not isinstance(part, str) or part not in model.model_fields:
-            return None
-        model = next(_models(model.model_fields[part].annotation), None)
-    return model
+        if is_open or isinstance(part, int):  # an entry, which has the model of all entries
+            is_open = False
+            continue
+        if model is None or part not in model.model_fields:
+            return None, False
+        annotation = model.model_fields[part].annotation
+        is_open = _is_mapping(annotation)
+        model = next(_models(annotation), None)
+    return model, is_open
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or any(get_origin(argument) is dict for argument in get_args(annotation))
 
 
 def known_keys(path: SpecPath) -> list[str]:

@@ -53,6 +53,7 @@ class Mount(Section):
     target: MountTarget
     """Absolute path inside the container."""
     read_only: bool = False
+    """True mounts it so that ranks cannot write there."""
 
 
 class SlurmSpec(Section):
@@ -61,12 +62,19 @@ class SlurmSpec(Section):
     profile: FilePath | None = None
     """Site profile: a YAML file with fields of this section, which those written here override."""
     partition: Option | None = None
+    """Default: the cluster's own."""
     account: Option | None = None
+    """Whom the job is charged to; default: the user's own account."""
     qos: Option | None = None
+    """Quality of service."""
     reservation: Option | None = None
+    """Reserved nodes to take the job's from."""
     constraint: Option | None = None
+    """Features that the nodes must have, such as ``h100&ib``."""
     nodelist: Option | None = None
+    """Nodes that must be among the job's, such as ``gpu[01-04]``."""
     exclude: Option | None = None
+    """Nodes that must not be among them."""
     time: TimeLimit | None = None
     """Time limit as Slurm writes it: ``D-HH:MM:SS``, ``HH:MM:SS`` or minutes; default: the partition's."""
     gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
@@ -93,9 +101,11 @@ class Toleration(Section):
     """A taint of nodes that the pods bear."""
 
     key: LabelKey
+    """Of the taint."""
     value: Label | None = None
     """None tolerates every value."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """None tolerates every effect."""
 
 
 class Rdma(Section):
@@ -120,6 +130,7 @@ class K8sSpec(Section):
     """What a Kubernetes cluster wants to know."""
 
     kind: K8sKind = "jobset"
+    """Object that is made: ``job`` needs no controller but a Service, the others need theirs installed."""
     namespace: DnsLabel | None = None
     """Default: the context's."""
     context: Annotated[str, Field(max_length=253)] | None = None
@@ -129,8 +140,11 @@ class K8sSpec(Section):
     priority: DnsName | None = None
     """Kueue's workload priority class with ``queue``, else a PriorityClass."""
     topology: Topology | None = None
+    """Where the pods are to be close to each other, with ``queue``."""
     node_selector: dict[LabelKey, Label] = {}
+    """Labels that the nodes must have, such as ``nvidia.com/gpu.product``."""
     tolerations: list[Toleration] = []
+    """Taints that the pods bear, beside those of the devices."""
     cpu: Quantity | None = None
     """Per pod; default: the catalog host's cores, less two."""
     memory: Quantity | None = None
@@ -140,7 +154,9 @@ class K8sSpec(Section):
     device_resource: LabelKey | None = None
     """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
+    """Network adapters for the pods; with them comes the right to lock memory (IPC_LOCK)."""
     host_network: bool = False
+    """Use the node's network; for sites that require it."""
     storage: Claim | None = None
     """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``partool/runs``; default: lost with the pod."""
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
@@ -148,7 +164,9 @@ class K8sSpec(Section):
     service_account: DnsName | None = None
     """Its token is not mounted."""
     image_pull_secrets: list[DnsName] = []
+    """Names of Secrets with the registry's password."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """Default: Kubernetes' own, which goes by the tag."""
     labels: dict[LabelKey, Label] = {}
     """On the object and its pods."""
     annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
@@ -165,6 +183,7 @@ class LaunchSpec(Section):
     """Where and how the run starts."""
 
     target: TargetName = "local"
+    """``torchrun`` renders one command per node, for people who start nodes by hand."""
     restarts: NonNegativeInt = 0
     """Restarts after a failure, from the last checkpoint: of the ranks in place (local), or of the whole job."""
     requeues: NonNegativeInt = 20
@@ -188,7 +207,10 @@ class LaunchSpec(Section):
     image: Image | None = None
     """Container image with partool in it (k8s; slurm with ``container``), or an apptainer file."""
     mounts: list[Mount] = []
+    """Folders and volumes inside the containers."""
     slurm: SlurmSpec = SlurmSpec()
+    """Used with the target slurm."""
     k8s: K8sSpec = K8sSpec()
+    """Used with the target k8s."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run's folder (extra ``tensorboard``)."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Span
 from partool.spec import _yaml, loader
-from partool.spec._source import Source
+from partool.spec._source import Source, SpecPath
 from partool.spec.launch import SlurmSpec
 
 INPUT = "launch/slurm/profile"
@@ -17,31 +17,58 @@ _SECTION = ("launch", "slurm")
 _HELP = "the profile holds fields of launch.slurm, one a line: partition: gpu"
 
 
-def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> tuple[SlurmSpec, list[Diagnostic], dict[str, str]]:
-    """Return the section with the fields of the profile that it names, the findings, and the file's hash.
+@dataclass(frozen=True)
+class Merged:
+    """The section with the fields of the profile that it names."""
+
+    slurm: SlurmSpec
+    findings: list[Diagnostic] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)
+    """For ``Plan.inputs``: the file's hash; empty without a profile."""
+    spans: dict[SpecPath, Span] = field(default_factory=dict)
+    """Path in the spec → place in the profile of what came from it."""
+
+    def placed(self, finding: Diagnostic) -> Diagnostic:
+        """Return a finding about the merged section with its place in the profile, if the value came from there."""
+        span = self.spans.get(finding.path)
+        return finding if span is None or finding.span is not None else replace(finding, span=span)
+
+
+def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
+    """Merge the profile that the section names into it.
 
     Fields that the section itself gives win; of ``options``, each one by itself. ``profile`` becomes absolute. Findings
     within the profile carry their place in it.
     """
     if slurm.profile is None:
-        return slurm, [], {}
+        return Merged(slurm)
     path = base_dir / slurm.profile
     source = Source(str(path))
     text = loader.read(path)
     if isinstance(text, Diagnostic):
         message = f"the site profile cannot be used: {text.message}"
-        return slurm, [Diagnostic("PT529", message, path=(*_SECTION, "profile"), help=text.help or _HELP)], {}
+        path_here = (*_SECTION, "profile")
+        return Merged(slurm, [Diagnostic("PT529", message, path=path_here, help=text.help or _HELP)])
     source.text = text
     profile, found = _read(source)
     if profile is None:
-        return slurm, found, {}
+        return Merged(slurm, found)
     given = {name: getattr(slurm, name) for name in slurm.model_fields_set}
     merged = {name: getattr(profile, name) for name in profile.model_fields_set} | given
     merged["options"] = {**profile.options, **slurm.options}
     merged["profile"] = str(path)
     if "setup" not in given and profile.setup is not None and not profile.setup.startswith("~"):
         merged["setup"] = str(path.parent / profile.setup)
-    return SlurmSpec.model_construct(**merged), found, {INPUT: hashlib.sha256(text.encode()).hexdigest()}
+    theirs = {(*_SECTION, *within): span for within, span in source.keys.items() if not _given(slurm, within)}
+    inputs = {INPUT: hashlib.sha256(text.encode()).hexdigest()}
+    return Merged(SlurmSpec.model_construct(**merged), [], inputs, theirs)
+
+
+def _given(slurm: SlurmSpec, within: SpecPath) -> bool:
+    """Return True for a key that the spec itself gives."""
+    if within[0] == "options":
+        return within[-1] in slurm.options
+    return within[0] in slurm.model_fields_set
 
 
 def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
@@ -57,7 +84,8 @@ def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
         return None, [Diagnostic("PT529", message, span=span, help="put all fields into one file")]
     spec, wrong = loader.validate_section("launch", {"slurm": document})
     if spec is None:
-        return None, [_placed(finding, source) for finding in wrong]
+        placed = [_placed(finding, source) for finding in wrong]
+        return None, sorted(placed, key=lambda finding: finding.span.line if finding.span else 0)
     return spec.launch.slurm, []
 
 

@@ -38,3 +38,15 @@ def test_shorthands_are_valid_and_mistakes_are_not() -> None:
     assert list(CHECK.iter_errors(good)) == []
     for wrong in ({"model": 1}, {"model": {"layerz": 1}}, {"training": {"stepz": 2}}, {"parallel": {"tensor": 0}}):
         assert list(CHECK.iter_errors(good | wrong)), wrong
+
+
+def test_every_field_of_the_launch_section_is_described() -> None:
+    """Editors show the description; options of clusters are where it is needed most."""
+    sections = ["LaunchSpec", "SlurmSpec", "K8sSpec", "Secret", "Mount", "Toleration", "Rdma", "Topology"]
+    bare = [
+        f"{name}.{field}"
+        for name in sections
+        for field, entry in SCHEMA["definitions"][name]["properties"].items()
+        if not entry.get("description")
+    ]
+    assert bare == []

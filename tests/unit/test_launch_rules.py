@@ -1,0 +1,290 @@
+"""Rules of the launch section: each bad spec gives its code at its line with the way out, each good one nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _spec_case import FIRST, findings, place, spec_text
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partool.catalog.hardware import resolve_hardware
+from partool.planner.launching import check_duration, check_launch
+from partool.spec import load_text
+from partool.spec.hardware import Devices, HardwareSpec
+from partool.spec.launch import K8sSpec, LaunchSpec, Secret, SlurmSpec
+from partool.spec.launch_units import quantity, time_s
+
+K8S = "launch:\n  target: k8s\n  image: registry.example/train:1\n"
+STORED = K8S + "  k8s: {storage: 'pvc:runs'"
+SLURM = "launch:\n  target: slurm\n"
+
+BAD: list[tuple[str, str, int, str]] = [
+    # secrets with their values
+    ("launch:\n  env:\n    WANDB_API_KEY: 0123abc\n", "PT520", 2, "secrets"),
+    ("launch:\n  env:\n    HF_TOKEN: hf_x\n", "PT520", 2, "file:"),
+    (K8S + "  env:\n    MY_PASSWORD: swordfish\n", "PT520", 4, "secret: NAME, key: KEY"),
+    ("launch:\n  env:\n    STORE: https://me:swordfish@example.com/x\n", "PT520", 2, "secrets"),
+    ("launch:\n  env:\n    NOTHING_SAID: ghp_0123456789abcdef0123\n", "PT520", 2, "secrets"),
+    # secrets that cannot be found
+    (STORED + "}\n  secrets:\n    A: {file: /x}\n", "PT521", 5, "secret: NAME, key: KEY"),
+    (SLURM + "  secrets:\n    A: {secret: hub, key: token}\n", "PT521", 3, "file:"),
+    (SLURM + "  secrets:\n    A: {secret: hub, key: token, file: /x}\n", "PT521", 3, "file:"),
+    (SLURM + "  secrets:\n    A: {}\n", "PT521", 3, "file:"),
+    (STORED + "}\n  secrets:\n    A: {secret: hub}\n", "PT521", 5, "key: KEY"),
+    (STORED + "}\n  secrets:\n    A: {key: token}\n", "PT521", 5, "secret: NAME"),
+    # the environment
+    ("launch:\n  env:\n    RANK: '0'\n", "PT222", 2, "hardware.nodes"),
+    ("launch:\n  env:\n    NODE_RANK: '0'\n", "PT222", 2, "hardware.nodes"),
+    ("launch:\n  env:\n    PET_NNODES: '2'\n", "PT222", 2, "drop it"),
+    ("launch:\n  env:\n    PARTOOL_ANY: '2'\n", "PT222", 2, "drop it"),
+    ("launch:\n  secrets:\n    MASTER_ADDR: {file: /x}\n", "PT222", 2, "drop it"),
+    ("launch:\n  env:\n    A-B: x\n", "PT221", 2, "underscores"),
+    ("launch:\n  secrets:\n    A B: {file: /x}\n", "PT221", 2, "underscores"),
+    ("launch:\n  env:\n    A: x\n  secrets:\n    A: {file: /x}\n", "PT522", 2, "one of the two"),
+    ("launch:\n  env:\n    HIP_VISIBLE_DEVICES: '0'\n    ROCR_VISIBLE_DEVICES: '0'\n", "PT522", 3, "keep HIP"),
+    ("launch:\n  env:\n    HSA_OVERRIDE_GFX_VERSION: 10.3.0\n", "PT522", 2, "consumer"),
+    # images and containers
+    ("launch:\n  target: k8s\n", "PT523", 0, "deploy/"),
+    ("launch:\n  target: k8s\n  image: /images/train.sif\n", "PT523", 2, "REGISTRY/NAME:TAG"),
+    (SLURM + "  slurm:\n    container: pyxis\n", "PT523", 3, "image:"),
+    (SLURM + "  image: registry.example/train:1\n", "PT523", 2, "container to pyxis or apptainer"),
+    ("launch:\n  image: registry.example/train:1\n", "PT523", 1, "drop it"),
+    ("launch:\n  target: torchrun\n  image: registry.example/train:1\n", "PT523", 2, "drop it"),
+    # what the target cannot do
+    ("launch:\n  target: torchrun\n  min_nodes: 1\n", "PT524", 2, "slurm"),
+    (STORED + "}\n  min_nodes: 1\n", "PT524", 4, "slurm"),
+    (SLURM + "  min_nodes: 3\n", "PT524", 2, "or drop it"),
+    # options of sbatch
+    (SLURM + "  slurm:\n    options:\n      gres: gpu:8\n", "PT525", 4, "launch.slurm.gpus"),
+    (SLURM + "  slurm:\n    options:\n      mem-per-gpu: 10G\n", "PT525", 4, "launch.slurm.memory"),
+    (SLURM + "  slurm:\n    options:\n      signal: USR1@60\n", "PT525", 4, "signal_lead_s"),
+    (SLURM + "  slurm:\n    options:\n      gpus-per-task: '1'\n", "PT525", 4, "hides devices"),
+    (SLURM + "  slurm:\n    options:\n      container-image: x\n", "PT525", 4, "container: pyxis"),
+    (SLURM + "  slurm:\n    options:\n      output: x.out\n", "PT525", 4, "partool logs"),
+    (SLURM + "  slurm:\n    options:\n      requeue: ''\n", "PT525", 4, "launch.requeues"),
+    (SLURM + "  slurm:\n    options:\n      array: 0-3\n", "PT525", 4, "--array"),
+    # mounts
+    (SLURM + "  mounts:\n    - {source: /data, target: /data}\n", "PT526", 3, "launch.slurm.container"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: /data}\n    - {source: /b, target: /data/}\n", "PT526", 6, ""),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: /partool/runs}\n", "PT526", 5, "launch.k8s.storage"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: /dev/shm}\n", "PT526", 5, "launch.k8s.shared_memory"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: /etc}\n", "PT526", 5, "another folder"),
+    (STORED + "}\n  mounts:\n    - {source: /a, target: /}\n", "PT526", 5, "another folder"),
+    (
+        SLURM + "  image: x/y:1\n  slurm: {container: pyxis}\n  mounts:\n    - {source: 'pvc:a', target: /a}\n",
+        "PT526", 5, "folder of the nodes",
+    ),
+    # times
+    (SLURM + "  slurm:\n    signal_lead_s: 60\n", "PT527", 3, "150 or more"),
+    (SLURM + "  slurm:\n    signal_lead_s: 0\n", "PT527", 3, "150 or more"),
+    (SLURM + "  shutdown_timeout_s: 65500\n", "PT527", 2, "at most 65445"),
+    (SLURM + "  slurm:\n    time: 2\n", "PT527", 3, "more than 150 s"),
+    # pods
+    (K8S + "  k8s:\n    storage: pvc:runs\n    memory: 8Gi\n    shared_memory: 8Gi\n", "PT528", 6, "memory"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    shared_memory: 64Mi\n", "PT528", 5, "8Gi or more"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    user: 0\n", "PT528", 5, "1000"),
+    (K8S + "  k8s:\n    user: 1\n", "PT528", 3, "pvc:CLAIM"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    topology: {level: example.com/rack}\n", "PT528", 5, "queue: NAME"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    runtime: mine\n", "PT528", 5, "kind: trainjob"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    labels: {partool/run: x}\n", "PT528", 5, "drop it"),
+    # paths
+    ("launch:\n  python: venv/bin/python\n", "PT529", 1, "absolute"),
+    (SLURM + "  slurm:\n    setup: ~/modules.sh\n", "PT529", 3, "absolute"),
+    (
+        SLURM + "  image: x/y:1\n  slurm: {container: pyxis}\n  secrets:\n    A: {file: token}\n",
+        "PT529", 5, "launch.mounts",
+    ),
+    (SLURM + "  slurm:\n    profile: no-such.yaml\n", "PT529", 3, "one a line"),
+    # forms
+    (SLURM + "  slurm:\n    partition: 'gpu; rm'\n", "PT106", 3, "letters, digits"),
+    (SLURM + "  slurm:\n    account: \"a\\n#SBATCH --wrap=x\"\n", "PT106", 3, "letters, digits"),
+    (SLURM + "  slurm:\n    options: {Nodes: '2'}\n", "PT106", 3, "long name"),
+    (SLURM + "  slurm:\n    time: 1 hour\n", "PT106", 3, "HH:MM:SS"),
+    (K8S + "  k8s:\n    memory: 64 GB\n", "PT106", 4, "64Gi"),
+    (K8S + "  k8s:\n    storage: runs\n", "PT106", 4, "pvc:CLAIM"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("section", "code", "line", "help"), BAD, ids=lambda value: str(value)[-40:])
+def test_bad_sections(section: str, code: str, line: int, help: str) -> None:
+    found = findings(spec_text(section))
+    assert [place(finding) for finding in found] == [(code, FIRST + line)]
+    assert help in found[0].help
+    assert "swordfish" not in str(found)
+
+
+GOOD = [
+    "launch: {env: {TOKENIZERS_PARALLELISM: 'false', PAD_TOKEN: '</s>', HF_HUB_DISABLE_IMPLICIT_TOKEN: '1'}}\n",
+    "launch: {env: {GOOGLE_APPLICATION_CREDENTIALS: /keys/a.json, HF_TOKEN_PATH: x, HIP_VISIBLE_DEVICES: '0,1'}}\n",
+    "launch: {env: {EMPTY: '', LINES: \"a\\nb\", URL: 'https://example.com:8080/a@b'}}\n",
+    "launch: {secrets: {HF_TOKEN: {file: tokens/hf}}, python: python3}\n",
+    "launch: {slurm: {partition: gpu, container: pyxis}, k8s: {kind: volcano, queue: train}}\n",
+    STORED + ", memory: 64Gi, shared_memory: 16Gi, cpu: 8}\n  secrets: {HF_TOKEN: {secret: hub, key: token}}\n"
+    "  mounts: [{source: /data, target: /data}, {source: 'pvc:more', target: /more, read_only: true}]\n",
+    STORED + ", queue: train, topology: {level: example.com/rack}}\n",
+    STORED + ", kind: trainjob, runtime: mine, labels: {team: a}}\n",
+    SLURM + "  min_nodes: 1\n  slurm: {time: '2-00:00:00', signal_lead_s: 300, gpus: gres, gpu_type: h100}\n",
+    SLURM + "  slurm: {options: {mail-type: END, licenses: 'scratch:1', contiguous: ''}, memory: 512}\n",
+    SLURM + "  image: /images/train.sif\n  slurm: {container: apptainer}\n  mounts: [{source: /d, target: /partool}]\n",
+    SLURM + "  image: nvcr.io#nvidia/pytorch:26.10-py3\n  slurm: {container: pyxis}\n",
+]
+
+
+@pytest.mark.parametrize("section", GOOD)
+def test_good_sections(section: str) -> None:
+    assert findings(spec_text(section)) == []
+
+
+def test_a_machine_without_a_launch_section_may_have_any_number_of_nodes() -> None:
+    assert findings(spec_text("", nodes=4)) == []
+    assert findings(spec_text("launch: {restarts: 3}\n", nodes=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "help"),
+    [
+        ("launch:\n  target: local\n", 1, "slurm or k8s"),
+        ("launch:\n  target: torchrun\n  restarts: 2\n", 2, "restarts: 0"),
+        (SLURM + "  min_nodes: 5\n", 2, "3 or fewer"),
+    ],
+)
+def test_several_nodes(section: str, line: int, help: str) -> None:
+    found = findings(spec_text(section, nodes=4))
+    assert [place(finding) for finding in found] == [("PT524", FIRST + line)]
+    assert help in found[0].help
+    assert findings(spec_text(section.replace("local", "torchrun").replace("5", "4").replace("2", "0"), nodes=4)) == []
+
+
+def machines(accelerator: str = "h100-sxm", nodes: int = 1, **fields: object) -> Devices:
+    spec = HardwareSpec.model_validate({"accelerator": accelerator, "nodes": nodes, **fields})
+    devices = resolve_hardware(spec, "bf16").devices
+    assert devices is not None
+    return devices
+
+
+def test_a_plan_for_another_target_is_checked_by_all_rules() -> None:
+    """What ``launch plan.json --target T`` asks."""
+    launch = LaunchSpec(secrets={"A": Secret(file="/x")}, restarts=1)
+    assert check_launch(launch, machines()) == []
+    there = launch.model_copy(update={"target": "k8s"})
+    found = check_launch(there, machines())
+    assert sorted({finding.code for finding in found}) == ["PT521", "PT523", "PT528"]
+    assert all(finding.help for finding in found)
+    assert [finding.code for finding in check_launch(launch, machines(nodes=2))] == ["PT524"]
+    assert check_launch(launch, machines(nodes=2), planning=True) == []
+
+
+def test_corruption_on_gh200_with_slingshot_is_warned_of_until_it_is_settled() -> None:
+    devices = machines("gh200-96", nodes=2, fabric="slingshot")
+    quiet = LaunchSpec(target="slurm")
+    found = check_launch(quiet, devices)
+    assert [(finding.code, finding.severity) for finding in found] == [("PT522", "warning")]
+    assert "network: auto" in found[0].help
+    for settled in ({"network": "auto"}, {"network": "slingshot"}, {"env": {"NCCL_LL128_C2C": "0"}}):
+        assert check_launch(LaunchSpec.model_validate({"target": "slurm", **settled}), devices) == []
+    assert check_launch(quiet, machines("gh200-96", nodes=1, fabric="slingshot")) == []
+    assert check_launch(quiet, machines("mi250x", nodes=2, fabric="slingshot")) == []
+
+
+def test_a_network_preset_for_ranks_on_a_cpu_is_warned_of() -> None:
+    found = check_launch(LaunchSpec(target="slurm", network="ib"), machines("cpu", nodes=2, per_node=2))
+    assert [(finding.code, finding.severity) for finding in found] == [("PT522", "warning")]
+    assert check_launch(LaunchSpec(target="slurm", network="auto"), machines("cpu", nodes=2, per_node=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("60", 3600),
+        ("1:30", 90),
+        ("1:30:00", 5400),
+        ("2-0", 172800),
+        ("1-2:30", 95400),
+        ("1-02:03:04", 93784),
+        ("0", 0),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text: str, seconds: int) -> None:
+    assert time_s(text) == seconds
+
+
+@given(st.from_regex(r"\A(\d{1,3}-\d{1,2}(:\d{1,2}){0,2}|\d{1,4}(:\d{1,2}){0,2})\Z"))
+def test_any_time_limit_that_is_accepted_is_understood(text: str) -> None:
+    assert time_s(str(SlurmSpec(time=text).time)) >= 0
+
+
+@given(st.from_regex(r"\A[0-9]{1,4}(\.[0-9])?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?\Z"))
+def test_any_quantity_that_is_accepted_is_understood(text: str) -> None:
+    assert quantity(str(K8sSpec(memory=text).memory)) >= 0.0
+    assert quantity("2Gi") == 2**31
+    assert quantity("1500m") == 1.5
+
+
+def test_what_time_limits_mean_for_the_training() -> None:
+    def found(total_s: float, **section: object) -> list[tuple[str, str]]:
+        launch = LaunchSpec.model_validate({"target": "slurm", **section})
+        return [(finding.severity, finding.message) for finding in check_duration(launch, total_s)]
+
+    hour = {"slurm": {"time": "1:00:00"}}  # 3450 s without the lead of 150 s
+    assert found(3400, **hour) == []
+    [(severity, message)] = found(3500, **hour)
+    assert severity == "note"
+    assert "requeued 1 times" in message
+    [(severity, message)] = found(10 * 3450, **hour, requeues=8)
+    assert severity == "warning"
+    assert "requeued 9 times" in message
+    assert found(1e9) == []
+    assert found(1e9, target="local", **hour) == []
+    pods = {"target": "k8s", "k8s": {"deadline_s": 3600}}
+    assert found(3500, **pods) == []
+    assert found(3700, **pods)[0][0] == "warning"
+
+
+def site(folder: Path, text: str) -> list[tuple[str, str, int]]:
+    (folder / "site.yaml").write_text(text, encoding="utf-8")
+    found = findings(spec_text(SLURM + "  slurm:\n    profile: site.yaml\n"), folder)
+    assert all(finding.span for finding in found)
+    return [(f.code, Path(f.span.file).name, f.span.line) for f in found if f.span]
+
+
+def test_a_mistake_in_a_site_profile_is_shown_there(tmp_path: Path) -> None:
+    assert site(tmp_path, "partition: gpu\naccount: a\n") == []
+    assert site(tmp_path, "account: a\npartion: gpu\nqos: [1]\n") == [
+        ("PT101", "site.yaml", 2),
+        ("PT102", "site.yaml", 3),
+    ]
+    assert "`partition`" in findings(spec_text(SLURM + "  slurm: {profile: site.yaml}\n"), tmp_path)[0].help
+    assert site(tmp_path, "account: a\nprofile: other.yaml\n") == [("PT529", "site.yaml", 2)]
+    assert site(tmp_path, "account: a\naccount: b\n") == [("PT008", "site.yaml", 2)]
+    assert site(tmp_path, "- a\n") == [("PT007", "site.yaml", 1)]
+    assert site(tmp_path, "") == [("PT005", "site.yaml", 1)]
+    assert site(tmp_path, "a: [\n")[0][:2] == ("PT006", "site.yaml")
+    assert site(tmp_path, "account: a\noptions: {gres: 'gpu:1'}\n") == [("PT525", "site.yaml", 2)]
+    own = SLURM + "  slurm:\n    profile: site.yaml\n    options: {gres: 'gpu:2'}\n"
+    assert [place(finding) for finding in findings(spec_text(own), tmp_path)] == [("PT525", 9)]
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("launch.secrets.HF_TOKEN.file=/x", {"secrets": {"HF_TOKEN": {"file": "/x"}}}),
+        ("launch.slurm.options.mail-type=END", {"slurm": {"options": {"mail-type": "END"}}}),
+        ("launch.k8s.labels.team=a", {"k8s": {"labels": {"team": "a"}}}),
+        ("launch.slurm.time=90", {"slurm": {"time": "90"}}),
+        ("launch.env.A='1'", {"env": {"A": "1"}}),
+    ],
+)
+def test_overrides_reach_keys_that_the_user_names(override: str, value: dict[str, object]) -> None:
+    loaded = load_text(spec_text(""), overrides=[override])
+    assert loaded.diagnostics == []
+    assert loaded.spec is not None
+    assert loaded.spec.model_dump(mode="json", exclude_defaults=True)["launch"] == value
+
+
+@pytest.mark.parametrize("override", ["launch.env.A.b=1", "launch.secrets.A.flie=/x", "launch.slurm.options.a.b=1"])
+def test_overrides_of_what_is_not_there_are_refused(override: str) -> None:
+    found = load_text(spec_text(""), overrides=[override]).diagnostics
+    assert {finding.code for finding in found} <= {"PT101", "PT102"}
+    assert found
