@@ -9,10 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from partool.diagnostics.record import Diagnostic
 from partool.plan.run import PLAN_FILE, agent_command
 from partool.render import containers
 from partool.render.job import LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
-from partool.render.shell import asset, header_value, quote, template, variables
+from partool.render.shell import UnsafeValueError, asset, header_value, quote, template, variables
 from partool.spec.launch_units import lead_s
 
 SCRIPT = "job.sbatch"
@@ -20,6 +21,7 @@ NODE_SCRIPT = "node.sh"
 _MOST_LEAD_S = 65535
 _LINGER_S = 120
 """Beyond the shutdown timeout: how long the agents of other nodes may go on after the first has ended."""
+_NO_ELASTIC_ARRAY = "the tasks of an array are all of one size, and launch.min_nodes lets them differ"
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "nodelist", "exclude", "time")
 
 
@@ -40,13 +42,24 @@ def render(job: Job) -> Rendered:
     ValueError for an array of jobs that may also shrink.
     """
     if job.tasks and job.sizes:
-        raise ValueError("the tasks of an array are all of one size: drop launch.min_nodes or the array")
+        raise ValueError(_NO_ELASTIC_ARRAY)
     files = {SCRIPT: _script(job), NODE_SCRIPT: asset("slurm_node.sh"), PLAN_FILE: job.plan.to_json()}
     for index, task in enumerate(job.tasks):
         files[f"{TASK_FOLDER.format(index=index)}/{PLAN_FILE}"] = task.to_json()
     for nodes, plan in sorted(job.sizes.items()):
         files[SIZE_PLAN.format(nodes=nodes)] = plan.to_json()
     return Rendered(SCRIPT, files)
+
+
+def findings(job: Job) -> list[Diagnostic]:
+    """Return why a job cannot be rendered; empty if it can."""
+    if job.tasks and job.sizes:
+        return [Diagnostic("PT587", _NO_ELASTIC_ARRAY, help="drop launch.min_nodes, or --array")]
+    try:
+        _script(job)
+    except UnsafeValueError as error:
+        return [Diagnostic("PT549", str(error), help="rename it; PARTOOL_HOME says where runs are kept")]
+    return []
 
 
 def _script(job: Job) -> str:

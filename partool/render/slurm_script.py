@@ -1,0 +1,159 @@
+"""A batch script taken apart: the options of its header, and the commands after it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+_SHORT = {
+    "a": "array", "A": "account", "c": "cpus-per-task", "C": "constraint", "D": "chdir", "e": "error", "G": "gpus",
+    "J": "job-name", "m": "distribution", "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos",
+    "t": "time", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+_FLAGS = {"exclusive", "requeue", "no-requeue", "contiguous", "hold", "overcommit", "spread-job", "use-min-nodes"}
+"""Long options that take no word after them."""
+_HEREDOC = re.compile(r"(?<!<)<<-?\s*(?:'(\w+)'|\"(\w+)\"|\\?(\w+))")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option as the header gives it; ``name`` is the long one, without dashes."""
+
+    line: int
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One logical line of the body: continued lines and quoted line ends are within it; comments are not."""
+
+    line: int
+    text: str
+    expanded: str
+    """The same without what stands in single quotes or behind a backslash: what the batch shell itself expands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A whole script; lines count from 1."""
+
+    lines: tuple[str, ...]
+    header_end: int
+    """Lines before the first command."""
+    options: tuple[Option, ...]
+    commands: tuple[Command, ...]
+    crlf: int
+    """First line that ends in CR LF; 0: none."""
+
+    def find(self, *names: str) -> list[Option]:
+        """Return the header's options of these names, in their order."""
+        return [option for option in self.options if option.name in names]
+
+    def value(self, name: str) -> str | None:
+        """Return what Slurm takes for an option: the last one given."""
+        found = self.find(name)
+        return found[-1].value if found else None
+
+    @property
+    def most_nodes(self) -> int:
+        """Return the largest number of nodes that the header asks for; 1 where it does not say."""
+        match = re.fullmatch(r"(?:\d+-)?(\d+)", self.value("nodes") or "")
+        return int(match[1]) if match else 1
+
+
+def parse(text: str) -> Script:
+    """Take a script apart; anything goes, what cannot be understood is passed over."""
+    raw = text.split("\n")
+    crlf = next((number for number, line in enumerate(raw, 1) if line.endswith("\r")), 0)
+    lines = tuple(line.removesuffix("\r") for line in raw)
+    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    header = [(number, line) for number, line in enumerate(lines[:end], 1) if line.startswith("#SBATCH")]
+    options = tuple(option for number, line in header for option in _options(number, line.removeprefix("#SBATCH")))
+    return Script(lines, end, options, tuple(_commands(lines[end:], end + 1)), crlf)
+
+
+def options_of(words: list[str], line: int = 0) -> list[Option]:
+    """Return the options among the words of a command or of a header line, up to the first word that is none."""
+    found: list[Option] = []
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        word = rest.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("--"):
+            name, value = _SHORT.get(word[1:2], word[1:2]), word[2:].removeprefix("=")
+            equals = value
+        if not equals and name not in _FLAGS and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        found.append(Option(line, name, value))
+    return found
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a command as a shell splits them; without regard to quotes where those do not match up."""
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:
+        return text.split()
+
+
+def _options(number: int, text: str) -> list[Option]:
+    return options_of(words_of(text), number)
+
+
+def _commands(lines: tuple[str, ...], first: int) -> list[Command]:
+    found: list[Command] = []
+    index = 0
+    while index < len(lines):
+        start = index
+        reader = _Reader()
+        while index < len(lines):
+            going_on = reader.feed(lines[index])
+            index += 1
+            if not going_on:
+                break
+        text, expanded = "".join(reader.text), "".join(reader.expanded)
+        if text.strip():
+            found.append(Command(first + start, text, expanded))
+        for match in _HEREDOC.finditer(text.replace("<<<", "   ")):
+            marker = next(word for word in match.groups() if word)
+            while index < len(lines) and lines[index].strip() != marker:
+                index += 1
+            index += 1
+    return found
+
+
+class _Reader:
+    """Puts the lines of one command together."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.expanded: list[str] = []
+        self._quote = ""
+
+    def feed(self, line: str) -> bool:
+        """Take a line; returns True if the command goes on after it."""
+        position = 0
+        while position < len(line):
+            char = line[position]
+            if char == "\\" and self._quote != "'":
+                if position + 1 == len(line):
+                    self._put(" ", " ")
+                    return True
+                self._put(line[position : position + 2], "  ")
+                position += 2
+                continue
+            if char == "#" and not self._quote and (position == 0 or line[position - 1] in " \t;"):
+                break
+            if char in "'\"" and self._quote in ("", char):
+                self._quote = "" if self._quote else char
+            self._put(char, " " if self._quote == "'" else char)
+            position += 1
+        if self._quote:
+            self._put("\n", "\n")
+        return bool(self._quote)
+
+    def _put(self, text: str, expanded: str) -> None:
+        self.text.append(text)
+        self.expanded.append(expanded)
