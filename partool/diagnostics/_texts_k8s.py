@@ -11,6 +11,13 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _rule(
+        "PT561",
+        "The plan is too large for a ConfigMap",
+        "The plan travels with the job as an object of Kubernetes, which has room for 1 MiB with everything in it.",
+        "partool launch --target k8s large.yaml   # a plan of 900 kB or more",
+        "partool launch --target slurm large.yaml",
+    ),
+    _rule(
         "PT574",
         "The Kubernetes client is not installed",
         "Rendering needs none; submitting and asking a cluster go through the API's own Python client, an extra.",

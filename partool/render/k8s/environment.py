@@ -1,0 +1,48 @@
+"""The variables of the container, with where each is from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.plan.types import Plan, Variable
+from partool.render.shell import variables
+
+_USER = (
+    Variable(name="HOME", value="/tmp", origin="partool: the user of the pod has no home in most images"),
+    Variable(name="USER", value="partool", origin="partool: torch names its caches by it"),
+    Variable(name="LOGNAME", value="partool", origin="partool: torch names its caches by it"),
+)
+
+
+def literal(text: str) -> str:
+    """Return a text that Kubernetes hands on as it is, in commands and in values of variables.
+
+    It replaces ``$(NAME)`` there and reads ``$$`` as ``$``; a ``$`` before a letter outside ASCII comes out garbled
+    (kubernetes/third_party/forked/golang/expansion). So every ``$`` is doubled.
+    """
+    return text.replace("$", "$$")
+
+
+def environment(plan: Plan) -> list[dict[str, Any]]:
+    """Return the container's variables: values that are written out, then references to Secrets."""
+    found: list[dict[str, Any]] = [{"name": each.name, "value": literal(each.value)} for each in _written(plan)]
+    for name, secret in sorted(plan.launch.secrets.items()):
+        reference = {"name": secret.secret, "key": secret.key}
+        found.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    return found
+
+
+def origins(plan: Plan) -> dict[str, str]:
+    """Return where each variable is from, by name."""
+    found = {each.name: each.origin for each in _written(plan)}
+    for name, secret in sorted(plan.launch.secrets.items()):
+        found[name] = f"launch.secrets: Secret {secret.secret}, key {secret.key}"
+    return found
+
+
+def _written(plan: Plan) -> list[Variable]:
+    own = variables(plan)
+    set_already = {each.name for each in own} | set(plan.launch.secrets)
+    more = _USER if plan.launch.k8s.user else ()  # root has a home
+    found = [each for each in more if each.name not in set_already]
+    return found + [each for each in own if each.name not in plan.launch.secrets]

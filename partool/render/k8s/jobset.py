@@ -1,0 +1,84 @@
+"""JobSet (jobset.x-k8s.io/v1alpha2): one Indexed Job whose pods fail, and start again, together.
+
+``onJobFailureMessagePatterns`` is there from JobSet 0.10 on; an older one refuses the object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.render.job import Job
+from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED, disruption_rule, exit_code_rule
+from partool.render.k8s.objects import NODE, Object, int32, workload_metadata
+from partool.render.k8s.pod import Place, template
+
+REMARKS = ()
+
+
+def place(job: Job) -> Place:
+    """Return how the pods find each other."""
+    return Place("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
+
+
+def objects(job: Job) -> list[Object]:
+    """Return the JobSet. It makes the headless Service by itself."""
+    spec = {
+        "ttlSecondsAfterFinished": int32(job.plan.launch.k8s.keep_finished_s),
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": _failure_policy(job.plan.launch.restarts),
+        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": {"spec": _job(job)}}],
+    }
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": workload_metadata(job),
+            "spec": spec,
+        }
+    ]
+
+
+def _failure_policy(restarts: int) -> dict[str, Any]:
+    """Return what a failed Job means. Without a rule that fits, a failure counts against ``maxRestarts``.
+
+    BlockingRecreate waits until the old pods are gone, so that old and new agents never meet. A Job that failed by
+    its pod failure policy names the policy's rule only in the condition's message.
+    """
+    return {
+        "maxRestarts": int32(restarts),
+        "restartStrategy": "BlockingRecreate",
+        "rules": [
+            {
+                "name": "ConfigurationError",
+                "action": "FailJobSet",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+                "onJobFailureMessagePatterns": ["matching FailJob rule at index 0$"],
+            },
+            {
+                "name": "Preempted",
+                "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"],
+            },
+            {"name": "Deadline", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]},
+        ],
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    nodes, deadline_s = job.plan.devices.nodes, job.plan.launch.k8s.deadline_s
+    rules = [
+        exit_code_rule("FailJob", EXIT_CONFIGURATION),
+        exit_code_rule("FailJob", EXIT_PREEMPTED),
+        disruption_rule("FailJob"),
+    ]
+    found: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+    }
+    if deadline_s is not None:
+        found["activeDeadlineSeconds"] = deadline_s
+    return found | {"template": template(job, place(job))}

@@ -1,0 +1,58 @@
+"""Objects as YAML that every reader takes for the same values, whichever version of YAML it knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import yaml
+
+_PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
+_WORDS = {"y", "n", "yes", "no", "true", "false", "on", "off", "null"}
+"""Read as something else than text by YAML 1.1, which kubectl and the API server follow."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes no anchors, and quotes: PyYAML leaves bare what Go's reader takes for a number, such as 1e3."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _string(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+    # Single quotes where they save backslashes; the emitter takes double ones by itself where it has to.
+    style = None if plain else "'" if '"' in value and value.isprintable() else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _string)
+
+
+def text(objects: Iterable[dict[str, Any]], remarks: Sequence[str] = ()) -> str:
+    """Return a file of several documents, keys in the order given, with remarks as comments before the first."""
+    head = "".join(f"# {remark}\n" for remark in remarks)
+    return head + "---\n".join(_document(each) for each in objects)
+
+
+def _document(item: dict[str, Any]) -> str:
+    if item["kind"] != "ConfigMap":
+        return _dump(item)
+    rest = _dump({key: value for key, value in item.items() if key != "data"})
+    return rest + "data:\n" + "".join(_block(name, value) for name, value in item["data"].items())
+
+
+def _dump(item: dict[str, Any]) -> str:
+    return yaml.dump(item, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 30)
+
+
+def _block(name: str, value: str) -> str:
+    """Return lines of printable ASCII as a literal block; PyYAML would take a second for a plan of 900 kB."""
+    lines = value.split("\n")[:-1]
+    if not value.isascii() or not value.endswith("\n") or not all(line.isprintable() and line for line in lines):
+        raise ValueError(f"{name} is no text of printable lines")
+    return f"  {name}: |\n" + "".join(f"    {line}\n" for line in lines)

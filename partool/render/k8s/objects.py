@@ -1,0 +1,92 @@
+"""What the kinds share: names, labels, the ConfigMap with the plan, the headless Service."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from partool.plan.run import PLAN_FILE
+from partool.render.job import Job
+from partool.render.k8s.environment import origins
+
+Object = dict[str, Any]
+
+PORT = 29500
+"""Of the store at which the agents of the nodes meet."""
+NODE = "node"
+"""Name of the replicated job, of the task and of the container."""
+MOST_INT32 = 2**31 - 1
+RUN_LABEL = "partool/run"
+
+
+def int32(value: int) -> int:
+    """Return a count as a field of 32 bits can hold it; that many is without limit."""
+    return min(value, MOST_INT32)
+
+
+def plan_map(job: Job) -> str:
+    """Return the name of the ConfigMap with the plan."""
+    return f"{job.run_id}-plan"
+
+
+def labels(job: Job) -> dict[str, str]:
+    """Return the labels of every object and of the pods."""
+    own = {
+        "app.kubernetes.io/name": "partool",
+        "app.kubernetes.io/managed-by": "partool",
+        RUN_LABEL: job.run_id,
+    }
+    return {**job.plan.launch.k8s.labels, **own}
+
+
+def metadata(job: Job, name: str | None = None) -> Object:
+    """Return the metadata of an object of the run, ``name`` being the run's id if it is not given."""
+    found: Object = {"name": name or job.run_id}
+    if job.plan.launch.k8s.namespace is not None:
+        found["namespace"] = job.plan.launch.k8s.namespace
+    found["labels"] = labels(job)
+    found["annotations"] = {**job.plan.launch.k8s.annotations, "partool/plan-hash": job.plan.hash}
+    return found
+
+
+def workload_metadata(job: Job) -> Object:
+    """Return the metadata of the object that runs the pods: also Kueue's labels, and where each variable is from.
+
+    ``suspend`` is left to Kueue, which sets it as the object is created.
+    """
+    found = metadata(job)
+    k8s = job.plan.launch.k8s
+    if k8s.queue is not None and k8s.kind != "volcano":
+        found["labels"]["kueue.x-k8s.io/queue-name"] = k8s.queue
+        if k8s.priority is not None:
+            found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
+        if k8s.deadline_s is not None:  # over restarts, which the deadline of a job is not
+            found["labels"]["kueue.x-k8s.io/max-exec-time-seconds"] = str(int32(k8s.deadline_s))
+    found["annotations"]["partool/environment-origins"] = json.dumps(origins(job.plan), ensure_ascii=False)
+    return found
+
+
+def config_map(job: Job) -> Object:
+    """Return the ConfigMap that holds the plan; nobody can change it once it is there."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, plan_map(job)),
+        "immutable": True,
+        "data": {PLAN_FILE: job.plan.to_json()},
+    }
+
+
+def headless_service(job: Job) -> Object:
+    """Return the Service that gives each pod a name, before it is ready: the agents meet by these names."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {RUN_LABEL: job.run_id},
+            "ports": [{"name": "rendezvous", "port": PORT, "targetPort": PORT, "protocol": "TCP"}],
+        },
+    }

@@ -1,0 +1,52 @@
+"""On which nodes pods may run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.catalog.lookup import table
+from partool.plan.types import Plan
+from partool.render.k8s.resources import device_resource
+
+_ARCHITECTURE = "kubernetes.io/arch"
+
+
+def architecture(plan: Plan) -> str:
+    """Return the nodes' architecture as Kubernetes names it: that of the host which the catalog knows, else amd64."""
+    entry = table("accelerators").get(plan.devices.accelerator)
+    return str(table("hosts")[entry["host"]]["architecture"]) if entry else "amd64"
+
+
+def node_selector(plan: Plan) -> dict[str, str]:
+    """Return the labels that nodes must have; the user's come last and win."""
+    return {_ARCHITECTURE: architecture(plan), **plan.launch.k8s.node_selector}
+
+
+def tolerations(plan: Plan) -> list[dict[str, str]]:
+    """Return the taints that do not keep the pods away: of nodes with devices, of arm64 nodes, and the user's."""
+    found = []
+    device = device_resource(plan)
+    if device is not None:
+        found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+    if node_selector(plan)[_ARCHITECTURE] == "arm64":  # as GKE taints such nodes
+        found.append({"key": _ARCHITECTURE, "operator": "Equal", "value": "arm64", "effect": "NoSchedule"})
+    for each in plan.launch.k8s.tolerations:
+        item = {"key": each.key, "operator": "Exists" if each.value is None else "Equal"}
+        item |= {} if each.value is None else {"value": each.value}
+        found.append(item | ({"effect": each.effect} if each.effect else {}))
+    return found
+
+
+def topology_annotations(plan: Plan) -> dict[str, str]:
+    """Return Kueue's request to place all pods close to each other, for the pods' template."""
+    topology = plan.launch.k8s.topology
+    if topology is None:
+        return {}
+    how = "required" if topology.required else "preferred"
+    return {f"kueue.x-k8s.io/podset-{how}-topology": topology.level}
+
+
+def priority_class(plan: Plan) -> dict[str, Any]:
+    """Return the pods' priority class; with a queue, priority is Kueue's business."""
+    k8s = plan.launch.k8s
+    return {} if k8s.priority is None or k8s.queue is not None else {"priorityClassName": k8s.priority}

@@ -1,0 +1,148 @@
+"""The pod that runs one node's agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partool.plan.run import PLAN_FILE, agent_command
+from partool.plan.types import Plan
+from partool.render.job import Job
+from partool.render.k8s import placement
+from partool.render.k8s.environment import environment, literal
+from partool.render.k8s.objects import NODE, PORT, labels
+from partool.render.k8s.resources import resources
+from partool.render.k8s.volumes import PLAN_FOLDER, STORAGE, volumes
+
+_LINGER_S = 30
+"""Beyond the shutdown timeout: the agent has killed its ranks by then and writes its summary."""
+_TERMINATION_LOG = "/dev/termination-log"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How the pods of a kind find each other, and what the kind wants them to be called."""
+
+    node_rank: str
+    """Variable that numbers the pods from 0, set by the kind's controller."""
+    host: str
+    """DNS name of the pod with number 0."""
+    container: str = NODE
+    port: str = "rendezvous"
+
+
+def run_folder(job: Job) -> str:
+    """Return the run's folder in the pod."""
+    return f"{STORAGE}/runs/{job.run_id}"
+
+
+def command(job: Job, place: Place) -> list[str]:
+    """Return the agent's command line: no shell, which as process 1 would keep signals from the agent."""
+    several = job.plan.devices.nodes > 1
+    return agent_command(
+        literal(job.plan.launch.python or "python"),
+        Path(PLAN_FOLDER, PLAN_FILE),
+        Path(run_folder(job)),
+        resume=True,
+        plan_hash=job.plan.hash,
+        nodes=job.plan.devices.nodes if several else None,
+        node_rank=f"$({place.node_rank})" if several else None,
+        rendezvous=f"{place.host}:{PORT}" if several else None,
+        echo="all",
+        termination_log=_TERMINATION_LOG,
+    )
+
+
+def template(job: Job, place: Place, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
+    """Return the pod template; ``restart_policy`` is None where the kind has its own field for it."""
+    return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
+
+
+def pod_metadata(job: Job) -> dict[str, Any]:
+    """Return labels and annotations of the pods: a sidecar of a service mesh would outlive the agent."""
+    found: dict[str, Any] = {"labels": {**labels(job), "sidecar.istio.io/inject": "false"}}
+    own = {**job.plan.launch.k8s.annotations, **placement.topology_annotations(job.plan)}
+    return found | ({"annotations": own} if own else {})
+
+
+def grace_s(plan: Plan) -> int:
+    """Return the seconds between a pod's stop signal and its end."""
+    return plan.launch.shutdown_timeout_s + _LINGER_S
+
+
+def _spec(job: Job, place: Place, restart_policy: str | None, subdomain: str | None) -> dict[str, Any]:
+    plan, k8s = job.plan, job.plan.launch.k8s
+    found: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s(plan),
+        "nodeSelector": placement.node_selector(plan),
+        "securityContext": pod_security(plan),
+    }
+    if restart_policy is not None:
+        found["restartPolicy"] = restart_policy
+    if subdomain is not None:
+        found["subdomain"] = subdomain
+    if k8s.kind != "volcano":  # it has the field on the job
+        found |= placement.priority_class(plan)
+    if k8s.host_network:
+        # The policy keeps the names of the cluster's services known there.
+        found |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    found |= pod_options(plan)
+    if tolerations := placement.tolerations(plan):
+        found["tolerations"] = tolerations
+    found["containers"] = [container(job, place)]
+    found["volumes"] = volumes(job)[0]
+    return found
+
+
+def pod_options(plan: Plan) -> dict[str, Any]:
+    """Return fields of the pod that are only there if the user asks for them."""
+    k8s = plan.launch.k8s
+    found: dict[str, Any] = {}
+    if k8s.service_account is not None:
+        found["serviceAccountName"] = k8s.service_account
+    if k8s.image_pull_secrets:
+        found["imagePullSecrets"] = [{"name": name} for name in dict.fromkeys(k8s.image_pull_secrets)]
+    return found
+
+
+def container(job: Job, place: Place) -> dict[str, Any]:
+    """Return the container that runs the agent."""
+    plan = job.plan
+    found: dict[str, Any] = {"name": place.container, "image": plan.launch.image, "command": command(job, place)}
+    if plan.launch.k8s.image_pull_policy is not None:
+        found["imagePullPolicy"] = plan.launch.k8s.image_pull_policy
+    if variables := environment(plan):
+        found["env"] = variables
+    if plan.devices.nodes > 1:
+        port = {"name": place.port, "containerPort": PORT, "protocol": "TCP"}
+        found["ports"] = [port | ({"hostPort": PORT} if plan.launch.k8s.host_network else {})]
+    found["resources"] = resources(plan)
+    found["securityContext"] = container_security(plan)
+    found["volumeMounts"] = volumes(job)[1]
+    found["terminationMessagePath"] = _TERMINATION_LOG
+    found["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    return found
+
+
+def pod_security(plan: Plan) -> dict[str, Any]:
+    """Return what the pod security standard "restricted" asks of a pod, but for a user who chose root."""
+    user = plan.launch.k8s.user
+    return {
+        "runAsNonRoot": user != 0,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security(plan: Plan) -> dict[str, Any]:
+    """Return what it asks of a container; adapters need page-locked memory, and so its capability."""
+    capabilities: dict[str, Any] = {"drop": ["ALL"]}
+    if plan.launch.k8s.rdma is not None:
+        capabilities["add"] = ["IPC_LOCK"]
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}

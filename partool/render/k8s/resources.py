@@ -1,0 +1,75 @@
+"""What a pod asks of its node."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from partool.plan.types import Plan
+from partool.spec.launch_units import quantity
+
+_GIB = 1 << 30
+_SHARED_GIB_PER_DEVICE = 8
+_CORES_KEPT = 2
+"""For the kubelet and what else runs on every node."""
+_PROCESS_BYTES = 4 * _GIB
+"""Host memory of a rank that no term of the prediction holds: interpreter, libraries, page-locked buffers (assumed)."""
+_ROOM = 1.1
+_DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+
+
+def device_resource(plan: Plan) -> str | None:
+    """Return the resource by which the cluster counts devices; None for ranks on a CPU."""
+    if plan.devices.backend == "cpu":
+        return None
+    return plan.launch.k8s.device_resource or _DEVICES[plan.devices.backend]
+
+
+def shared_memory(plan: Plan) -> str:
+    """Return the size of /dev/shm."""
+    return plan.launch.k8s.shared_memory or f"{_SHARED_GIB_PER_DEVICE * plan.devices.per_node}Gi"
+
+
+def resources(plan: Plan) -> dict[str, Any]:
+    """Return the container's resources: requests equal limits, so that the pod is the last to be evicted.
+
+    Devices and adapters are written as limits only: Kubernetes takes the same as the request.
+    """
+    base = {"cpu": _cpu(plan), "memory": _memory(plan)}
+    limits = dict(base)
+    device = device_resource(plan)
+    if device is not None:
+        limits[device] = str(plan.devices.per_node)
+    rdma = plan.launch.k8s.rdma
+    if rdma is not None:
+        limits[rdma.resource] = str(rdma.count)
+    return {"requests": base, "limits": limits}
+
+
+def _cpu(plan: Plan) -> str:
+    """Return the cores: the host's less two, or one per rank where the host is not known."""
+    cores = plan.devices.host_cores - _CORES_KEPT
+    return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
+
+
+def _memory(plan: Plan) -> str:
+    """Return the memory, rounded up to Gi: (predicted on the host + 4 GiB per rank + /dev/shm) and 10 % of room.
+
+    Never more than nine tenths of the host: a pod that asks for all of it fits no node.
+    """
+    if plan.launch.k8s.memory is not None:
+        return plan.launch.k8s.memory
+    devices = plan.devices
+    needed = _predicted_bytes(plan) + _PROCESS_BYTES * devices.per_node + quantity(shared_memory(plan))
+    gib = math.ceil(needed * _ROOM / _GIB)
+    if devices.host_memory_bytes is not None:
+        gib = max(1, min(gib, int(devices.host_memory_bytes * 0.9 / _GIB)))
+    return f"{gib}Gi"
+
+
+def _predicted_bytes(plan: Plan) -> int:
+    """Return the predicted host memory of a node: what is offloaded, or all of a rank that runs on the CPU."""
+    if plan.devices.backend == "cpu":
+        return plan.prediction.memory.total_bytes * plan.devices.per_node
+    own = [row.host_bytes for row in plan.candidates if not row.why_not]
+    return own[0] if own else 0

@@ -1,0 +1,55 @@
+"""Volumes of a pod and where its container sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.render.job import Job
+from partool.render.k8s.objects import plan_map
+from partool.render.k8s.resources import shared_memory
+
+STORAGE = "/partool"
+"""Where runs are kept: ``launch.k8s.storage``, or a folder that goes with the pod."""
+PLAN_FOLDER = "/etc/partool"
+_PVC = "pvc:"
+
+
+def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the pod's volumes and the container's mounts.
+
+    A claim is one volume however often it is mounted. It is mounted whole: Kubernetes would make the folder of a
+    ``subPath`` for root alone.
+    """
+    launch = job.plan.launch
+    shm = {"medium": "Memory", "sizeLimit": shared_memory(job.plan)}
+    found: list[dict[str, Any]] = [
+        {"name": "plan", "configMap": {"name": plan_map(job), "defaultMode": 0o444}},
+        {"name": "shm", "emptyDir": shm},
+    ]
+    seen: list[dict[str, Any]] = [
+        {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    claims: dict[str, str] = {}
+    if launch.k8s.storage is None:
+        found.append({"name": "runs", "emptyDir": {}})
+    else:
+        found.append(_claim("runs", launch.k8s.storage))
+        claims[launch.k8s.storage] = "runs"
+    seen.append({"name": "runs", "mountPath": STORAGE})
+    for index, mount in enumerate(launch.mounts):
+        name = claims.get(mount.source, f"mount-{index}")
+        if mount.source not in claims:
+            found.append(_claim(name, mount.source) if mount.source.startswith(_PVC) else _folder(name, mount.source))
+            claims[mount.source] = name
+        seen.append({"name": name, "mountPath": mount.target} | ({"readOnly": True} if mount.read_only else {}))
+    return found, seen
+
+
+def _claim(name: str, source: str) -> dict[str, Any]:
+    return {"name": name, "persistentVolumeClaim": {"claimName": source.removeprefix(_PVC)}}
+
+
+def _folder(name: str, path: str) -> dict[str, Any]:
+    # Without a type, a folder that a node lacks would be made, and be empty.
+    return {"name": name, "hostPath": {"path": path, "type": "Directory"}}
