@@ -73,12 +73,22 @@ def resource_of(document: Mapping[str, Any]) -> Resource:
     return RESOURCES[document["apiVersion"], document["kind"]]
 
 
+class BrokenOffError(LaunchError):
+    """A connection ended in the middle of an answer."""
+
+    def __init__(self, host: str, error: BaseException) -> None:
+        known = k8s_errors.unreachable(host, error)
+        super().__init__(known.code, known.message, known.help, known.exit_code)
+
+
 class Client:
     """A cluster, and the namespace that is meant where none is named."""
 
     def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
         self._connection: Connection = connect(context)
         self.namespace = namespace or self._connection.namespace
+        self.context = self._connection.context
+        """Name in the kubeconfig; empty in a pod of the cluster."""
         self.warnings: list[str] = []
         """What the server warned of, in ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
 
@@ -175,10 +185,10 @@ class Client:
         try:
             with closing(self.stream("watch", path, query, read_timeout_s=seconds + _READ_TIMEOUT_S)) as lines:
                 for line in lines:
-                    if not line.endswith(b"\n"):
-                        return
                     event = json.loads(line)
                     yield event["type"], event["object"] if event["type"] != "ERROR" else {}
+        except BrokenOffError:
+            return
         except ApiError as error:
             if error.status != 410:
                 raise
@@ -187,9 +197,9 @@ class Client:
     def stream(
         self, verb: str, path: str, query: Mapping[str, str], *, read_timeout_s: float = 300.0
     ) -> Generator[bytes, None, None]:
-        """Yield the lines of an answer as they come; one without a line end was cut off, or is the last.
+        """Yield the lines of an answer as they come; only the last one may be without a line end.
 
-        Raises ApiError where the answer is no success; a connection that breaks off ends the lines.
+        Raises ApiError where the answer is no success, BrokenOffError where the connection ends before the answer does.
         """
         import urllib3
 
@@ -199,8 +209,8 @@ class Client:
             for chunk in answer.stream(1 << 16, decode_content=True):
                 *whole, part = (part + chunk).split(b"\n")
                 yield from (line + b"\n" for line in whole)
-        except (urllib3.exceptions.HTTPError, OSError):
-            pass
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise BrokenOffError(self._connection.host, error) from None
         finally:
             answer.close()
         if part:
@@ -246,14 +256,14 @@ class Client:
         path: str,
         query: Mapping[str, str],
         body: Document | None = None,
-        read_timeout_s: float = _READ_TIMEOUT_S,
+        read_timeout_s: float | None = None,
         *,
         streamed: bool = False,
     ) -> Any:
         """Send a request until there is an answer that is no passing trouble; raises ApiError or LaunchError."""
         import urllib3
 
-        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=read_timeout_s)
+        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=read_timeout_s or _READ_TIMEOUT_S)
         began, lost = time.monotonic(), False
         for pause_s in (*_PAUSES_S, None):
             over = pause_s is None or time.monotonic() - began > _PATIENCE_S

@@ -26,7 +26,7 @@ class Connection:
     """URL."""
     namespace: str
     context: str
-    """Name in the kubeconfig; ``in-cluster`` without one."""
+    """Name in the kubeconfig; empty in a pod of the cluster."""
     pool: Any
     """``urllib3.PoolManager`` with the cluster's certificates."""
     configuration: Any
@@ -89,7 +89,7 @@ def _load(context: str | None, configuration: Any) -> tuple[str, str]:
     if context is None and not there and "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(client_configuration=configuration)
         own = _ACCOUNT_NAMESPACE.read_text("utf-8").strip() if _ACCOUNT_NAMESPACE.exists() else ""
-        return "in-cluster", own or "default"
+        return "", own or "default"
     if not there:
         raise FileNotFoundError("no such file")
     contexts, current = config.list_kube_config_contexts(files)

@@ -64,6 +64,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     cluster: Cluster
     cut_after: int | None = None
     """Lines of a stream after which the connection breaks off."""

@@ -1,0 +1,253 @@
+"""Kubernetes as a target: JobSet, Job, PyTorchJob, TrainJob and Volcano jobs, with or without Kueue."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import yaml
+
+from partool.diagnostics.record import Diagnostic
+from partool.launch import k8s_diff, k8s_logs, k8s_waiting
+from partool.launch.k8s_client import PODS, RESOURCES, Client, Document, resource_of
+from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
+from partool.launch.k8s_submit import Transaction, remove
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery
+from partool.plan.run import RunStatus, write_status
+from partool.plan.types import Plan
+from partool.render import Job, Rendered
+
+CANCEL_FILE = "cancel"
+ERRORS_FILE = "errors.txt"
+"""Where the error records are kept once a run has ended: the cluster forgets them with the pods."""
+
+
+class Place(NamedTuple):
+    """Where a run's object is."""
+
+    context: str
+    namespace: str
+    kind: str
+    """As ``launch.k8s.kind``."""
+    name: str
+    uid: str
+    """Empty where it is not on record."""
+    nodes: int
+
+
+class K8sTarget:
+    """Runs on a Kubernetes cluster."""
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str, str], Client] = {}
+
+    def check(self, plan: Plan) -> None:
+        """Raise LaunchError if there is no client, no cluster, or no such kind of job on it."""
+        client = self._client_for(plan)
+        client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # whether the kind is known and may be asked for
+
+    def validate(self, job: Job, rendered: Rendered) -> Sequence[Level]:
+        """Check against the schemas that are there, then by a dry run on the server."""
+        from partool.launch.k8s_validate import validate_offline
+
+        return [*validate_offline(rendered.text), self._dry_run(job.plan, rendered)]
+
+    def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
+        """Create the objects; raises LaunchError, after which none of them is left."""
+        spec = job.plan.launch.k8s
+        client = self._client_for(job.plan)
+        documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        transaction = Transaction(client, run, documents, spec.kind)
+        there = transaction.submit(float(job.plan.launch.shutdown_timeout_s))
+        (run.path / CANCEL_FILE).unlink(missing_ok=True)
+        (run.path / ERRORS_FILE).unlink(missing_ok=True)
+        return {
+            "kind": spec.kind,
+            "namespace": there["metadata"]["namespace"],
+            "name": there["metadata"]["name"],
+            "uid": there["metadata"]["uid"],
+            "context": client.context,
+            "nodes": str(job.plan.devices.nodes),
+        }
+
+    def remove(self, run: Run) -> None:
+        """Delete the objects of a run that has ended, which bear the name that its next start needs."""
+        place = _place(run)
+        stopping_s = float(Plan.from_json(run.plan_file.read_text(encoding="utf-8")).launch.shutdown_timeout_s)
+        client = self._client(place.context, place.namespace)
+        remove(client, RESOURCES[KINDS[place.kind]], place.name, place.uid, stopping_s)
+
+    def status(self, run: Run) -> RunStatus:
+        """Return how the run is doing; raises LaunchError."""
+        return self.statuses([run])[run.id]
+
+    def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
+        """Return the status of several runs by id: one look at a namespace's jobs of each kind, one at its pods."""
+        groups: dict[tuple[str, str, str], list[tuple[Run, Place]]] = {}
+        for run in runs:
+            place = _place(run)
+            groups.setdefault((place.context, place.namespace, place.kind), []).append((run, place))
+        pods: dict[tuple[str, str], list[Document]] = {}
+        found = {}
+        for (context, namespace, kind), some in groups.items():
+            client = self._client(context, namespace)
+            selector = f"{RUN_LABEL}={some[0][0].id}" if len(runs) == 1 else RUN_LABEL
+            jobs = client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
+            if (context, namespace) not in pods:
+                pods[context, namespace] = client.select(PODS, labelSelector=selector)
+            by_name = {job["metadata"]["name"]: job for job in jobs}
+            for run, place in some:
+                own = [pod for pod in pods[context, namespace] if pod["metadata"]["labels"][RUN_LABEL] == run.id]
+                found[run.id] = _status(client, run, place, by_name.get(place.name), own)
+        return found
+
+    def cancel(self, run: Run, *, now: bool) -> bool:
+        """Delete the job, its pods first, which get the time they need for a checkpoint; none with ``now``."""
+        place = _place(run)
+        client = self._client(place.context, place.namespace)
+        if run.submission() is not None and not self.status(run).active:
+            return False
+        mark = run.path / CANCEL_FILE
+        mark.touch()  # before the deed: a job that is gone counts as cancelled even if this process is killed here
+        try:
+            asked = client.delete(RESOURCES[KINDS[place.kind]], place.name, uid=place.uid or None)
+        except LaunchError:
+            mark.unlink()
+            raise
+        if asked and now:
+            client.kill_pods(f"{RUN_LABEL}={run.id}")
+        return asked
+
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output; raises NoLogsError, and LaunchError where the cluster cannot be asked."""
+        place = _place(run)
+        client = self._client(place.context, place.namespace)
+        return k8s_logs.read(client, run, query, lambda: self.status(run))
+
+    def errors(self, run: Run) -> str:
+        """Return what failing agents left as their last words, over restarts as far as the pods are still there."""
+        place = _place(run)
+        pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
+        if text := _errors(pods):
+            return text
+        kept = run.path / ERRORS_FILE
+        return kept.read_text(encoding="utf-8") if kept.exists() else ""
+
+    def diff(self, job: Job, rendered: Rendered) -> str:
+        """Return how the manifest differs from the objects of the latest run of this name."""
+        client = self._client_for(job.plan)
+        name = _latest(job)
+        parts = []
+        for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            own = str(document["metadata"]["name"])
+            live = client.get(resource_of(document), own.replace(job.run_id, name))
+            if live is not None and live["metadata"].get("labels", {}).get(RUN_LABEL) != name:
+                live = None
+            there = None if live is None else k8s_diff.renamed(live, name, job.run_id)
+            parts.append(k8s_diff.unified(there, document, f"{document['kind']}/{own.replace(job.run_id, name)}"))
+        return "".join(parts)
+
+    def _dry_run(self, plan: Plan, rendered: Rendered) -> Level:
+        """Let the server judge every object, its webhooks and quotas included, and keep none."""
+        name = "server-side dry run"
+        try:
+            client = self._client_for(plan)
+            version = client.read("/version")["gitVersion"]
+        except LaunchError as error:
+            if error.code in ("PT574", "PT576"):
+                return Level(name, ran=False, note=error.message)
+            raise
+        findings = []
+        for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            try:
+                client.create(document, dry_run=True)
+            except LaunchError as error:
+                if error.code == "PT576":
+                    raise
+                findings.append(Diagnostic(error.code, error.message, help=error.help))
+        findings += [
+            Diagnostic("PT578", f"the cluster warns: {text}", severity="warning")
+            for text in dict.fromkeys(client.warnings)
+        ]
+        return Level(name, ran=True, note=f"Kubernetes {version}", findings=tuple(findings))
+
+    def _client_for(self, plan: Plan) -> Client:
+        spec = plan.launch.k8s
+        return self._client(spec.context or "", spec.namespace or "")
+
+    def _client(self, context: str, namespace: str) -> Client:
+        if (context, namespace) not in self._clients:
+            self._clients[context, namespace] = Client(context or None, namespace or None)
+        return self._clients[context, namespace]
+
+
+def _place(run: Run) -> Place:
+    """Return where a run's object is: by the record, or by its plan while there is no record yet."""
+    submission = run.submission()
+    if submission is not None:
+        known = submission.details
+        nodes = int(known.get("nodes", "1"))
+        return Place(
+            known.get("context", ""), known["namespace"], known["kind"], known["name"], known.get("uid", ""), nodes
+        )
+    plan = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+    spec = plan.launch.k8s
+    return Place(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
+
+
+def _status(client: Client, run: Run, place: Place, job: Document | None, pods: list[Document]) -> RunStatus:
+    """Return a run's status, and keep it once the run has ended: the cluster deletes finished jobs."""
+    record = run.status()
+    if job is None or (place.uid and job["metadata"]["uid"] != place.uid):
+        found = _gone(run, record)
+    else:
+        found = judge(record, place.kind, job, pods, place.nodes)
+        if found.state == "queued":
+            found = found.model_copy(update={"reason": k8s_waiting.why(client, place.kind, job, found.reason)})
+    if not found.active and found != record:
+        with suppress(OSError):
+            if text := _errors(pods):
+                (run.path / ERRORS_FILE).write_text(text, encoding="utf-8")
+            write_status(run.path, found)
+    return found
+
+
+def _gone(run: Run, record: RunStatus) -> RunStatus:
+    """Return the status of a run whose object is no longer there."""
+    if not record.active:
+        return record
+    mark = run.path / CANCEL_FILE
+    if mark.exists():
+        return record.model_copy(update={"state": "cancelled", "ended": mark.stat().st_mtime, "reason": "cancelled"})
+    reason = "its job is gone from the cluster: deleted by somebody, or after its end, which is not on record here"
+    return record.model_copy(update={"state": "failed", "ended": time.time(), "reason": reason})
+
+
+def _errors(pods: Sequence[Document]) -> str:
+    parts = []
+    for ending in endings(pods, earlier=True):
+        at = "" if ending.at is None else time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(ending.at))
+        why = "" if ending.reason in ("", "Error") else f" ({ending.reason})"
+        head = f"node {ending.node}, pod {ending.pod}: exit code {ending.code}{why}{at}"
+        parts.append("\n".join([head, *(f"  {line}" for line in ending.message.strip().splitlines())]))
+    return "\n".join(parts)
+
+
+def _latest(job: Job) -> str:
+    """Return the id of the run that a job is compared with: its own, or the newest that was submitted of the name."""
+    store = RunStore()
+    own = Run(store.root / job.run_id)
+    if own.path.is_dir():
+        return own.id
+    for run in store.runs():
+        with suppress(ValueError, OSError):
+            submission = run.submission()
+            if submission is not None and submission.target == "k8s":
+                plan: Any = json.loads(run.plan_file.read_text(encoding="utf-8"))
+                if plan["name"] == job.plan.name:
+                    return run.id
+    return job.run_id

@@ -1,0 +1,79 @@
+"""How what is rendered differs from what a cluster holds, where both speak of the same field.
+
+A server completes objects: defaults, bookkeeping, what webhooks add. Only fields that are rendered are compared, so
+none of that shows; what was rendered earlier and no longer is shows in lists whose entries have names (variables,
+mounts, volumes, containers).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+Document = dict[str, Any]
+
+_INJECTED = ("kube-api-access-", "istio-", "linkerd-")
+_KEYS = ("name", "mountPath", "containerPort")
+
+
+def same_fields(live: Any, rendered: Any) -> Any:
+    """Return a live value reduced to the fields of a rendered one."""
+    if isinstance(rendered, dict) and isinstance(live, dict):
+        return {name: same_fields(live[name], value) for name, value in rendered.items() if name in live}
+    if isinstance(rendered, list) and isinstance(live, list):
+        return _entries(live, rendered)
+    return live
+
+
+def _entries(live: list[Any], rendered: list[Any]) -> list[Any]:
+    key = next((key for key in _KEYS if rendered and all(isinstance(e, dict) and key in e for e in rendered)), None)
+    if key is None:
+        paired = [same_fields(value, rendered[at]) if at < len(rendered) else value for at, value in enumerate(live)]
+        # taints that clusters let every pod bear come after those that were rendered
+        return paired[: len(rendered)] if _are_tolerations(rendered) else paired
+    wanted = {entry[key]: entry for entry in rendered}
+    kept = [entry for entry in live if not str(entry.get(key, "")).startswith(_INJECTED)]
+    return [same_fields(entry, wanted.get(entry.get(key), entry)) for entry in kept]
+
+
+def _are_tolerations(entries: list[Any]) -> bool:
+    return bool(entries) and all(isinstance(entry, dict) and {"operator", "effect"} & entry.keys() for entry in entries)
+
+
+def renamed(value: Any, old: str, new: str) -> Any:
+    """Return a value with a run's name replaced by another wherever it is part of a text."""
+    if isinstance(value, dict):
+        return {renamed(name, old, new): renamed(each, old, new) for name, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each, old, new) for each in value]
+    return value.replace(old, new) if isinstance(value, str) else value
+
+
+def unified(live: Document | None, rendered: Document, origin: str) -> str:
+    """Return the difference of two documents as text, the live one first; empty if there is none."""
+    before = [] if live is None else _lines(same_fields(live, rendered))
+    after = _lines(rendered)
+    name = f"{rendered['kind']}/{rendered['metadata']['name']}"
+    return "".join(difflib.unified_diff(before, after, f"cluster: {origin}", f"rendered: {name}"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Shows texts of several lines as such, and every value where it stands."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Return True: an anchor on one side only would be a difference."""
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _lines(document: Document) -> Sequence[str]:
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=True, width=1000).splitlines(keepends=True)

@@ -1,0 +1,253 @@
+"""How a Kubernetes job is doing, read from the objects: pure functions over what the API returned.
+
+Conditions by kind: Job (https://kubernetes.io/docs/concepts/workloads/controllers/job/), JobSet (jobset.x-k8s.io,
+``JobSetStatus``), PyTorchJob (kubeflow.org/v1, ``JobStatus``), TrainJob (trainer.kubeflow.org, ``TrainJobStatus``),
+Volcano (batch.volcano.sh, ``JobStatus``).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from partool.plan.run import RunStatus, State
+
+Document = dict[str, Any]
+
+KINDS = {
+    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+    "job": ("batch/v1", "Job"),
+    "pytorchjob": ("kubeflow.org/v1", "PyTorchJob"),
+    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob"),
+    "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
+}
+"""``launch.k8s.kind`` → apiVersion and kind of the object."""
+RUN_LABEL = "partool/run"
+HASH_ANNOTATION = "partool/plan-hash"
+
+_PREEMPTED, _GIVES_UP = 75, 78
+_DONE = ("Completed", "Complete", "Succeeded")
+_HARMLESS = ("", "ContainerCreating", "PodInitializing")
+_INDEXES = (
+    "batch.kubernetes.io/job-completion-index",
+    "training.kubeflow.org/replica-index",
+    "volcano.sh/task-index",
+)
+_ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "batch.kubernetes.io/job-index-failure-count")
+_AGENTS = ("node", "pytorch")
+
+Phase = Literal["suspended", "active", "done", "failed"]
+
+
+class Progress(NamedTuple):
+    """What the object itself says."""
+
+    phase: Phase
+    reason: str = ""
+    restarts: int = 0
+    ended: float | None = None
+
+
+class Ending(NamedTuple):
+    """How an agent's container ended."""
+
+    node: int
+    pod: str
+    code: int
+    reason: str
+    """The kubelet's word: ``Error``, ``OOMKilled``, or the pod's: ``Evicted``."""
+    message: str
+    """What the agent wrote into the termination log."""
+    at: float | None
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        why = "" if self.reason in ("", "Error") else f" ({self.reason})"
+        first = self.message.strip().splitlines()[0] if self.message.strip() else ""
+        return f"exit code {self.code}{why} on node {self.node}" + (f": {first}" if first else "")
+
+
+def seconds(stamp: str | None) -> float | None:
+    """Return a time of the API as Unix time."""
+    if not stamp:
+        return None
+    return datetime.datetime.fromisoformat(stamp.replace("Z", "+00:00")).timestamp()
+
+
+def _marks(pod: Document) -> dict[str, str]:
+    return {**(pod["metadata"].get("annotations") or {}), **(pod["metadata"].get("labels") or {})}
+
+
+def node_of(pod: Document) -> int:
+    """Return the number of the node that a pod is; pods of unknown kinds count as 0."""
+    labels = _marks(pod)
+    index = next((int(labels[name]) for name in _INDEXES if labels.get(name, "").isdigit()), 0)
+    # the master of a PyTorchJob is node 0, its first worker node 1
+    return index + (labels.get("training.kubeflow.org/replica-type", "").lower() == "worker")
+
+
+def attempt_of(pod: Document) -> int:
+    """Return which start of the gang a pod belongs to, from 1; restarts inside the pod do not count."""
+    labels = _marks(pod)
+    return 1 + next((int(labels[name]) for name in _ATTEMPTS if labels.get(name, "").isdigit()), 0)
+
+
+def agent_of(pod: Document) -> Document:
+    """Return the status of the container with the agent; empty where nothing is known of it yet."""
+    found: list[Document] = pod.get("status", {}).get("containerStatuses") or []
+    return next((each for each in found if each["name"] in _AGENTS), found[0] if found else {})
+
+
+def agent_name(pod: Document) -> str:
+    """Return the name of the container with the agent."""
+    names: list[str] = [container["name"] for container in pod["spec"]["containers"]]
+    return next((name for name in names if name in _AGENTS), names[0])
+
+
+def current(pods: Iterable[Document]) -> list[Document]:
+    """Return the newest pod of each node, in the order of the nodes."""
+    newest: dict[int, Document] = {}
+    for pod in sorted(pods, key=lambda pod: (attempt_of(pod), pod["metadata"].get("creationTimestamp") or "")):
+        newest[node_of(pod)] = pod
+    latest = max((attempt_of(pod) for pod in newest.values()), default=1)
+    gang = [
+        node for node, pod in newest.items() if attempt_of(pod) == latest or _phase(pod) in ("Running", "Succeeded")
+    ]
+    return [newest[node] for node in sorted(gang)]
+
+
+def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
+    """Return how agents ended that did not succeed, the first one first; ``earlier``: before restarts in place too."""
+    found = []
+    for pod in pods:
+        agent, status = agent_of(pod), pod.get("status", {})
+        states = [agent.get("state") or {}] + ([agent.get("lastState") or {}] if earlier else [])
+        node, name = node_of(pod), pod["metadata"]["name"]
+        for ended in (state["terminated"] for state in states if "terminated" in state):
+            if code := ended.get("exitCode", 0):
+                at = seconds(ended.get("finishedAt"))
+                found.append(Ending(node, name, code, ended.get("reason", ""), ended.get("message", ""), at))
+        if status.get("phase") == "Failed" and status.get("reason"):  # evicted, or never started
+            found.append(Ending(node, name, 137, status["reason"], status.get("message", ""), None))
+    return sorted(found, key=lambda ending: (ending.at is None, ending.at or 0.0, ending.node))
+
+
+def combined_code(found: Sequence[Ending]) -> int | None:
+    """Return the code of the run: 78 counts before all others, 75 only if nothing else happened."""
+    codes = [ending.code for ending in found]
+    if _GIVES_UP in codes:
+        return _GIVES_UP
+    return next((code for code in codes if code != _PREEMPTED), _PREEMPTED if codes else None)
+
+
+def progress(kind: str, job: Document) -> Progress:
+    """Return what an object says of itself."""
+    status = job.get("status") or {}
+    if kind == "volcano":
+        return _volcano(status)
+    restarts = int(status.get("restarts") or 0)
+    true = {each["type"]: each for each in status.get("conditions") or [] if each.get("status") == "True"}
+    for name in _DONE:
+        if name in true:
+            return Progress("done", "", restarts, _ended(status, true[name]))
+    if "Failed" in true:
+        failed = true["Failed"]
+        return Progress("failed", _words(failed), restarts, _ended(status, failed))
+    spec = job.get("spec") or {}
+    if spec.get("suspend") or (spec.get("runPolicy") or {}).get("suspend"):
+        return Progress("suspended", _words(true["Suspended"]) if "Suspended" in true else "", restarts)
+    return Progress("active", "", restarts)
+
+
+def _volcano(status: Document) -> Progress:
+    state = status.get("state") or {}
+    restarts, ended = int(status.get("retryCount") or 0), seconds(state.get("lastTransitionTime"))
+    phase = state.get("phase", "")
+    if phase == "Completed":
+        return Progress("done", "", restarts, ended)
+    if phase in ("Failed", "Aborted", "Terminated"):
+        return Progress("failed", _words(state) or phase.lower(), restarts, ended)
+    return Progress("active", "", restarts)
+
+
+def _ended(status: Document, condition: Document) -> float | None:
+    return seconds(status.get("completionTime") or condition.get("lastTransitionTime"))
+
+
+def _words(condition: Document) -> str:
+    return ": ".join(part for part in (condition.get("reason"), condition.get("message")) if part)
+
+
+def judge(record: RunStatus, kind: str, job: Document, pods: Sequence[Document], nodes: int) -> RunStatus:
+    """Return the status of a run: ``record`` is what was known before, ``nodes`` how many pods there should be."""
+    seen, gang = progress(kind, job), current(pods)
+    began = [at for pod in gang if (at := seconds(pod.get("status", {}).get("startTime"))) is not None]
+    in_place = max((int(agent_of(pod).get("restartCount") or 0) for pod in gang), default=0)
+    earlier = max([seen.restarts, *(attempt_of(pod) - 1 for pod in gang)])
+    facts: dict[str, Any] = {
+        "started": min(began) if began else record.started,
+        "attempt": earlier + in_place + 1 if gang else max(record.attempt, earlier),
+        "ended": None,
+        "exit_code": None,
+    }
+    if seen.phase == "done":
+        facts |= {"state": "done", "reason": "", "exit_code": 0, "ended": seen.ended}
+    elif seen.phase == "failed":
+        facts |= _failed(seen, gang)
+    elif job["metadata"].get("deletionTimestamp"):
+        facts |= {"state": "running" if gang else "queued", "reason": "stopping"}
+    elif seen.phase == "suspended":
+        facts |= {"state": "queued", "reason": seen.reason or "suspended"}
+    else:
+        facts["state"], facts["reason"] = _active(gang, nodes)
+    return record.model_copy(update=facts)
+
+
+def _failed(seen: Progress, gang: Sequence[Document]) -> dict[str, Any]:
+    found = endings(gang, earlier=True)
+    code = combined_code(found)
+    state: State = "preempted" if code == _PREEMPTED else "failed"
+    first = next((ending for ending in found if ending.code == code), None)
+    reason = seen.reason if first is None else f"{first.text} ({seen.reason.partition(':')[0] or 'failed'})"
+    return {"state": state, "reason": reason, "exit_code": code, "ended": seen.ended}
+
+
+def _active(gang: Sequence[Document], nodes: int) -> tuple[State, str]:
+    """Return the state of a job that goes on, and what it waits for."""
+    if not gang:
+        return "queued", "there are no pods yet"
+    waiting = [text for pod in gang if (text := _unscheduled(pod))]
+    if waiting:
+        return "queued", f"{len(waiting)} of {nodes} pods wait for a node: {waiting[0]}"
+    for pod in gang:
+        if text := _stuck(pod):
+            return "starting", f"node {node_of(pod)}: {text}"
+    started = sum(_phase(pod) in ("Running", "Succeeded", "Failed") for pod in gang)
+    if started < nodes:
+        return "starting", f"{started} of {nodes} pods have started"
+    ended = endings(gang)
+    return "running", f"{ended[0].text}; the others are to follow" if ended else ""
+
+
+def _phase(pod: Document) -> str:
+    return str(pod.get("status", {}).get("phase", "Pending"))
+
+
+def _unscheduled(pod: Document) -> str:
+    """Return why a pod has no node; empty if it has one."""
+    for condition in pod.get("status", {}).get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return _words(condition) or "not scheduled"
+    return ""
+
+
+def _stuck(pod: Document) -> str:
+    """Return why a container does not start: no image, no such Secret..."""
+    status = pod.get("status", {})
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason", "") not in _HARMLESS:
+            return _words(waiting)
+    return ""
