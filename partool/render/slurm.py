@@ -150,7 +150,7 @@ def _command(job: Job) -> str:
     """Return what a node runs, as shell words: the agent, inside apptainer if that is asked for."""
     launch = job.plan.launch
     python = launch.python or ("python" if launch.slurm.container != "none" else sys.executable)
-    own = {"PLAN": '"$plan"', "RUN": '"$run"'}
-    words = [own.get(word) or quote(word) for word in agent_command(python, Path("PLAN"), Path("RUN"), resume=True)]
+    agent = agent_command(python, Path("\0plan"), Path("\0run"), resume=True, plan_hash="\0hash")
+    words = [f'"${word[1:]}"' if word.startswith("\0") else quote(word) for word in agent]
     outer = containers.apptainer(job) if launch.slurm.container == "apptainer" else []
-    return " ".join([*map(quote, outer), *words, '--plan-hash "$hash"'])
+    return " ".join([*map(quote, outer), *words])

@@ -19,16 +19,29 @@ def render(job: Job) -> Rendered:
 
     Raises UnsafeValueError for a value with a NUL in it.
     """
-    launch = job.plan.launch
-    own = {"PLAN": '"$folder/plan.json"'}
-    agent = agent_command(launch.python or sys.executable, Path("PLAN"), Path(job.run_dir), resume=True)
-    words = [own.get(word) or quote(word) for word in agent]
+    devices = job.plan.devices
     text = template("torchrun.sh.jinja").render(
         job=job,
-        launch=launch,
-        devices=job.plan.devices,
+        launch=job.plan.launch,
+        devices=devices,
         variables=variables(job.plan),
-        command=" ".join([*words, "--plan-hash", job.plan.hash]),
+        commands=[_command(job, node) for node in range(devices.nodes)],
         port=PORT,
     )
     return Rendered(SCRIPT, {SCRIPT: text, PLAN_FILE: job.plan.to_json()})
+
+
+def _command(job: Job, node: int) -> str:
+    """Return the agent of a node as shell words; what only the script knows stands in its variables."""
+    several = job.plan.devices.nodes > 1
+    agent = agent_command(
+        job.plan.launch.python or sys.executable,
+        Path("\0folder/plan.json"),
+        Path(job.run_dir),
+        resume=True,
+        plan_hash=job.plan.hash,
+        nodes=job.plan.devices.nodes if several else None,
+        node_rank=node if several else None,
+        rendezvous="\0rendezvous" if several else None,
+    )
+    return " ".join(f'"${word[1:]}"' if word.startswith("\0") else quote(word) for word in agent)
