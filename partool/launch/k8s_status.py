@@ -8,6 +8,7 @@ Volcano (batch.volcano.sh, ``JobStatus``).
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +37,7 @@ _INDEXES = (
 )
 _ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "batch.kubernetes.io/job-index-failure-count")
 _AGENTS = ("node", "pytorch")
+_OUTPUT = re.compile(r"\[\d+\] ")
 
 Phase = Literal["suspended", "active", "done", "failed"]
 
@@ -65,8 +67,10 @@ class Ending(NamedTuple):
     def text(self) -> str:
         """In one line."""
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
-        first = self.message.strip().splitlines()[0] if self.message.strip() else ""
-        return f"exit code {self.code}{why} on node {self.node}" + (f": {first}" if first else "")
+        lines = self.message.strip().splitlines() or [""]
+        # the agent's summary says it first; without one there is the end of the output, which says it last
+        said = lines[-1] if _OUTPUT.match(lines[0]) else lines[0]
+        return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
 
 
 def seconds(stamp: str | None) -> float | None:
@@ -81,9 +85,11 @@ def _marks(pod: Document) -> dict[str, str]:
 
 
 def node_of(pod: Document) -> int:
-    """Return the number of the node that a pod is; pods of unknown kinds count as 0."""
+    """Return the number of the node that a pod is; by the end of its name where no label says."""
     labels = _marks(pod)
-    index = next((int(labels[name]) for name in _INDEXES if labels.get(name, "").isdigit()), 0)
+    by_name = re.search(r"-(\d+)$", pod["metadata"]["name"])
+    unlabelled = int(by_name[1]) if by_name else 0
+    index = next((int(labels[name]) for name in _INDEXES if labels.get(name, "").isdigit()), unlabelled)
     # the master of a PyTorchJob is node 0, its first worker node 1
     return index + (labels.get("training.kubeflow.org/replica-type", "").lower() == "worker")
 
