@@ -8,6 +8,7 @@ from partool.diagnostics import (
     _texts_files,
     _texts_k8s,
     _texts_launch,
+    _texts_machines,
     _texts_planner,
     _texts_run,
     _texts_slurm,
@@ -15,10 +16,11 @@ from partool.diagnostics import (
 )
 from partool.diagnostics._rule import Rule
 
+_TABLES = (
+    _texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_machines, _texts_slurm, _texts_k8s, _texts_run,
+)  # fmt: skip
 RULES: dict[str, Rule] = {
-    rule.code: rule
-    for module in (_texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_slurm, _texts_k8s, _texts_run)
-    for rule in sorted(module.RULES, key=lambda rule: rule.code)
+    rule.code: rule for rule in sorted((rule for table in _TABLES for rule in table.RULES), key=lambda rule: rule.code)
 }
 """Every rule by its code, in the order of the codes."""
 

@@ -14,6 +14,7 @@ from partool.cost.peak import host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
 from partool.plan.types import Layout, MemoryPrediction, TimePrediction
 from partool.planner.problem import Problem
+from partool.spec.hardware import Devices
 
 HOST_SHARE = 0.9
 """Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""
@@ -83,5 +84,10 @@ def bounds_s(problem: Problem, layouts: Layouts) -> Any:
 
 def host_limit(problem: Problem) -> float:
     """Return the bytes of a node's memory that may be filled; infinite where the size is not known."""
-    size = problem.devices.host_memory_bytes
-    return float("inf") if size is None or problem.devices.backend == "cpu" else HOST_SHARE * size
+    return host_room(problem.devices)
+
+
+def host_room(devices: Devices) -> float:
+    """Return the same for machines."""
+    size = devices.host_memory_bytes
+    return float("inf") if size is None or devices.backend == "cpu" else HOST_SHARE * size

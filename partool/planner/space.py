@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -193,8 +195,16 @@ class _Builder:
                 f"fewer than {TOKENS_PER_RANK} tokens of a sequence per rank",
             ),
             (training.global_batch % dp != 0, "global_batch does not divide by the data-parallel ranks"),
+            (self._least % (tp * pp * cp) != 0, "min_nodes: fewer nodes could not hold as many model-parallel ranks"),
         )
         return next((reason for broken, reason in rules if broken), None)
+
+    @cached_property
+    def _least(self) -> int:
+        """Ranks of the fewest nodes that the run may go on with; 0, which all divide, if pinned degrees need more."""
+        problem = self.problem
+        ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
+        return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
 
     def _weight(self, pp: int, cp: int, dp: int) -> int:
         """Return the number of layouts on a mesh before constraints."""

@@ -11,6 +11,7 @@ from partool.diagnostics import (
     _texts_files,
     _texts_k8s,
     _texts_launch,
+    _texts_machines,
     _texts_planner,
     _texts_run,
     _texts_slurm,
@@ -22,11 +23,12 @@ from partool.planner import make_plan
 from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
-TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_slurm, _texts_k8s, _texts_run)
+TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_machines, _texts_slurm,
+          _texts_k8s, _texts_run)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
-OF_THE_PLANNER = [rule for rule in _texts_planner.RULES if rule.example == "spec"]
+OF_THE_PLANNER = [rule for rule in (*_texts_planner.RULES, *_texts_machines.RULES) if rule.example == "spec"]
 
 
 def planned(text: str) -> list[Diagnostic]:

@@ -1,0 +1,201 @@
+"""The same training on fewer nodes: data parallelism takes up the difference, everything else stays.
+
+Tensor, pipeline, sequence and expert parallelism keep their degrees, and a step keeps its sequences: with fewer
+data-parallel ranks each of them goes through more micro-batches. What a checkpoint holds does not depend on the number
+of ranks, so a run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from partool.cost.case import RECOMPUTE, Job
+from partool.cost.peak import host_bytes, predict_memory
+from partool.cost.stacks import own_stack
+from partool.cost.time import predict_time
+from partool.diagnostics.record import Diagnostic
+from partool.layout.capabilities import Needs, gaps
+from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
+from partool.planner.price import host_room
+from partool.planner.problem import divisors
+from partool.spec.hardware import Devices, LimitsSpec
+
+_GIB = 2**30
+_PATH = ("launch", "min_nodes")
+
+
+def sizes(plan: Plan) -> tuple[dict[int, Plan], list[str]]:
+    """Return the plans for fewer nodes, down to ``launch.min_nodes``, and for each size without one the reason."""
+    found: dict[int, Plan] = {}
+    reasons: list[str] = []
+    for nodes in range(plan.launch.min_nodes or plan.devices.nodes, plan.devices.nodes):
+        smaller = resized(plan, nodes)
+        if isinstance(smaller, Plan):
+            found[nodes] = smaller
+        else:
+            reasons.append(f"no plan for {_nodes(nodes)}: {smaller}")
+    return found, reasons
+
+
+def check_elastic(plan: Plan) -> list[Diagnostic]:
+    """Return an error if ``launch.min_nodes`` asks for fewer nodes in vain, a note of the sizes that are left out."""
+    found, reasons = sizes(plan)
+    if not reasons:
+        return []
+    if found:
+        help = f"nothing, if {_listed(found)} will do; else change what the reason names"
+        return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help)]
+    message = f"min_nodes: {plan.launch.min_nodes}, but the run cannot go on with fewer nodes: {'; '.join(reasons)}"
+    help = "drop min_nodes, or leave room: a larger global_batch with more divisors, fewer tensor or pipeline ranks"
+    return [Diagnostic("PT530", message, path=_PATH, help=help)]
+
+
+def resized(plan: Plan, nodes: int) -> Plan | str:
+    """Return the plan for fewer nodes, or why there is none.
+
+    Every step trains on the same sequences in the same order of steps. Where fewer ranks that share the state leave too
+    little memory, micro-batches become smaller or more is computed again, which changes no result; the fastest such
+    layout is taken. Memory and time are predicted anew.
+    """
+    if not 0 < nodes < plan.devices.nodes:
+        return f"the plan has {_nodes(plan.devices.nodes)}, fewer are asked for"
+    layouts = _layouts(plan, nodes)
+    if isinstance(layouts, str):
+        return layouts
+    missing = gaps(_needs(plan, layouts[0], nodes))
+    if missing and plan.runnable:
+        return f"the runtime does not run {missing[0].what} yet"
+    devices = plan.devices.model_copy(update={"nodes": nodes})
+    chosen = _fitting(plan, _job(plan, devices), layouts)
+    if isinstance(chosen, str):
+        return chosen
+    layout, prediction = chosen
+    told = {"alternatives": (), "candidates": (), "search": None, "limit": "", "reasons": (_reason(plan, layout),)}
+    runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
+    return plan.model_copy(update={"devices": devices, "layout": layout, "prediction": prediction, **told, **runs})
+
+
+def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
+    """Return the layouts on fewer nodes, the least different first and the most frugal last; or why there are none."""
+    layout, ranks = plan.layout, nodes * plan.devices.per_node
+    mesh = layout.mesh
+    fixed = mesh.tp * mesh.pp * mesh.cp
+    if ranks % fixed:
+        needs = f"needs {fixed} ranks" if ranks < fixed else f"takes {fixed} ranks at a time"
+        return f"{_degrees(mesh)} {needs}, {_nodes(nodes)} {'has' if nodes == 1 else 'have'} {ranks}"
+    dp, batch = ranks // fixed, plan.training.global_batch
+    if dp * mesh.cp % layout.expert:
+        return f"expert {layout.expert} does not divide the {dp * mesh.cp} ranks that would share the experts"
+    if batch % dp:
+        return f"global batch {batch} does not divide by {dp} data-parallel ranks"
+    # Interleaved schedules send micro-batches in rounds of one per pipeline rank (arXiv 2104.04473, section 2.2).
+    share, rounds = batch // dp, mesh.pp if layout.chunks > 1 else 1
+    micro = [n for n in divisors(share) if n <= layout.micro_batch and share // n % rounds == 0]
+    if not micro:
+        return f"{share} sequences per rank cannot be cut into rounds of {rounds} micro-batches"
+    shard = _shard(mesh, dp)
+    mesh = mesh.model_copy(update={"dp_replicate": dp // shard, "dp_shard": shard})
+    policies = dict.fromkeys([layout.recompute, *((policy,) * len(layout.recompute) for policy in RECOMPUTE[1:])])
+    return [
+        layout.model_copy(
+            update={"mesh": mesh, "recompute": policy, "micro_batch": size, "accumulation": share // size}
+        )
+        for policy in policies
+        for size in reversed(micro)
+    ]
+
+
+def _fitting(plan: Plan, job: Job, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
+    """Return the first layout if it fits, else the fastest that does; else why not even the last fits."""
+    steps, fitting = plan.training.steps, []
+    lacking = ""
+    for index, layout in enumerate(layouts):
+        headroom = LimitsSpec.model_validate(plan.spec.get("limits", {})).memory_headroom
+        memory = predict_memory(job, layout, headroom)
+        lacking = _lacking(plan, job, layout, memory)
+        if not lacking:
+            fitting.append((predict_time(job, layout, steps), memory, layout))
+            if index == 0:
+                break
+    if not fitting:
+        return lacking
+    time, memory, layout = min(fitting, key=lambda each: each[0].step_time_s)
+    return layout, plan.prediction.model_copy(update={"memory": memory, "time": time})
+
+
+def _shard(mesh: Mesh, dp: int) -> int:
+    """Return the ranks that share the state: all, one, or where there are several groups at least as many as now."""
+    if mesh.dp_shard == 1:
+        return 1
+    if mesh.dp_replicate == 1:
+        return dp
+    return next((n for n in divisors(dp) if n >= mesh.dp_shard), dp)
+
+
+def _job(plan: Plan, devices: Devices) -> Job:
+    return Job(
+        model=plan.model,
+        devices=devices,
+        sequence_length=plan.training.sequence_length,
+        global_batch=plan.training.global_batch,
+        precision=plan.training.precision,
+        stack=own_stack(devices.backend, plan.layout.compile),
+        frozen=plan.frozen,
+        time_scalar=plan.prediction.time_scalar,
+        memory_scalar=plan.prediction.memory_scalar,
+    )
+
+
+def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> str:
+    """Return which memory is too small, with the numbers; empty where all is well."""
+    if memory.total_bytes > memory.capacity_bytes:
+        need, have = memory.total_bytes / _GIB, memory.capacity_bytes / _GIB
+        before = plan.prediction.memory.total_bytes / _GIB
+        return f"{need:.1f} GiB per rank would be needed ({before:.1f} now), of {have:.1f}: fewer ranks share the state"
+    if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
+        return ""
+    need, have = host_bytes(job, layout) / _GIB, host_room(job.devices) / _GIB
+    return f"{need:.0f} GiB of host memory per node would be needed, of {have:.0f}" if need > have else ""
+
+
+def _needs(plan: Plan, layout: Layout, nodes: int) -> Needs:
+    mesh = layout.mesh
+    return Needs(
+        model=plan.model,
+        frozen=bool(plan.frozen),
+        backend=plan.devices.backend,
+        nodes=nodes,
+        zero=layout.zero,
+        replicas=mesh.dp_replicate,
+        tensor=mesh.tp,
+        stages=mesh.pp,
+        sequence=mesh.cp,
+        expert=layout.expert,
+        offload_optimizer=layout.offload_optimizer,
+        offload_parameters=layout.offload_parameters,
+        offload_activations=layout.offload_activations,
+        accumulation=layout.accumulation,
+        recompute=frozenset(layout.recompute),
+        compile=layout.compile,
+        precision=plan.training.precision,
+    )
+
+
+def _reason(plan: Plan, after: Layout) -> str:
+    before = plan.layout
+    batches = f"{before.micro_batch} × {before.accumulation} → {after.micro_batch} × {after.accumulation}"
+    recompute = "" if before.recompute == after.recompute else f", recompute {after.recompute[0]} on all layers"
+    ranks = f"data-parallel ranks {before.mesh.dp} → {after.mesh.dp}"
+    return f"for fewer nodes than {plan.devices.nodes}: {ranks}, micro-batch {batches}{recompute}"
+
+
+def _degrees(mesh: Mesh) -> str:
+    degrees = {"tensor": mesh.tp, "pipeline": mesh.pp, "sequence": mesh.cp}
+    return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+
+def _listed(found: dict[int, Plan]) -> str:
+    *some, last = map(str, sorted(found))
+    return f"{', '.join(some)} or {_nodes(int(last))}" if some else _nodes(int(last))
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"

@@ -1,0 +1,63 @@
+"""Whether what a launch names fits the machines: an image for another processor, or for another vendor's devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from partool.catalog.lookup import table
+from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_checks import contained
+
+_ARM = re.compile(r"(?<![a-z0-9])(arm64|aarch64|arm64v8|sbsa|linuxarm64)(?![a-z0-9])")
+_X86 = re.compile(r"(?<![a-z0-9])(x86[-_]64|x86|x64|amd64|linuxamd64)(?![a-z0-9])")
+_CUDA = re.compile(r"(?<![a-z0-9])(nvcr\.io|nvidia|cuda|cudnn[0-9]*|cuda[0-9.]+|cu1[0-9]{2})(?![a-z0-9])")
+_ROCM = re.compile(r"(?<![a-z0-9])(rocm|rocm[0-9.]+|rccl|migraphx)(?![a-z0-9])")
+_VENDORS = {"CUDA": _CUDA, "ROCm": _ROCM}
+_FOR_CUDA = ("CUDA", "ROCm", "nvidia/cuda")
+_GENERAL = "a Dockerfile for these machines is in deploy/"
+
+
+def check_hardware(launch: LaunchSpec, devices: Devices) -> list[Diagnostic]:
+    """Return errors where a container image names what these machines cannot run."""
+    return [*_architecture(launch, devices), *_vendor(launch, devices)]
+
+
+def is_superchip(accelerator: str) -> bool:
+    """Return True for devices in one package with an arm64 processor (GH200, GB200, GB300)."""
+    entry = table("accelerators").get(accelerator)
+    return entry is not None and str(entry["host"]).startswith("grace")
+
+
+def _architecture(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    if devices.accelerator not in table("accelerators"):
+        return  # a CPU, or a device of the spec's own, may be of either kind
+    arm = is_superchip(devices.accelerator)
+    have, other, pattern = ("arm64", "x86-64", _X86) if arm else ("x86-64", "arm64", _ARM)
+    where = f"nodes with {devices.accelerator} are {have}"
+    image, named = launch.image, launch.k8s.node_selector.get("kubernetes.io/arch", "")
+    if contained(launch) and image is not None and pattern.search(image.lower()):
+        message = f"{image} is an image for {other}, and {where}: it would end with 'exec format error'"
+        help = f"name an image that has a build for linux/{_docker_name(have)}; {_GENERAL}"
+        yield Diagnostic("PT533", message, path=("launch", "image"), help=help)
+    if launch.target == "k8s" and named and named != _docker_name(have):
+        message = f"kubernetes.io/arch: {named} asks for nodes of that kind, and {where}"
+        path = ("launch", "k8s", "node_selector", "kubernetes.io/arch")
+        yield Diagnostic("PT533", message, path=path, help=f"drop it, or write {_docker_name(have)}")
+
+
+def _docker_name(architecture: str) -> str:
+    return {"x86-64": "amd64"}.get(architecture, architecture)
+
+
+def _vendor(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    if launch.image is None or devices.backend == "cpu" or not contained(launch):
+        return
+    needed, other, example = ("ROCm", "CUDA", "rocm/pytorch") if devices.backend == "rocm" else _FOR_CUDA
+    image = launch.image.lower()
+    if _VENDORS[other].search(image) and not _VENDORS[needed].search(image):
+        message = f"{launch.image} is an image for {other}, and {devices.accelerator} needs {needed}"
+        help = f"build on one for {needed}, such as {example}; {_GENERAL}"
+        yield Diagnostic("PT534", message, path=("launch", "image"), help=help)
