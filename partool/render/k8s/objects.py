@@ -31,12 +31,8 @@ def plan_map(job: Job) -> str:
 
 def labels(job: Job) -> dict[str, str]:
     """Return the labels of every object and of the pods."""
-    own = {
-        "app.kubernetes.io/name": "partool",
-        "app.kubernetes.io/managed-by": "partool",
-        RUN_LABEL: job.run_id,
-    }
-    return {**job.plan.launch.k8s.labels, **own}
+    own = {"app.kubernetes.io/managed-by": "partool", RUN_LABEL: job.run_id}
+    return {"app.kubernetes.io/name": "partool", **job.plan.launch.k8s.labels, **own}
 
 
 def metadata(job: Job, name: str | None = None) -> Object:
@@ -61,7 +57,7 @@ def workload_metadata(job: Job) -> Object:
         if k8s.priority is not None:
             found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
         if k8s.deadline_s is not None:  # over restarts, which the deadline of a job is not
-            found["labels"]["kueue.x-k8s.io/max-exec-time-seconds"] = str(int32(k8s.deadline_s))
+            found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
     found["annotations"]["partool/environment-origins"] = json.dumps(origins(job.plan), ensure_ascii=False)
     return found
 

@@ -61,7 +61,7 @@ def template(job: Job, place: Place, *, restart_policy: str | None = "Never", su
 
 def pod_metadata(job: Job) -> dict[str, Any]:
     """Return labels and annotations of the pods: a sidecar of a service mesh would outlive the agent."""
-    found: dict[str, Any] = {"labels": {**labels(job), "sidecar.istio.io/inject": "false"}}
+    found: dict[str, Any] = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
     own = {**job.plan.launch.k8s.annotations, **placement.topology_annotations(job.plan)}
     return found | ({"annotations": own} if own else {})
 

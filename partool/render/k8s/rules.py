@@ -2,28 +2,138 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Plan
 from partool.render.job import Job
+from partool.render.k8s.environment import environment
+from partool.render.k8s.objects import workload_metadata
+from partool.render.k8s.volumes import STORAGE
+from partool.spec.launch import K8sSpec
 
 Rule = Callable[[Job], Iterator[Diagnostic]]
 
 _MOST_PLAN_BYTES = 900_000
-"""An object of Kubernetes has room for 1 MiB, metadata included (etcd's default limit is 1.5 MiB)."""
+"""An object of Kubernetes may have about 1 MiB, of which its metadata take a part."""
+_MOST_ANNOTATION_BYTES = 256 * 1024
+"""Of all annotations of an object together (apimachinery, ValidateAnnotationsSize)."""
+_MOST_TRAINJOB_VARIABLES = 128
+_PATH = ("launch", "k8s")
 
 
 def findings(job: Job) -> list[Diagnostic]:
-    """Return what stands in the way of a job, or is otherwise than its spec may seem to say."""
+    """Return what stands in the way of a job, or goes otherwise than its spec may seem to say."""
     return [finding for rule in _RULES for finding in rule(job)]
 
 
 def _size(job: Job) -> Iterator[Diagnostic]:
     size = len(job.plan.to_json())
     if size > _MOST_PLAN_BYTES:
-        message = f"the plan has {size:,} bytes; a ConfigMap takes {_MOST_PLAN_BYTES:,}"
-        help = "most of it is alternatives and the model's layers: fix more of parallel:, or use the target slurm"
+        message = f"the plan has {size:,} bytes, and a ConfigMap has room for {_MOST_PLAN_BYTES:,}"
+        help = "fix more of `parallel`, which shortens the table of candidates, or use the target slurm"
         yield Diagnostic("PT561", message, help=help)
 
 
-_RULES: tuple[Rule, ...] = (_size,)
+def _kind(job: Job) -> Iterator[Diagnostic]:
+    """Refuse what the spec asks of a kind of object that has no field for it."""
+    launch = job.plan.launch
+    default = K8sSpec()
+    kind, k8s = launch.k8s.kind, launch.k8s
+    lacking: dict[str, list[tuple[tuple[str, ...], bool]]] = {
+        "trainjob": [
+            (("launch", "restarts"), launch.restarts > 0),
+            ((*_PATH, "host_network"), k8s.host_network),
+            ((*_PATH, "image_pull_policy"), k8s.image_pull_policy is not None),
+            ((*_PATH, "priority"), k8s.priority is not None and k8s.queue is None),
+            ((*_PATH, "keep_finished_s"), k8s.keep_finished_s != default.keep_finished_s),
+        ],
+        "volcano": [((*_PATH, "deadline_s"), k8s.deadline_s is not None)],
+    }
+    for path, asked in lacking.get(kind, []):
+        if asked:
+            help = "use kind: jobset, or drop it"
+            if kind == "trainjob":
+                help += f" and set it in the runtime {k8s.runtime}"
+            yield Diagnostic("PT562", f"{path[-1]} has no place in a {kind}", path=path, help=help)
+    count = len(environment(job.plan))
+    if kind == "trainjob" and count > _MOST_TRAINJOB_VARIABLES:
+        message = f"a trainjob takes {_MOST_TRAINJOB_VARIABLES} environment variables, and there are {count}"
+        yield Diagnostic("PT562", message, path=("launch", "env"), help="use kind: jobset, or set fewer")
+
+
+def _restarts(job: Job) -> Iterator[Diagnostic]:
+    """Warn of kinds that take a preemption for a failure."""
+    kind, restarts = job.plan.launch.k8s.kind, job.plan.launch.restarts
+    texts = {
+        ("pytorchjob", False): "a pytorchjob without restarts ends for good when a pod is preempted",
+        ("pytorchjob", True): f"a pytorchjob counts preemptions and configuration errors among its {restarts} restarts",
+        ("volcano", True): f"a volcano job counts preemptions among its {restarts} restarts",
+    }
+    text = texts.get((kind, restarts > 0))
+    if text is not None:
+        path = ("launch", "restarts")
+        help = "use kind: jobset, which tells them apart, or set more restarts"
+        yield Diagnostic("PT563", text, severity="warning", path=path, help=help)
+
+
+def _names(job: Job) -> Iterator[Diagnostic]:
+    """Refuse names that pass for labels and that Kubernetes takes for nothing else."""
+    if job.run_id[0].isdigit():
+        message = f"{job.run_id} begins with a digit, and names of Services and JobSets begin with a letter (RFC 1035)"
+        yield Diagnostic("PT564", message, path=("name",), help=f"set name: run-{job.plan.name}")
+    k8s = job.plan.launch.k8s
+    rdma = k8s.rdma.resource if k8s.rdma else None
+    for path, name in (("device_resource",), k8s.device_resource), (("rdma", "resource"), rdma):
+        if name is not None and "/" not in name:
+            message = f"{name} is no resource of a device plugin, whose names have a domain"
+            yield Diagnostic("PT564", message, path=(*_PATH, *path), help="nvidia.com/gpu and rdma/hca are such names")
+
+
+def _several(job: Job) -> Iterator[Diagnostic]:
+    if job.tasks:
+        message = f"an array of {len(job.tasks)} tasks is for Slurm: objects of Kubernetes run one plan each"
+        yield Diagnostic("PT565", message, help="launch each task by itself, or use the target slurm")
+    if job.sizes:
+        message = "fewer nodes than planned are for Slurm: JobSets of changing size are behind an alpha gate"
+        yield Diagnostic("PT565", message, path=("launch", "min_nodes"), help="drop min_nodes, or use the target slurm")
+
+
+def _paths(job: Job) -> Iterator[Diagnostic]:
+    """Warn of folders that no mount brings into the pod; they may be in the image."""
+    targets = [STORAGE, *(mount.target for mount in job.plan.launch.mounts)]
+    for path, name in _read_and_written(job.plan):
+        if name.startswith("/") and not any(_within(name, target) for target in targets):
+            message = f"{name} is in none of the mounts: unless it is part of the image, no pod has it"
+            help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
+            yield Diagnostic("PT566", message, severity="warning", path=path, help=help)
+
+
+def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
+    for source in sources:
+        yield ("data", "source"), source
+    named: list[tuple[tuple[str, ...], Any]] = [
+        (("data", "tokenizer"), plan.data.tokenizer),
+        (("data", "cache"), plan.data.cache),
+        (("model", "weights", "path"), plan.weights.path),
+        (("checkpoint", "dir"), plan.checkpoint.dir),
+    ]
+    yield from ((path, name) for path, name in named if name is not None)
+
+
+def _within(path: str, folder: str) -> bool:
+    return f"{posixpath.normpath(path)}/".startswith(f"{posixpath.normpath(folder)}/")
+
+
+def _annotations(job: Job) -> Iterator[Diagnostic]:
+    found: dict[str, str] = workload_metadata(job)["annotations"]
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in found.items())
+    if size > _MOST_ANNOTATION_BYTES:
+        message = f"the annotations have {size:,} bytes; an object has room for {_MOST_ANNOTATION_BYTES:,}"
+        yield Diagnostic("PT567", message, path=(*_PATH, "annotations"), help="shorten them")
+
+
+_RULES: tuple[Rule, ...] = (_several, _size, _kind, _names, _annotations, _restarts, _paths)

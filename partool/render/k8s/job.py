@@ -1,0 +1,55 @@
+"""Indexed Job (batch/v1) with a headless Service: needs nothing installed on the cluster, from Kubernetes 1.29 on.
+
+A Job starts pods again one by one, never all together. It still makes a gang restart, because the agents of a run end
+together: when one fails, all end with the same exit code, so every index fails once per failure of the run, and every
+index gets a new pod. ``backoffLimitPerIndex`` is then the number of the run's restarts, and the first index that has
+used it up ends the Job (``maxFailedIndexes: 0``); one limit for all pods would be used up as many times faster as
+there are nodes. Index and name of a pod stay the same, so the new agents meet where the old ones did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.render.job import Job
+from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED, disruption_rule, exit_code_rule
+from partool.render.k8s.objects import Object, headless_service, int32, workload_metadata
+from partool.render.k8s.pod import Place, template
+
+REMARKS = ()
+
+
+def place(job: Job) -> Place:
+    """Return how the pods find each other."""
+    return Place("JOB_COMPLETION_INDEX", f"{job.run_id}-0.{job.run_id}")
+
+
+def objects(job: Job) -> list[Object]:
+    """Return the Service, which a single pod does without, and the Job."""
+    services = [headless_service(job)] if job.plan.devices.nodes > 1 else []
+    return [
+        *services,
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": workload_metadata(job), "spec": _spec(job)},
+    ]
+
+
+def _spec(job: Job) -> dict[str, Any]:
+    nodes, k8s = job.plan.devices.nodes, job.plan.launch.k8s
+    rules = [
+        exit_code_rule("FailJob", EXIT_CONFIGURATION),
+        exit_code_rule("Ignore", EXIT_PREEMPTED),
+        disruption_rule("Ignore"),
+    ]
+    found: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        "backoffLimitPerIndex": int32(job.plan.launch.restarts),
+        "maxFailedIndexes": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "ttlSecondsAfterFinished": int32(k8s.keep_finished_s),
+    }
+    if k8s.deadline_s is not None:
+        found["activeDeadlineSeconds"] = k8s.deadline_s
+    return found | {"template": template(job, place(job), subdomain=job.run_id if nodes > 1 else None)}

@@ -1,0 +1,58 @@
+"""PyTorchJob (kubeflow.org/v1) of the Training Operator 1.x: one master, the other nodes as workers.
+
+The operator knows no gang restart. Under OnFailure, the kubelet starts a failed agent again in its pod; as the agents
+of a run all end with the same code, all of them start again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.render.job import Job
+from partool.render.k8s.objects import Object, int32, workload_metadata
+from partool.render.k8s.pod import Place, template
+
+REMARKS = (
+    "A PyTorchJob knows neither exit codes nor a restart of all pods together: the kubelet starts the agents again,",
+    "which end together, whatever their exit code, until restarts are used up; without any, the first end is final.",
+)
+
+
+def place(job: Job) -> Place:
+    """Return how the pods find each other; names of the container and of its port are fixed by the operator."""
+    return Place("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
+
+
+def objects(job: Job) -> list[Object]:
+    """Return the PyTorchJob. It makes the Services by itself."""
+    nodes = job.plan.devices.nodes
+    replicas = {"Master": _replicas(job, 1)}
+    if nodes > 1:
+        replicas["Worker"] = _replicas(job, nodes - 1)
+    spec = {
+        "nprocPerNode": str(job.plan.devices.per_node),
+        "runPolicy": _run_policy(job),
+        "pytorchReplicaSpecs": replicas,
+    }
+    return [
+        {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": workload_metadata(job), "spec": spec},
+    ]
+
+
+def _run_policy(job: Job) -> dict[str, Any]:
+    """Return the limits. The operator adds up the restarts of all pods, and stops when they reach the limit."""
+    nodes, launch = job.plan.devices.nodes, job.plan.launch
+    found: dict[str, Any] = {
+        "cleanPodPolicy": "Running",
+        "ttlSecondsAfterFinished": int32(launch.k8s.keep_finished_s),
+    }
+    if launch.restarts:
+        found["backoffLimit"] = int32(launch.restarts * nodes + 1)
+    if launch.k8s.deadline_s is not None:
+        found["activeDeadlineSeconds"] = launch.k8s.deadline_s
+    return found
+
+
+def _replicas(job: Job, count: int) -> dict[str, Any]:
+    policy = "OnFailure" if job.plan.launch.restarts else "Never"
+    return {"replicas": count, "restartPolicy": policy, "template": template(job, place(job), restart_policy=None)}

@@ -1,0 +1,57 @@
+"""Volcano Job (batch.volcano.sh/v1alpha1): all pods are placed together, and start again together.
+
+``maxRetry`` counts every restart of the job, those after a preemption too. Without restarts for failures it can be
+left without limit; with them, failures and preemptions share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partool.render.job import Job
+from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED
+from partool.render.k8s.objects import MOST_INT32, NODE, Object, int32, workload_metadata
+from partool.render.k8s.pod import Place, template
+
+REMARKS = ("A Volcano Job counts every restart against maxRetry, after a failure and after a preemption alike.",)
+
+
+def place(job: Job) -> Place:
+    """Return how the pods find each other: the plugin ``svc`` names them, the plugin ``env`` numbers them."""
+    return Place("VC_TASK_INDEX", f"{job.run_id}-{NODE}-0.{job.run_id}")
+
+
+def objects(job: Job) -> list[Object]:
+    """Return the Job. Volcano makes the headless Service by itself."""
+    nodes, launch = job.plan.devices.nodes, job.plan.launch
+    spec: dict[str, Any] = {
+        "schedulerName": "volcano",
+        "minAvailable": nodes,
+        "maxRetry": int32(launch.restarts + 1) if launch.restarts else MOST_INT32,
+        "ttlSecondsAfterFinished": int32(launch.k8s.keep_finished_s),
+        "plugins": {"env": [], "svc": []},
+        "policies": _policies(launch.restarts),
+        "tasks": [{"name": NODE, "replicas": nodes, "template": template(job, place(job))}],
+    }
+    if launch.k8s.queue is not None:
+        spec["queue"] = launch.k8s.queue
+    if launch.k8s.priority is not None:
+        spec["priorityClassName"] = launch.k8s.priority
+    return [
+        {
+            "apiVersion": "batch.volcano.sh/v1alpha1",
+            "kind": "Job",
+            "metadata": workload_metadata(job),
+            "spec": spec,
+        }
+    ]
+
+
+def _policies(restarts: int) -> list[dict[str, Any]]:
+    """Return what the end of a pod means; the first that fits decides."""
+    return [
+        {"exitCode": EXIT_CONFIGURATION, "action": "TerminateJob"},
+        {"exitCode": EXIT_PREEMPTED, "action": "RestartJob"},
+        {"event": "PodEvicted", "action": "RestartJob"},
+        {"event": "PodFailed", "action": "RestartJob" if restarts else "TerminateJob"},
+    ]
