@@ -115,9 +115,8 @@ def memory_styles(script: Script) -> Iterator[Diagnostic]:
 
 def late_header(script: Script) -> Iterator[Diagnostic]:
     """Find options after the first command, or not at the beginning of a line: they are comments."""
-    bodies = {command.line for command in script.commands}
     for number, line in enumerate(script.lines, 1):
-        if number > script.header_end and line.startswith("#SBATCH") and not _in_text(script, number, bodies):
+        if number > script.header_end and line.startswith("#SBATCH") and number not in script.inner:
             message = (
                 f"{line.strip()!r} stands after the first command (line {script.header_end + 1}): Slurm ignores it"
             )
@@ -125,12 +124,6 @@ def late_header(script: Script) -> Iterator[Diagnostic]:
         elif number <= script.header_end and re.match(r"\s+#SBATCH|#\s+SBATCH\b|#sbatch\b", line):
             message = f"{line.strip()!r} is a comment to Slurm: it reads lines that begin with #SBATCH"
             yield _at(number, "PT543", message, "write #SBATCH at the beginning of the line", "warning")
-
-
-def _in_text(script: Script, number: int, starts: set[int]) -> bool:
-    """Return True within a heredoc or a quoted text, which may be another script."""
-    before = max((start for start in starts if start < number), default=0)
-    return any(line.strip() and not line.startswith("#") for line in script.lines[before : number - 1])
 
 
 def header_variables(script: Script) -> Iterator[Diagnostic]:
@@ -228,7 +221,7 @@ def traps(script: Script) -> Iterator[Diagnostic]:
         if re.search(r"\$\((?!\()|`", command.text):
             message = "a command substitution in a trap aborts bash 5.2 where two signals come together"
             yield _at(command.line, "PT546", message, "compute the value before, and use the variable")
-        if waits_for_srun and re.search(r"\bkill\s+(-s\s*)?-?(SIG)?(TERM|15)\b|\bkill\s+[\"$%]", command.text):
+        if waits_for_srun and re.search(r"\bkill\s+(-s\s*)?-?(SIG)?(TERM|15)\b|\bkill\s+[\\\"$%]", command.text):
             message = "srun kills its tasks on TERM, before they have written a checkpoint"
             yield _at(command.line, "PT546", message, "send srun USR2, which it passes on", "warning")
 

@@ -44,6 +44,8 @@ class Script:
     """Lines before the first command."""
     options: tuple[Option, ...]
     commands: tuple[Command, ...]
+    inner: frozenset[int]
+    """Lines that belong to a command or a heredoc that began before them."""
     crlf: int
     """First line that ends in CR LF; 0: none."""
 
@@ -68,10 +70,11 @@ def parse(text: str) -> Script:
     raw = text.split("\n")
     crlf = next((number for number, line in enumerate(raw, 1) if line.endswith("\r")), 0)
     lines = tuple(line.removesuffix("\r") for line in raw)
-    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    end = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), len(lines))
     header = [(number, line) for number, line in enumerate(lines[:end], 1) if line.startswith("#SBATCH")]
     options = tuple(option for number, line in header for option in _options(number, line.removeprefix("#SBATCH")))
-    return Script(lines, end, options, tuple(_commands(lines[end:], end + 1)), crlf)
+    commands, inner = _commands(lines[end:], end + 1)
+    return Script(lines, end, options, tuple(commands), frozenset(inner), crlf)
 
 
 def options_of(words: list[str], line: int = 0) -> list[Option]:
@@ -102,8 +105,9 @@ def _options(number: int, text: str) -> list[Option]:
     return options_of(words_of(text), number)
 
 
-def _commands(lines: tuple[str, ...], first: int) -> list[Command]:
+def _commands(lines: tuple[str, ...], first: int) -> tuple[list[Command], set[int]]:
     found: list[Command] = []
+    inner: set[int] = set()
     index = 0
     while index < len(lines):
         start = index
@@ -117,11 +121,15 @@ def _commands(lines: tuple[str, ...], first: int) -> list[Command]:
         if text.strip():
             found.append(Command(first + start, text, expanded))
         for match in _HEREDOC.finditer(text.replace("<<<", "   ")):
-            marker = next(word for word in match.groups() if word)
-            while index < len(lines) and lines[index].strip() != marker:
-                index += 1
-            index += 1
-    return found
+            index = _after_heredoc(lines, index, next(word for word in match.groups() if word))
+        inner.update(range(first + start + 1, first + index))
+    return found, inner
+
+
+def _after_heredoc(lines: tuple[str, ...], index: int, marker: str) -> int:
+    while index < len(lines) and lines[index].strip() != marker:
+        index += 1
+    return min(index + 1, len(lines))
 
 
 class _Reader:
@@ -139,7 +147,7 @@ class _Reader:
             char = line[position]
             if char == "\\" and self._quote != "'":
                 if position + 1 == len(line):
-                    self._put(" ", " ")
+                    self._put("\n", "\n")
                     return True
                 self._put(line[position : position + 2], "  ")
                 position += 2
