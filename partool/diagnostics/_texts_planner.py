@@ -341,13 +341,6 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "hardware: {accelerator: h100-sxm}\n" + _DATA,
     ),
     Rule(
-        "PT409",
-        "Runs on several nodes are planned, not started yet",
-        "The local target starts the ranks of one machine.",
-        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 2}\n" + _DATA,
-        _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1}\n" + _DATA,
-    ),
-    Rule(
         "PT411",
         "fp8 is planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

@@ -28,6 +28,8 @@ def end_with_parent(parent_pid: int, death_signal: signal.Signals) -> None:
 
 
 def _watch(parent_pid: int, death_signal: signal.Signals) -> None:
+    # A signal that the main thread blocks for a while must wait for it, not come in here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     while os.getppid() == parent_pid:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), death_signal)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -79,6 +80,9 @@ class Meeting:
         return thread
 
     def _guard(self, target: Callable[[], None]) -> None:
+        # Signals that the main thread blocks for a while must wait for it, not come in here (nor in torch's threads,
+        # which inherit this).
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             target()
         except ConfigurationError as error:

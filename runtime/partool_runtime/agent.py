@@ -32,6 +32,7 @@ from partool_runtime._secrets import read_secrets
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, ConfigurationError
+from partool_runtime.stop import STOP_SIGNALS
 from partool_runtime.worker import load_plan
 
 _TERMINATION_BYTES = 4000
@@ -77,7 +78,7 @@ def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Sig
         plan = _prepare(options)
         supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
         if options.place.several:
-            with _quiet_torch():
+            with _loading_torch():
                 from partool_runtime._together import Together
 
             return Together(options, timing, worker, supervision, keeper).run(plan)
@@ -94,16 +95,23 @@ def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Sig
 
 
 @contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Have torch's C++ parts, loaded meanwhile, leave it to us to say that a connection is gone; not in the ranks."""
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+def _loading_torch() -> Iterator[None]:
+    """Block stop signals while torch is loaded, and keep its C++ parts quiet about lost connections.
+
+    The threads that libraries start as they are loaded inherit the block. Otherwise a signal that the main thread
+    blocks later, while the ranks are being started, would come in through one of them.
+    """
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as it is loaded
+    blocked = STOP_SIGNALS | {signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 def _prepare(options: Options) -> Plan | ConfigurationError:
@@ -134,8 +142,9 @@ def _run_alone(
         summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
         return failures.note(keeper.status.attempt, signature(summary.what or summary.reason))
 
-    # torch is imported only now: a signal or a bad plan is dealt with before that second has passed
-    from partool_runtime._elastic import Hooks, run_ranks
+    # torch is imported only now: a bad plan is dealt with before that second has passed
+    with _loading_torch():
+        from partool_runtime._elastic import Hooks, run_ranks
 
     hooks = Hooks(keeper.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None)
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
