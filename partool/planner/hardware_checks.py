@@ -28,7 +28,7 @@ def check_hardware(launch: LaunchSpec, devices: Devices) -> list[Diagnostic]:
 def is_superchip(accelerator: str) -> bool:
     """Return True for devices in one package with an arm64 processor (GH200, GB200, GB300)."""
     entry = table("accelerators").get(accelerator)
-    return entry is not None and str(entry["host"]).startswith("grace")
+    return entry is not None and table("hosts")[entry["host"]]["architecture"] == "arm64"
 
 
 def _architecture(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:

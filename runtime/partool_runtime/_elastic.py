@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from partool.plan.run import LOGS, rank_command, rank_environment
 from partool.plan.types import Plan
+from partool_runtime import _numa
 from partool_runtime._interfaces import interface_towards, resolves_to_network
 from partool_runtime._options import Options, Place
 from partool_runtime._rank_logs import RankLogs
@@ -78,7 +79,7 @@ def run_ranks(
     _set_environment(plan, place, head)
     arguments = rank_command(sys.executable, options.plan, options.run_dir, resume=options.resume, module=worker)
     in_place = not place.several and plan.launch.target in ("local", "torchrun")
-    logs = RankLogs(options.run_dir, options.echo)
+    logs = RankLogs(options.run_dir, options.echo, _bound(plan))
     spec = WorkerSpec(
         role=plan.job,
         local_world_size=plan.devices.per_node,
@@ -111,6 +112,16 @@ def _set_environment(plan: Plan, place: Place, head: str) -> None:
     # gloo would meet on the address of the host's own name, where nobody else can reach it
     if interface := interface_towards(head or place.host):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _bound(plan: Plan) -> _numa.Bindings | None:
+    """Return which cores and memory each rank stays with; the environment holds the ranks' device masks by now."""
+    if plan.launch.numa == "none":
+        return None
+    found = _numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
+    if found.note:
+        print(f"partool: note: {found.note}", file=sys.stderr, flush=True)
+    return found
 
 
 def _alone(run_id: str) -> RendezvousHandler:

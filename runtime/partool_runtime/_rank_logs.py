@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
 from partool.plan.run import LOGS, rank_log
+from partool_runtime._numa import Bindings
 from partool_runtime._options import Echo
 
 _SHOW_CURSOR = "\x1b[?25h"
@@ -41,11 +42,12 @@ class RankLogs(LogsSpecs):
     standard output as it is, or with ``all`` every line of this node's ranks behind the rank's number.
     """
 
-    def __init__(self, run_dir: Path, echo: Echo = "rank0") -> None:
+    def __init__(self, run_dir: Path, echo: Echo = "rank0", bound: Bindings | None = None) -> None:
         super().__init__(str(run_dir / LOGS))
         self.attempt = 0
         self._run_dir = run_dir
         self._echo = echo
+        self._bound = bound
         self._terminal = echo == "rank0" and sys.stdout.isatty()
         self._followed: list[_Followed] = []
 
@@ -55,7 +57,7 @@ class RankLogs(LogsSpecs):
         return str(self._run_dir / LOGS)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the files of this attempt and tell the ranks which one it is (called by torch)."""
+        """Choose the files of this attempt; tell the ranks which one it is and where they stay (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
         for local_rank, env in envs.items():
@@ -65,6 +67,8 @@ class RankLogs(LogsSpecs):
             stdouts[local_rank], stderrs[local_rank] = str(stdout), str(stderr)
             env["PARTOOL_ATTEMPT"] = str(self.attempt)
             env["PARTOOL_AGENT_PID"] = str(os.getpid())
+            if self._bound is not None:
+                env.update(self._bound.environment(local_rank))
             if self._echo == "all":
                 self._follow(stdout, sys.stdout, rank)
                 self._follow(stderr, sys.stderr, rank)

@@ -21,6 +21,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from partool.plan.types import Plan
+from partool_runtime import _numa
 from partool_runtime._error_files import write_error
 from partool_runtime._lifeline import end_with_parent
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
@@ -35,6 +36,7 @@ JOBS = {"train": "partool_runtime.trainer:train"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank's job and return its exit code; an error does not return but ends the process."""
+    _numa.apply()  # before threads are started and memory is touched
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.worker", description="One rank of a run.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)

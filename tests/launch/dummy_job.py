@@ -29,7 +29,9 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     script: dict[str, str] = json.loads((run_dir / "script.json").read_text())
     order = script.get(f"{rank}@{attempt}", script.get(str(rank), ""))
     (run_dir / f"start-{rank}-{attempt}.json").write_text(
-        json.dumps({"pid": os.getpid(), "resume": resume, "env": dict(os.environ)})
+        json.dumps(
+            {"pid": os.getpid(), "resume": resume, "env": dict(os.environ), "cores": sorted(os.sched_getaffinity(0))}
+        )
     )
     print(f"rank {rank} attempt {attempt} begins", flush=True)
     steps = 10**6 if order in ("follow", "hang") or order.startswith("signal:") else 5
