@@ -37,11 +37,19 @@ def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
 def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
     """Refuse what looks like a secret with its value written out; the value is not repeated."""
     for name, value in launch.env.items():
-        by_name = _SECRET_NAME.search(name.upper()) and not _NOT_SECRET.search(name.upper())
-        if (by_name and not _HARMLESS_VALUE.match(value)) or _SECRET_VALUE.match(value):
-            what = "the name of a secret" if by_name else "a value that looks like a secret"
+        if what := looks_secret(name, value):
             message = f"{name} has {what}; written here, it would end up in plans, manifests and the run's folder"
             yield Diagnostic("PT520", message, path=("launch", "env", name), help=_reference(launch, name))
+
+
+def looks_secret(name: str, value: str) -> str | None:
+    """Return what about a variable looks like a secret, in words; None for an ordinary one."""
+    by_name = _SECRET_NAME.search(name.upper()) and not _NOT_SECRET.search(name.upper())
+    if by_name and not _HARMLESS_VALUE.match(value):
+        return "the name of a secret"
+    if _SECRET_VALUE.match(value):
+        return "the name of a secret" if by_name else "a value that looks like a secret"
+    return None
 
 
 def _reference(launch: LaunchSpec, name: str) -> str:

@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec import _launch_env, _launch_k8s, _launch_slurm
+from partool.spec._launch_env import looks_secret
 from partool.spec.launch import LaunchSpec
+
+__all__ = [
+    "ERRORS",
+    "WARNINGS",
+    "LaunchRule",
+    "check_errors",
+    "check_warnings",
+    "contained",
+    "is_image_file",
+    "looks_secret",
+]
 
 LaunchRule = Callable[[LaunchSpec], Iterator[Diagnostic]]
 

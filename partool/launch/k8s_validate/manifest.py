@@ -1,0 +1,209 @@
+"""A rendered manifest as data: its documents, and the jobs, pods and containers within, wherever a kind keeps them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A mapping somewhere within a document."""
+
+    owner: str
+    """``kind/name`` of the document."""
+    path: Path
+    value: dict[str, Any]
+
+    def get(self, *path: str | int) -> Any:
+        """Return what stands at a path below; None where there is nothing, or something of another shape."""
+        return dig(self.value, *path)
+
+    def text(self, *path: str | int) -> str | None:
+        """Return a text at a path below; None where there is none."""
+        found = self.get(*path)
+        return found if isinstance(found, str) else None
+
+    def number(self, *path: str | int) -> int | None:
+        """Return a whole number at a path below; None where there is none."""
+        found = self.get(*path)
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def part(self, *path: str | int) -> Part:
+        """Return the mapping at a path below; an empty one where there is none."""
+        found = self.get(*path)
+        return Part(self.owner, self.path + path, found if isinstance(found, dict) else {})
+
+    def parts(self, *path: str | int) -> list[Part]:
+        """Return the mappings of a list at a path below."""
+        found = self.get(*path)
+        items = enumerate(found) if isinstance(found, list) else ()
+        return [Part(self.owner, (*self.path, *path, index), item) for index, item in items if isinstance(item, dict)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pods:
+    """Equal pods: their template, and who makes them."""
+
+    template: Part
+    maker: Part
+    """Of a Job: its spec; of a replica or task: the mapping with ``template``."""
+    kind: str
+    """Kind of the document."""
+    count: int | None
+    """How many; None: not said."""
+    longest_name: str | None
+    """Name of one with the most digits, with the random letters that its maker appends; None: not known."""
+    is_job: bool
+    """Made by a batch Job: the document itself, or one that a JobSet makes."""
+    is_patch: bool = False
+    """Only what a TrainJob adds to the templates of its runtime."""
+
+    @property
+    def spec(self) -> Part:
+        """The pods' spec."""
+        return self.template.part("spec")
+
+    @property
+    def containers(self) -> list[Part]:
+        """All containers, those that run first at the end."""
+        return self.spec.parts("containers") + self.spec.parts("initContainers")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All documents of a file."""
+
+    documents: tuple[Part, ...]
+
+    @functools.cached_property
+    def pods(self) -> list[Pods]:
+        """Every pod template, with its maker."""
+        return [pods for document in self.documents for pods in _pods(document)]
+
+    @property
+    def jobs(self) -> list[Pods]:
+        """The templates that batch Jobs hold."""
+        return [pods for pods in self.pods if pods.is_job]
+
+    def of(self, kind: str, group: str = "") -> list[Part]:
+        """Return the documents of a kind in an API group."""
+        found = [document for document in self.documents if document.get("kind") == kind]
+        return [document for document in found if _group(document) == group]
+
+
+def dig(value: Any, *path: str | int) -> Any:
+    """Return what stands at a path; None where there is nothing."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def select(value: Any, pattern: str) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) of what a pattern such as ``ports.*.containerPort`` finds; ``*`` is any item, ``@`` any key.
+
+    A pattern that ends in ``@`` yields the keys of a mapping themselves.
+    """
+    yield from _select(value, pattern.split("."), ())
+
+
+def _select(value: Any, steps: list[str], path: Path) -> Iterator[tuple[Path, Any]]:
+    if not steps:
+        yield path, value
+    elif steps[0] == "@" and isinstance(value, dict):
+        yield from (((*path, key), key) for key in value)
+    elif steps[0] == "*" and isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _select(item, steps[1:], (*path, key))
+    elif isinstance(value, dict) and steps[0] in value:
+        yield from _select(value[steps[0]], steps[1:], (*path, steps[0]))
+
+
+def place(path: Path) -> str:
+    """Return a path as people write it: ``spec.template.spec.containers[0].name``."""
+    text = ""
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        elif str(key).replace("-", "").replace("_", "").isalnum():
+            text += f".{key}" if text else key
+        else:
+            text += f'["{key}"]'
+    return text or "(the whole object)"
+
+
+def _group(document: Part) -> str:
+    version = document.text("apiVersion") or ""
+    return version.partition("/")[0] if "/" in version else ""
+
+
+def _pods(document: Part) -> Iterator[Pods]:
+    found = _MAKERS.get((_group(document), str(document.get("kind"))))
+    if found is not None:
+        yield from found(document, document.text("metadata", "name"))
+
+
+def _job(document: Part, name: str | None) -> Iterator[Pods]:
+    spec = document.part("spec")
+    count = _count(spec)
+    longest = None if name is None else f"{name}-{max((count or 1) - 1, 0)}-xxxxx"
+    yield Pods(spec.part("template"), spec, "Job", count, longest, True)
+
+
+def _jobset(document: Part, name: str | None) -> Iterator[Pods]:
+    for replicated in document.parts("spec", "replicatedJobs"):
+        spec = replicated.part("template", "spec")
+        replicas = 1 if replicated.get("replicas") is None else replicated.number("replicas") or 0
+        count, own = _count(spec) or 1, replicated.text("name")
+        longest = None
+        if name is not None and own is not None:
+            longest = f"{name}-{own}-{max(replicas - 1, 0)}-{max(count - 1, 0)}-xxxxx"
+        yield Pods(spec.part("template"), spec, "JobSet", replicas * count, longest, True)
+
+
+def _pytorchjob(document: Part, name: str | None) -> Iterator[Pods]:
+    replicas = document.get("spec", "pytorchReplicaSpecs")
+    for role in replicas if isinstance(replicas, dict) else ():
+        maker = document.part("spec", "pytorchReplicaSpecs", role)
+        count = 1 if maker.get("replicas") is None else maker.number("replicas")
+        longest = None if name is None else f"{name}-{str(role).lower()}-{max((count or 1) - 1, 0)}"
+        yield Pods(maker.part("template"), maker, "PyTorchJob", count, longest, False)
+
+
+def _volcano(document: Part, name: str | None) -> Iterator[Pods]:
+    for task in document.parts("spec", "tasks"):
+        count, own = task.number("replicas"), task.text("name")
+        longest = None if name is None or own is None else f"{name}-{own}-{max((count or 1) - 1, 0)}"
+        yield Pods(task.part("template"), task, "Volcano Job", count, longest, False)
+
+
+def _trainjob(document: Part, name: str | None) -> Iterator[Pods]:
+    count = document.number("spec", "trainer", "numNodes")
+    for patch in document.parts("spec", "runtimePatches"):
+        for replicated in patch.parts("trainingRuntimeSpec", "template", "spec", "replicatedJobs"):
+            longest = None if name is None else f"{name}-{replicated.text('name')}-0-{max((count or 1) - 1, 0)}-xxxxx"
+            spec = replicated.part("template", "spec")
+            yield Pods(spec.part("template"), spec, "TrainJob", count, longest, False, is_patch=True)
+
+
+def _count(spec: Part) -> int | None:
+    completions = spec.number("completions")
+    return spec.number("parallelism") if completions is None else completions
+
+
+_MAKERS = {
+    ("batch", "Job"): _job,
+    ("jobset.x-k8s.io", "JobSet"): _jobset,
+    ("kubeflow.org", "PyTorchJob"): _pytorchjob,
+    ("batch.volcano.sh", "Job"): _volcano,
+    ("trainer.kubeflow.org", "TrainJob"): _trainjob,
+}
