@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from partool.render import Job, Rendered, render
 JOB_ID = "job_id"
 CLUSTER = "cluster"
 _SUBMIT_TIMEOUT_S = 120.0
+_CLOCKS_S = 2.0
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 # What a site's profile sets for everybody, used where the script has no word of its own. All other SBATCH_ variables
 # would override the script in silence (sbatch(1), input environment variables), and SLURM_ ones are of another job.
@@ -57,7 +59,7 @@ class SlurmTarget:
         An answer that does not come is looked for in the queue by the run's name, so that the job is neither submitted
         twice nor left behind.
         """
-        earlier = {before.details[JOB_ID]} if (before := run.submission()) and JOB_ID in before.details else set()
+        start = time.time()
         command = ["sbatch", "--parsable", str(run.path / rendered.main)]
         try:
             answer = call(command, environment=_environment(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
@@ -65,7 +67,7 @@ class SlurmTarget:
                 job_id, cluster = parse_submission(answer.out)
                 return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
         except (LaunchError, ValueError) as error:
-            if found := _lost(run.id, earlier, error):
+            if found := _lost(run.id, start, error):
                 return {JOB_ID: found.job_id}
             raise
         except BaseException:  # interrupted: whether the job exists is not known
@@ -172,15 +174,16 @@ def _where(job: Job) -> list[Diagnostic]:
     return [Diagnostic("PT554", message, "warning", help=help)]
 
 
-def _lost(name: str, earlier: set[str], error: Exception) -> SlurmJob | None:
-    """Return the job whose submission was not confirmed, if it is there.
+def _lost(name: str, start: float, error: Exception) -> SlurmJob | None:
+    """Return the job whose submission, begun at a Unix time, was not confirmed, if it is there.
 
     Raises LaunchError PT552 where that cannot be found out.
     """
     if isinstance(error, LaunchError) and "not in PATH" in error.message:
         return None
     try:
-        jobs = [job for job in Slurm().named(name) if job.job_id not in earlier]
+        # A run that is resumed had jobs of this name before; clocks may differ by little.
+        jobs = [job for job in Slurm().named(name) if (job.submitted or start) >= start - _CLOCKS_S]
     except LaunchError as second:
         said = error.message if isinstance(error, LaunchError) else str(error)
         message = f"{said}; whether the job was taken is not known ({second.message})"

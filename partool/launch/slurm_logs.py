@@ -43,8 +43,10 @@ def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator
     folder = run if query.task is None else tasks[query.task]
     suffix = "" if query.task is None else f"_{query.task}"
     for line in logs.read(folder, query, _Watched(status, folder.status), lambda: _outputs(run, suffix)):
-        if line.rank is not None or _MESSAGE.match(line.text) or not _ranks_wrote(folder):
+        if line.rank is not None:
             yield line
+        elif _MESSAGE.match(line.text) or not _ranks_wrote(folder):
+            yield line._replace(is_error=True)
 
 
 def _outputs(run: Run, suffix: str) -> list[Path]:

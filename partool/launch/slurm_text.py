@@ -24,10 +24,10 @@ _ACTIVE = frozenset(
 _WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 COLUMNS = (
     ("JobID", 20), ("ArrayJobID", 20), ("ArrayTaskID", 24), ("State", 20), ("exit_code", 16), ("RestartCnt", 12),
-    ("StartTime", 24), ("EndTime", 24), ("Name", 64), ("Reason", 128),
+    ("StartTime", 24), ("EndTime", 24), ("SubmitTime", 24), ("Name", 64), ("Reason", 128),
 )  # fmt: skip
 """Name and width of each column of squeue: fixed widths need no separator that a name could hold."""
-ACCOUNTING = ("JobID", "State", "ExitCode", "Start", "End", "JobName")
+ACCOUNTING = ("JobID", "State", "ExitCode", "Start", "End", "Submit", "JobName")
 """Columns of sacct."""
 
 
@@ -64,6 +64,8 @@ class SlurmJob:
     """Unix time; of a waiting job when it is expected to start."""
     end: float | None = None
     """Unix time; of a running job when its time is up."""
+    submitted: float | None = None
+    """Unix time."""
     name: str = ""
 
     @property
@@ -108,7 +110,7 @@ def parse_queue(text: str) -> list[SlurmJob]:
                 (row["ArrayJobID"] or row["JobID"], int(task) if task.isdigit() else None),
                 row["State"],
                 row["exit_code"],
-                (row["StartTime"], row["EndTime"]),
+                (row["StartTime"], row["EndTime"], row["SubmitTime"]),
                 restarts=int(row["RestartCnt"]) if row["RestartCnt"].isdigit() else 0,
                 name=row["Name"],
                 reason=row["Reason"],
@@ -144,7 +146,9 @@ def parse_accounting(text: str) -> list[SlurmJob]:
         if match is None or len(parts) < len(ACCOUNTING):
             continue  # array tasks that never began stand as 12_[3-9]
         which = (match[1], int(match[2]) if match[2] else None)
-        jobs.append(_job(which, row["State"], row["ExitCode"], (row["Start"], row["End"]), name=row["JobName"]))
+        jobs.append(
+            _job(which, row["State"], row["ExitCode"], (row["Start"], row["End"], row["Submit"]), name=row["JobName"])
+        )
     return jobs
 
 
@@ -181,7 +185,9 @@ def parse_duration(text: str) -> float | None:
     return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _job(which: tuple[str, int | None], state: str, code: str, times: tuple[str, str], **more: str | int) -> SlurmJob:
+def _job(
+    which: tuple[str, int | None], state: str, code: str, times: tuple[str, str, str], **more: str | int
+) -> SlurmJob:
     word = (state.split() or ["UNKNOWN"])[0].rstrip("+")
     reason = str(more.get("reason", "")).replace("_", " ").strip()
     make: Callable[..., SlurmJob] = SlurmJob
@@ -194,5 +200,6 @@ def _job(which: tuple[str, int | None], state: str, code: str, times: tuple[str,
         restarts=int(more.get("restarts", 0)),
         start=parse_time(times[0]),
         end=parse_time(times[1]),
+        submitted=parse_time(times[2]),
         name=str(more.get("name", "")),
     )

@@ -10,8 +10,8 @@ has its own key and socket. All processes are children of this one and end with 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -94,14 +94,12 @@ class Cluster:
 
     def stop_node(self, name: str) -> None:
         """Switch a node off: all its processes vanish at once."""
-        self._end(self._processes.pop(f"slurmd-{name}"), signal.SIGKILL)
+        self._end(self._processes.pop(f"slurmd-{name}"))
 
     def stop(self) -> None:
         """End everything that was started, and only that."""
-        for name in [name for name in self._processes if name.startswith("slurmd")]:
-            self._end(self._processes.pop(name), signal.SIGKILL)
         for name in list(self._processes):
-            self._end(self._processes.pop(name), signal.SIGTERM)
+            self._end(self._processes.pop(name))
         for namespace in ("hub", *self.names):
             subprocess.run(["ip", "netns", "del", f"{self._prefix}-{namespace}"], capture_output=True, check=False)
         if self.folder.name.startswith("partool-slurm-"):
@@ -143,7 +141,8 @@ class Cluster:
             (self.folder / f"gpus/{index}").touch()
         (self.folder / "etc/cgroup.conf").touch()
         hosts = ["127.0.0.1 localhost", f"{_NET}.254 hub"]
-        hosts += [f"{_NET}.{i} {name}" for i, name in enumerate(self.names, 1)]
+        # also as sockets of both families see them, or looking them up would go to a name server
+        hosts += [f"{form}{_NET}.{i} {name}" for i, name in enumerate(self.names, 1) for form in ("", "::ffff:")]
         (self.folder / "etc/hosts").write_text("\n".join(hosts) + "\n", encoding="utf-8")
 
     def _write_clients(self) -> None:
@@ -158,6 +157,7 @@ exec nsenter --net=/run/netns/{self._prefix}-hub -- {shutil.which(name)} "$@"
             file.chmod(0o755)
 
     def _connect(self) -> None:
+        _drop_stale()
         hub = f"{self._prefix}-hub"
         commands = [f"netns add {hub}", f"-n {hub} link set lo up", f"-n {hub} link add br0 type bridge"]
         commands += [f"-n {hub} addr add {_NET}.254/24 dev br0", f"-n {hub} link set br0 up"]
@@ -204,13 +204,17 @@ exec nsenter --net=/run/netns/{self._prefix}-hub -- {shutil.which(name)} "$@"
             )
 
     @staticmethod
-    def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
-        process.send_signal(first)
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    def _end(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
+
+
+def _drop_stale() -> None:
+    """Remove the network namespaces of processes that were killed."""
+    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+        match = re.match(r"pt(\d+)-", line)
+        if match and not Path(f"/proc/{match[1]}").exists():
+            subprocess.run(["ip", "netns", "del", line.split()[0]], capture_output=True, check=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,232 @@
+"""Runs on a real Slurm through partool's commands: to the end, preempted, cancelled, failing, refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launch_helpers import wait_until
+from slurm_cluster import Cluster
+from slurm_runs import PATIENCE_S, Login, cluster_plan, output, processes_in, steps, wait_for_step
+
+from partool.launch.store import Run
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 40
+LOW = {"partition": "low"}
+
+
+@pytest.fixture(scope="module")
+def login(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Login:
+    return Login(slurm, tmp_path_factory.mktemp("login"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(login: Login) -> Iterator[None]:
+    """Every test leaves an empty queue."""
+    yield
+    for job in login.cluster.jobs():
+        login.cluster.run("scancel", "--full", "--signal=KILL", job, check=False)
+        login.cluster.run("scancel", job, check=False)
+    wait_until(lambda: not login.cluster.jobs(), "an empty queue")
+
+
+@pytest.fixture(scope="module")
+def whole(login: Login) -> Run:
+    """A run of two nodes with two ranks each that nobody disturbs."""
+    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "whole")
+    early = login.status(run)
+    assert early["state"] in ("queued", "starting", "running")
+    wait_for_step(run, 1)
+    assert login.status(run)["state"] == "running"
+    followed = login.partool("logs", run.id, "--follow", "--rank", "0")
+    assert f"step {STEPS}" in followed.stdout or str(STEPS) in followed.stdout
+    login.wait(run, "done", "failed")
+    return run
+
+
+def test_to_the_end(login: Login, whole: Run) -> None:
+    status = login.status(whole)
+    assert (status["state"], status["exit_code"], status["attempt"]) == ("done", 0, 1), output(whole)
+    assert status["submission"]["target"] == "slurm"
+    assert status["progress"]["step"] == STEPS
+    for rank in range(4):
+        assert [number for number, _ in steps(whole.path, rank)] == list(range(1, STEPS + 1))
+    lines = login.partool("logs", whole.id).stdout.splitlines()
+    assert any(line.startswith("[0] ") for line in lines)
+    listed = json.loads(login.partool("list", "--output", "json").stdout)
+    assert {entry["id"]: entry["state"] for entry in listed}[whole.id] == "done"
+    assert login.job(whole)["JobState"] in ("COMPLETED", "COMPLETING")
+    assert login.partool("cancel", whole.id, code=1).stderr.startswith("error[PT508]")
+
+
+def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
+    """A job of another partition takes the nodes; nothing of the training is lost or done twice."""
+    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "preempted")
+    wait_for_step(run, 5)
+    urgent = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    login.cluster.run("sbatch", *urgent)
+    queued = login.wait(run, "queued", "done", "failed")
+    assert queued["state"] == "queued", output(run)
+    assert "requeued after preemption, 1 time" in queued["reason"]
+    done = login.wait(run, "done", "failed", "preempted", "cancelled")
+    assert (done["state"], done["attempt"]) == ("done", 2), output(run)
+    assert login.job(run)["Restarts"] == "1"
+    for rank in range(4):
+        assert steps(run.path, rank) == steps(whole.path, rank)
+
+
+def test_cancel(login: Login) -> None:
+    """A cancelled run writes a checkpoint of the step it has reached, and does not come back."""
+    run = login.launch(cluster_plan(login.folder, 100_000, per_node=1, requeues=3), "cancelled")
+    wait_for_step(run, 3)
+    login.partool("cancel", run.id)
+    status = login.wait(run, "cancelled", "failed", "done")
+    assert status["state"] == "cancelled", output(run)
+    last = steps(run.path)[-1][0]
+    assert (run.path / f"checkpoints/step-{last:08}/manifest.json").exists()
+    assert login.job(run)["Restarts"] == "0"
+    assert processes_in(run.path) == []
+    # and goes on from there
+    again = login.partool("launch", "--resume", run.id, "--dry-run")
+    assert again.stdout == (run.path / "job.sbatch").read_text()
+
+
+def test_a_failing_rank(login: Login) -> None:
+    """Its error and exit code reach the user; what would fail again however often it is tried, is not restarted."""
+    plan = cluster_plan(login.folder, 5, nodes=1, per_node=1, restarts=3)
+    broken = plan.model_copy(update={"data": plan.data.model_copy(update={"source": ["/nowhere/text.txt"]})})
+    run = login.launch(broken, "failing")
+    status = login.wait(run, "failed", "done", "cancelled")
+    assert (status["state"], status["exit_code"], status["attempt"]) == ("failed", 78, 1), output(run)
+    assert "PT601" in status["reason"]
+    job = login.job(run)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "78:0", "0")
+    assert "'/nowhere/text.txt'" in login.partool("logs", run.id, "--errors").stdout
+    assert "srun: error: node1: task 0: Exited with exit code 78" in login.partool("logs", run.id).stderr
+
+
+def test_an_array(login: Login) -> None:
+    spec = login.folder / "sweep.yaml"
+    spec.write_text(
+        "name: sweep\nmodel: {layers: 1, hidden: 16, heads: 2, vocab: 256}\n"
+        "hardware: {accelerator: cpu, per_node: 1}\n"
+        f"data: {{source: [{login.folder}/text.txt]}}\n"
+        "training: {steps: 3, sequence_length: 16, global_batch: 2, log_every: 1}\n"
+        "launch: {target: slurm, slurm: {exclusive: false, time: '10'}}\n"
+    )
+    cluster_plan(login.folder, 1)  # writes the text
+    login.partool("launch", spec, "--array", "training.seed=1,2")
+    run = login.newest("sweep")
+    status = login.wait(run, "done", "failed", "cancelled")
+    assert (status["state"], status["reason"]) == ("done", "task 0: done; task 1: done"), output(run)
+    losses = [steps(run.path / f"task-{index}") for index in range(2)]
+    assert [len(each) for each in losses] == [3, 3]
+    assert losses[0] != losses[1]
+    assert "1" in login.partool("logs", run.id, "--task", "1").stdout
+    assert "is an array" in login.partool("logs", run.id, code=1).stderr
+    assert "no task 2" in login.partool("logs", run.id, "--task", "2", code=1).stderr
+
+
+def test_a_bad_partition_leaves_nothing(login: Login) -> None:
+    before = sorted((login.folder / "home/runs").glob("*"))
+    plan = cluster_plan(login.folder, 5, slurm={"partition": "nope"})
+    answer = login.partool("launch", login.write(plan, "bad"), code=4)
+    assert "error[PT551]" in answer.stderr
+    assert "nope" in answer.stderr
+    assert "sinfo -s" in answer.stderr
+    assert sorted((login.folder / "home/runs").glob("*")) == before
+    assert login.cluster.jobs() == []
+
+
+@pytest.mark.parametrize(
+    ("section", "nodes", "words"),
+    [
+        ({}, 2, "would start at"),
+        ({"partition": "nope"}, 2, "launch.slurm.partition is nope"),
+        ({}, 9, "hardware.nodes is 9"),
+        ({"partition": "short", "time": "30"}, 1, "launch.slurm.time is 30"),
+        ({"memory": "900G"}, 1, "900G of memory"),
+        ({"options": {"segment": "2"}}, 2, "unrecognized option"),
+    ],
+)
+def test_dry_run(login: Login, section: dict[str, object], nodes: int, words: str) -> None:
+    file = login.write(cluster_plan(login.folder, 5, nodes=nodes, slurm=section), "dry")
+    answer = login.partool("launch", file, "--dry-run", code=0 if "start" in words else 1)
+    assert words in answer.stderr
+    assert ("error[PT551]" in answer.stderr) == ("start" not in words)
+    assert answer.stdout == login.partool("render", file).stdout
+    assert login.cluster.jobs() == []
+
+
+def test_waiting(login: Login) -> None:
+    """What waits says for what, is shown by list, and leaves the queue at once."""
+    plan = cluster_plan(login.folder, 5, slurm={"options": {"begin": "now+3600"}})
+    run = login.launch(plan, "waiting")
+    status = login.status(run)
+    assert status["state"] == "queued"
+    again = login.partool("launch", login.folder / "waiting.json", code=4)
+    assert "error[PT585]" in again.stderr
+    wait_until(lambda: "(BeginTime)" in login.status(run)["reason"], "the reason")
+    assert "BeginTime" in login.partool("list").stdout
+    login.partool("cancel", run.id)
+    assert login.status(run)["state"] == "cancelled"
+    assert login.cluster.jobs() == []
+    assert login.partool("launch", login.folder / "waiting.json", "--diff").stdout == ""
+    other = cluster_plan(login.folder, 5, slurm={"options": {"begin": "now+7200"}})
+    diff = login.partool("launch", login.write(other, "waiting"), "--diff", code=10).stdout
+    assert "-#SBATCH --begin=now+3600" in diff
+    assert "+#SBATCH --begin=now+7200" in diff
+
+
+def shadowed(login: Login, monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Login:
+    """Return a login node where sbatch is a script; ``$real`` is the real one."""
+    shadow = folder / "bin"
+    shadow.mkdir()
+    (shadow / "sbatch").write_text(f"#!/bin/bash\nreal={login.cluster.bin}/sbatch\n{script}\n")
+    (shadow / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shadow}:{login.environment['PATH']}")
+    monkeypatch.setenv("PARTOOL_HOME", str(folder / "home"))
+    return login
+
+
+@pytest.mark.parametrize("submits", [True, False])
+def test_an_answer_that_is_lost(
+    login: Login, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, submits: bool
+) -> None:
+    """sbatch hangs after, or before, the controller has taken the job: it is adopted, or nothing is left."""
+    from partool.launch import slurm as target
+    from partool.launch.submit import job_of, submit_new
+    from partool.launch.target import LaunchError
+    from partool.render import render
+
+    shadowed(login, monkeypatch, tmp_path, ('"$real" "$@"; ' if submits else "") + "exec sleep 60")
+    monkeypatch.setattr(target, "_SUBMIT_TIMEOUT_S", 1.0)
+    plan = cluster_plan(tmp_path, 5, slurm={"options": {"begin": "now+3600"}})
+    job = job_of(plan, Run(tmp_path / f"home/runs/{'lost' if submits else 'none'}-12345678"), (), {}, None)
+    if not submits:
+        with pytest.raises(LaunchError, match="has not answered") as caught:
+            submit_new(target.SlurmTarget(), job, render("slurm", job), None)
+        assert caught.value.exit_code == 3
+        assert login.cluster.jobs() == []
+        assert list((tmp_path / "home/runs").iterdir()) == []
+        return
+    run = submit_new(target.SlurmTarget(), job, render("slurm", job), None)
+    assert login.cluster.jobs() == [login.job_id(run)]
+    assert target.SlurmTarget().status(run).state == "queued"
+
+
+def test_settings_of_another_job_do_not_reach_this_one(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SBATCH_PARTITION": "short", "SBATCH_TIMELIMIT": "3", "SBATCH_WAIT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "3")
+    held = {"options": {"begin": "now+3600"}}
+    start = time.monotonic()
+    named = login.launch(cluster_plan(login.folder, 5, nodes=1, slurm=held | {"partition": "main"}), "named")
+    unnamed = login.launch(cluster_plan(login.folder, 5, nodes=1, slurm=held | {"time": "4"}), "unnamed")
+    assert time.monotonic() - start < PATIENCE_S / 2
+    assert (login.job(named)["Partition"], login.job(named)["TimeLimit"]) == ("main", "00:10:00")
+    assert (login.job(unnamed)["Partition"], login.job(unnamed)["TimeLimit"]) == ("short", "00:04:00")
