@@ -59,8 +59,9 @@ def accelerator(
     if spec.accelerator == "auto" and spec.per_node == "auto":
         per_node = max(1, this_machine().devices)
     fabric, host = table("fabrics")[fabric_name], table("hosts")[entry["host"]]
-    hosts = -(-per_node // entry["devices_per_host"]) if entry["devices_per_host"] else 1
+    hosts = _hosts(entry, per_node)
     memory_gib = spec.host_memory_gib or (entry["host_memory_gib"] or 0) * hosts
+    memory_gib *= _reachable(entry, per_node)
     devices = Devices(
         accelerator=name,
         backend=entry["backend"],
@@ -150,6 +151,34 @@ def _replaced(spec: HardwareSpec, devices: Devices, precision: Precision) -> Dev
     if spec.pair_gb_per_s is None and pair and link and link < pair:
         update["pair_bytes_per_s"] = link
     return devices.model_copy(update=update)
+
+
+def _hosts(entry: dict[str, Any], devices: int) -> int:
+    """Return the processors with memory of their own beside so many devices: one, or of Superchips each chip's."""
+    return -(-devices // entry["devices_per_host"]) if entry["devices_per_host"] else 1
+
+
+def _reachable(entry: dict[str, Any], per_node: int) -> float:
+    """Return the share of a node's host memory that its ranks can fill alike.
+
+    On Superchips each rank fills its own chip's; where one chip has more devices at work than another (three of GB200's
+    four), the memory of the emptier one is no help to the fuller.
+    """
+    each: int = entry["devices_per_host"]
+    return per_node / (min(per_node, each) * _hosts(entry, per_node)) if each else 1.0
+
+
+def part_of(spec: HardwareSpec, entry: dict[str, Any], devices: int, whole: int) -> HardwareSpec:
+    """Return the section for some devices of a node of ``whole``; of Superchips, host memory is that of their chips."""
+    update: dict[str, Any] = {"nodes": 1, "per_node": devices}
+    if entry["devices_per_host"]:
+        share = _hosts(entry, devices) / _hosts(entry, whole)
+        for field in ("host_memory_gib", "host_memory_gb_per_s"):
+            value = getattr(spec, field)
+            update |= {field: value * share} if value is not None else {}
+        if spec.host_cores is not None:
+            update["host_cores"] = max(1, int(spec.host_cores * share))
+    return spec.model_copy(update=update)
 
 
 def _domain(entry: dict[str, Any], per_node: int) -> int:

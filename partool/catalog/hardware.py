@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from partool.catalog.devices import CPU_SPEED, accelerator, cpu, own_entry
+from partool.catalog.devices import CPU_SPEED, accelerator, cpu, own_entry, part_of
 from partool.catalog.lookup import did_you_mean, table
 from partool.catalog.machine import this_machine
 from partool.diagnostics.record import Diagnostic
@@ -57,7 +57,7 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
         return ResolvedHardware(None, tuple(found), local)
     devices = accelerator(spec, name, entry, fabric_name, precision)
     if max_devices is not None and max_devices < devices.per_node:
-        part = spec.model_copy(update={"nodes": 1, "per_node": max_devices})
+        part = part_of(spec, entry, max_devices, devices.per_node)
         devices = accelerator(part, name, entry, fabric_name, precision)
     return _checked(spec, devices, max_devices, local)
 

@@ -121,6 +121,40 @@ def test_meshes_racks_and_superchips() -> None:
     assert resolved(accelerator="h100-sxm", per_node=2).host_cores == resolved(accelerator="h100-sxm").host_cores
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "fields", "most", "gib"),
+    [
+        ("gh200-96", {}, None, 4 * 480),
+        ("gh200-96", {"host_memory_gib": 480.0}, None, 480),
+        # one chip of four: the others' memory is behind their own processors
+        ("gh200-96", {"host_memory_gib": 480.0}, 1, 120),
+        ("gh200-96", {"host_memory_gib": 480.0}, 3, 360),
+        ("gh200-96", {}, 1, 480),
+        ("gb200", {}, None, 2 * 480),
+        ("gb200", {"per_node": 1}, None, 480),
+        ("gb200", {"per_node": 2}, None, 480),
+        # two chips, of which one has both its devices at work: each rank can have half a chip's memory
+        ("gb200", {"per_node": 3}, None, 3 * 240),
+        ("gb200", {"host_memory_gib": 960.0}, 3, 3 * 240),
+        # sockets of other machines lend each other memory
+        ("h100-sxm", {"host_memory_gib": 1024.0}, 1, 1024),
+    ],
+)
+def test_host_memory_of_superchips_is_counted_per_chip(
+    accelerator: str, fields: dict[str, Any], most: int | None, gib: float
+) -> None:
+    devices = resolve_hardware(HardwareSpec(accelerator=accelerator, **fields), "bf16", most).devices
+    assert devices is not None
+    assert devices.host_memory_bytes == gib * 2**30
+
+
+def test_a_part_of_superchips_has_their_cores_and_bandwidth() -> None:
+    spec = HardwareSpec(accelerator="gh200-96", host_cores=288, host_memory_gb_per_s=2048.0)
+    devices = resolve_hardware(spec, "bf16", 2).devices
+    assert devices is not None
+    assert (devices.host_cores, devices.host_memory_bytes_per_s) == (144, 1024e9)
+
+
 def test_fp8_keeps_the_wide_rate_and_attention() -> None:
     wide, narrow = resolved(accelerator="h100-sxm"), resolved("fp8", accelerator="h100-sxm")
     assert narrow.peak_flops == 1979e12
