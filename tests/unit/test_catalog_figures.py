@@ -36,7 +36,7 @@ def figures(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 def test_the_catalog_has_what_people_train_on() -> None:
     assert set(NAMES) >= ASKED_FOR
-    assert set(get_args(Table)) == {*MACHINES, "models", "sources"}
+    assert set(get_args(Table)) == {*MACHINES, "models", "network_env", "sources"}
 
 
 @pytest.mark.parametrize(("name", "key"), ENTRIES)
