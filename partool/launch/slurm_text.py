@@ -82,7 +82,7 @@ class SlurmJob:
 def last_words(text: str) -> str:
     """Return the last line that a command wrote, without its name in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Try ")]
-    return re.sub(r"^(\S*/)?[a-z_]+: (error: |fatal: )?", "", lines[-1]) if lines else ""
+    return re.sub(r"^(\S*/)?(s[a-z]+|slurm_load_\w+): ?(error: |fatal: )?", "", lines[-1]) if lines else ""
 
 
 def parse_submission(text: str) -> tuple[str, str]:

@@ -59,7 +59,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         # Not pytest's own folder: munge insists on a socket that every user could reach.
-        self.folder = Path(tempfile.mkdtemp(prefix="partool-slurm-"))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"partool-slurm-{os.getpid()}-"))
         self.bin = self.folder / "bin"
         try:
             self._start()
@@ -210,7 +210,10 @@ exec nsenter --net=/run/netns/{self._prefix}-hub -- {shutil.which(name)} "$@"
 
 
 def _drop_stale() -> None:
-    """Remove the network namespaces of processes that were killed."""
+    """Remove the network namespaces and folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob("partool-slurm-*"):
+        if not Path(f"/proc/{folder.name.split('-')[2]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
     for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
         match = re.match(r"pt(\d+)-", line)
         if match and not Path(f"/proc/{match[1]}").exists():
