@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from _launch_case import launch_job, launch_plan
 from _spec_case import FIRST, findings, place, spec_text
 from hypothesis import given
 from hypothesis import strategies as st
@@ -288,3 +289,22 @@ def test_overrides_of_what_is_not_there_are_refused(override: str) -> None:
     found = load_text(spec_text(""), overrides=[override]).diagnostics
     assert {finding.code for finding in found} <= {"PT101", "PT102"}
     assert found
+
+
+def test_no_option_that_partool_writes_can_be_given_again() -> None:
+    from partool.render.slurm import render
+
+    section = {
+        "partition": "a", "account": "a", "qos": "a", "reservation": "a", "constraint": "a", "nodelist": "a",
+        "exclude": "a", "time": "60", "cpus_per_task": 4, "memory": "1G",
+    }  # fmt: skip
+    written = set()
+    for gpus in ("gpus-per-node", "gres"):
+        plan = launch_plan(slurm={**section, "gpus": gpus})
+        job = launch_job(plan, tasks=(plan, plan))
+        header = [line for line in render(job).text.splitlines() if line.startswith("#SBATCH --")]
+        written |= {line.removeprefix("#SBATCH --").partition("=")[0] for line in header}
+    assert {"nodes", "gres", "gpus-per-node", "signal", "requeue", "array"} <= written
+    for name in written:
+        spec = LaunchSpec.model_validate({"target": "slurm", "slurm": {"options": {name: ""}}})
+        assert [finding.code for finding in check_launch(spec, machines())] == ["PT525"], name
