@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +13,8 @@ import yaml
 
 from partool.diagnostics.record import Diagnostic
 from partool.launch import k8s_diff, k8s_logs, k8s_waiting
-from partool.launch.k8s_client import PODS, RESOURCES, Client, Document, resource_of
+from partool.launch.k8s_client import Client, Document
+from partool.launch.k8s_resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
 from partool.launch.store import Run, RunStore
@@ -24,6 +26,7 @@ from partool.render import Job, Rendered
 CANCEL_FILE = "cancel"
 ERRORS_FILE = "errors.txt"
 """Where the error records are kept once a run has ended: the cluster forgets them with the pods."""
+_DRY_RUN = "server-side dry run"
 
 
 class Place(NamedTuple):
@@ -51,10 +54,18 @@ class K8sTarget:
         client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # whether the kind is known and may be asked for
 
     def validate(self, job: Job, rendered: Rendered) -> Sequence[Level]:
-        """Check against the schemas that are there, then by a dry run on the server."""
+        """Check against the schemas that are there, of the cluster's version if it says so, then by a dry run on it."""
         from partool.launch.k8s_validate import validate_offline
 
-        return [*validate_offline(rendered.text), self._dry_run(job.plan, rendered)]
+        context = job.plan.launch.k8s.context
+        try:
+            client = self._client_for(job.plan)
+            version = str(client.read("/version")["gitVersion"])
+        except LaunchError as error:
+            return [*validate_offline(rendered.text, context=context), Level(_DRY_RUN, ran=False, note=error.message)]
+        number = re.match(r"v?(\d+\.\d+)", version)
+        offline = validate_offline(rendered.text, context=context, core_version=number[1] if number else None)
+        return [*offline, _dry_run(client, version, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Create the objects; raises LaunchError, after which none of them is left."""
@@ -151,30 +162,6 @@ class K8sTarget:
             parts.append(k8s_diff.unified(there, document, f"{document['kind']}/{own.replace(job.run_id, name)}"))
         return "".join(parts)
 
-    def _dry_run(self, plan: Plan, rendered: Rendered) -> Level:
-        """Let the server judge every object, its webhooks and quotas included, and keep none."""
-        name = "server-side dry run"
-        try:
-            client = self._client_for(plan)
-            version = client.read("/version")["gitVersion"]
-        except LaunchError as error:
-            if error.code in ("PT574", "PT576"):
-                return Level(name, ran=False, note=error.message)
-            raise
-        findings = []
-        for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            try:
-                client.create(document, dry_run=True)
-            except LaunchError as error:
-                if error.code == "PT576":
-                    raise
-                findings.append(Diagnostic(error.code, error.message, help=error.help))
-        findings += [
-            Diagnostic("PT578", f"the cluster warns: {text}", severity="warning")
-            for text in dict.fromkeys(client.warnings)
-        ]
-        return Level(name, ran=True, note=f"Kubernetes {version}", findings=tuple(findings))
-
     def _client_for(self, plan: Plan) -> Client:
         spec = plan.launch.k8s
         return self._client(spec.context or "", spec.namespace or "")
@@ -183,6 +170,20 @@ class K8sTarget:
         if (context, namespace) not in self._clients:
             self._clients[context, namespace] = Client(context or None, namespace or None)
         return self._clients[context, namespace]
+
+
+def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
+    """Let the server judge every object, its webhooks and quotas included, and keep none."""
+    findings = []
+    for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        try:
+            client.create(document, dry_run=True)
+        except LaunchError as error:
+            findings.append(Diagnostic(error.code, error.message, help=error.help))
+    findings += [
+        Diagnostic("PT578", f"the cluster warns: {text}", severity="warning") for text in dict.fromkeys(client.warnings)
+    ]
+    return Level(_DRY_RUN, ran=True, note=f"Kubernetes {version}", findings=tuple(findings))
 
 
 def _place(run: Run) -> Place:

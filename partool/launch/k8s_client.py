@@ -10,11 +10,12 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from partool.launch import k8s_errors
 from partool.launch.k8s_config import Connection, connect
 from partool.launch.k8s_errors import ApiError
+from partool.launch.k8s_resources import PODS, Resource, resource_of
 from partool.launch.target import LaunchError
 
 Document = dict[str, Any]
@@ -29,48 +30,6 @@ _TRANSIENT = frozenset({429, 500, 502, 503, 504})
 _PAGE = 500
 _WATCH_S = 240
 """Servers end a watch after 5 to 10 minutes anyway."""
-
-
-class Resource(NamedTuple):
-    """A kind as a place under the API's root."""
-
-    group_version: str
-    """``v1``, ``batch/v1``."""
-    plural: str
-
-    @property
-    def full_name(self) -> str:
-        """The name that messages and RBAC use: ``jobs.batch``, ``pods``."""
-        group = self.group_version.rpartition("/")[0]
-        return f"{self.plural}.{group}" if group else self.plural
-
-    def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
-        """Return the path of the collection, of an object in it, or of a part of that object."""
-        root = "/apis" if "/" in self.group_version else "/api"
-        within = f"/namespaces/{namespace}" if namespace is not None else ""
-        return f"{root}/{self.group_version}{within}/{self.plural}" + "".join(
-            f"/{part}" for part in (name, sub) if part
-        )
-
-
-RESOURCES = {
-    ("v1", "ConfigMap"): Resource("v1", "configmaps"),
-    ("v1", "Service"): Resource("v1", "services"),
-    ("batch/v1", "Job"): Resource("batch/v1", "jobs"),
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): Resource("jobset.x-k8s.io/v1alpha2", "jobsets"),
-    ("kubeflow.org/v1", "PyTorchJob"): Resource("kubeflow.org/v1", "pytorchjobs"),
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
-    ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
-}
-"""Everything that is rendered."""
-PODS = Resource("v1", "pods")
-EVENTS = Resource("v1", "events")
-CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]
-
-
-def resource_of(document: Mapping[str, Any]) -> Resource:
-    """Return where a rendered document belongs; raises KeyError for a kind that is never rendered."""
-    return RESOURCES[document["apiVersion"], document["kind"]]
 
 
 class BrokenOffError(LaunchError):
@@ -100,6 +59,18 @@ class Client:
             if error.status == 404 and not error.unknown_kind:
                 return None
             raise
+
+    def exists(self, resource: Resource, name: str) -> bool:
+        """Return whether there is an object of a name; its content, which may be secret, is not asked for."""
+        path = resource.path(self.namespace, name)
+        accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+        try:
+            self._send("get", path, {}, accept=accept)
+        except ApiError as error:
+            if error.status == 404 and not error.unknown_kind:
+                return False
+            raise
+        return True
 
     def create(self, document: Document, *, manager: str = "partool", dry_run: bool = False) -> Document:
         """Create an object and return it as the server holds it; unknown fields are refused, not dropped.
@@ -221,6 +192,11 @@ class Client:
         answer: Document = json.loads(self._send("get", path, {}).data)
         return answer
 
+    @property
+    def host(self) -> str:
+        """URL of the API server."""
+        return self._connection.host
+
     def may(self, verb: str, resource: Resource, sub: str = "", *, namespace: str | None = None) -> bool:
         """Return whether the user may do this, by the server's own word (SelfSubjectAccessReview)."""
         group = resource.group_version.rpartition("/")[0]
@@ -259,6 +235,7 @@ class Client:
         read_timeout_s: float | None = None,
         *,
         streamed: bool = False,
+        accept: str = "application/json, */*",
     ) -> Any:
         """Send a request until there is an answer that is no passing trouble; raises ApiError or LaunchError."""
         import urllib3
@@ -269,7 +246,7 @@ class Client:
             over = pause_s is None or time.monotonic() - began > _PATIENCE_S
             try:
                 answer = self._connection.request(
-                    verb, path, query, body, timeout=timeout, preload_content=not streamed
+                    verb, path, query, body, accept=accept, timeout=timeout, preload_content=not streamed
                 )
                 content = answer.data if answer.status >= 400 else b""
             except (urllib3.exceptions.HTTPError, OSError) as error:

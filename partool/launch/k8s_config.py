@@ -33,7 +33,14 @@ class Connection:
     """``kubernetes.client.Configuration``: renews tokens as they expire."""
 
     def request(
-        self, verb: str, path: str, query: Mapping[str, str], body: Mapping[str, Any] | None, **options: Any
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None,
+        *,
+        accept: str,
+        **options: Any,
     ) -> Any:
         """Send one request, without repeating it, and return the answer; raises urllib3's errors.
 
@@ -41,7 +48,7 @@ class Connection:
         """
         from urllib.parse import urlencode
 
-        headers = {"Accept": "application/json, */*", "User-Agent": "partool"}
+        headers = {"Accept": accept, "User-Agent": "partool"}
         if authorization := self.configuration.auth_settings().get("BearerToken", {}).get("value"):
             headers["Authorization"] = authorization
         if body is not None:

@@ -1,155 +1,35 @@
-"""The ranks' output from the logs of a run's pods: merged by time, and followed over drops and restarts.
+"""The ranks' output from the logs of a run's pods: merged by time, and followed over restarts.
 
-Agents print every line of their ranks as ``[RANK] text``. The API gives each line its time with nanoseconds
-(``timestamps=true``) but goes on only from a whole second (``sinceTime``), so lines that were seen are counted off:
-https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
+Agents print every line of their ranks as ``[RANK] text``.
 """
 
 from __future__ import annotations
 
-import datetime
 import heapq
 import queue
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from typing import NamedTuple, TypeVar
+from contextlib import suppress
+from typing import TypeVar
 
-from partool.launch.k8s_client import PODS, BrokenOffError, Client, Document
+from partool.launch import k8s_streams
+from partool.launch.k8s_client import Client
 from partool.launch.k8s_errors import ApiError
-from partool.launch.k8s_status import RUN_LABEL, agent_name, agent_of, attempt_of, node_of
+from partool.launch.k8s_resources import PODS
+from partool.launch.k8s_status import RUN_LABEL
+from partool.launch.k8s_streams import Line, Reader, Stream, streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
-_STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 _LOOK_S = 10.0
 """Between looks at whether the run goes on, if nothing happens to its pods."""
 _LAST_S = 15.0
 """For the last lines of a run that has ended."""
-_PAUSE_S = 0.5
-_PATIENCE_S = 60.0
-"""For how long a cluster that cannot be reached is tried again while following."""
-
-
-class Stream(NamedTuple):
-    """The output of one life of an agent's container."""
-
-    pod: str
-    uid: str
-    container: str
-    node: int
-    life: int
-    """Restarts of the container before it."""
-    attempt: int
-    """From 1, over restarts of the gang and of the container."""
-
-
-class Line(NamedTuple):
-    """A line with what orders it."""
-
-    at_ns: int
-    """Unix time."""
-    node: int
-    text: bytes
-    """With its line end."""
-
-
-class Reader:
-    """Reads one stream, over as many connections as it takes, each line once."""
-
-    def __init__(self, client: Client, stream: Stream) -> None:
-        self._client = client
-        self.stream = stream
-        self._last_ns = 0
-        """Time of the latest line."""
-        self._count = 0
-        """Lines that were yielded of that very time."""
-
-    def lines(self, *, follow: bool, previous: bool) -> Iterator[Line]:
-        """Yield the lines that one connection gives and that were not yielded before.
-
-        ``previous``: the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
-        container has started, 404 once the pod is gone.
-        """
-        query = {"container": self.stream.container, "timestamps": "true"}
-        query |= {"follow": "true"} if follow else {}
-        query |= {"previous": "true"} if previous else {}
-        query |= {"sinceTime": _stamp(self._last_ns)} if self._last_ns else {}
-        path = PODS.path(self._client.namespace, self.stream.pod, "log")
-        until_ns, skip = self._last_ns, self._count
-        with closing(self._client.stream("get", path, query)) as lines:
-            for line in lines:
-                stamp, _, text = line.partition(b" ")
-                at_ns = _instant(stamp)
-                if at_ns < until_ns:
-                    continue
-                if at_ns == until_ns and skip:
-                    skip -= 1
-                    continue
-                until_ns = 0
-                if not line.endswith(b"\n"):
-                    if follow:
-                        return  # the end is still to be written; it comes again, whole
-                    text += b"\n"
-                self._count = self._count + 1 if at_ns == self._last_ns else 1
-                self._last_ns = at_ns
-                yield Line(at_ns, self.stream.node, text)
-
-    def rest(self) -> Iterator[Line]:
-        """Yield what there is by now, over drops; nothing where the pod is gone."""
-        end = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                life = _life(self._client, self.stream)
-                if life is not None:
-                    yield from self.lines(follow=False, previous=life > self.stream.life)
-            except BrokenOffError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(_PAUSE_S)
-                continue
-            except ApiError as error:
-                if error.status not in (400, 404):
-                    raise
-            return
-
-    def ended(self) -> bool:
-        """Return whether nothing will be added."""
-        pod = self._client.get(PODS, self.stream.pod)
-        if pod is None or pod["metadata"]["uid"] != self.stream.uid:
-            return True
-        agent = agent_of(pod)
-        return "terminated" in (agent.get("state") or {}) or int(agent.get("restartCount") or 0) > self.stream.life
-
-
-def _life(client: Client, stream: Stream) -> int | None:
-    """Return how often the container of a stream has been restarted by now; None if the pod is gone."""
-    pod = client.get(PODS, stream.pod)
-    if pod is None or pod["metadata"]["uid"] != stream.uid:
-        return None
-    agent = agent_of(pod)
-    # between two lives the last one counts as the one before
-    waiting = "waiting" in (agent.get("state") or {})
-    return int(agent.get("restartCount") or 0) + waiting
-
-
-def _instant(stamp: bytes) -> int:
-    """Return RFC 3339 with up to nine decimals, in whatever zone the node is, as Unix time in ns; 0 if it is none."""
-    match = _STAMP.fullmatch(stamp)
-    if match is None:
-        return 0
-    zone = match[3].replace(b"Z", b"+00:00").decode()
-    whole = datetime.datetime.fromisoformat(match[1].decode() + zone).timestamp()
-    return int(whole) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
-
-
-def _stamp(at_ns: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_ns // 10**9))
 
 
 def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
@@ -181,24 +61,6 @@ def _plan(run: Run) -> Plan | None:
 def _of_rank(text: bytes) -> tuple[int | None, bytes]:
     match = _RANK.match(text)
     return (int(match[1]), text[match.end() :]) if match else (None, text)
-
-
-def streams(pods: list[Document]) -> list[Stream]:
-    """Return every life of the agents' containers that the cluster still has the output of."""
-    found = []
-    for pod in pods:
-        agent, meta = agent_of(pod), pod["metadata"]
-        life, first = int(agent.get("restartCount") or 0), attempt_of(pod)
-        present = {"running", "terminated"} & (agent.get("state") or {}).keys()
-        lives = [life] if present else []
-        if "terminated" in (agent.get("lastState") or {}):
-            lives.append(life - bool(present))
-        found += [
-            Stream(meta["name"], meta["uid"], agent_name(pod), node_of(pod), each, first + each)
-            for each in lives
-            if each >= 0
-        ]
-    return found
 
 
 def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterator[Line]:
@@ -263,14 +125,15 @@ class _Follower:
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[Line]:
         """Yield what comes within a time, until something happens to the pods or, if so asked, all streams ended."""
-        end, earliest = time.monotonic() + wait_s, time.monotonic() + _PAUSE_S
+        end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:
             idle = until_idle and not any(thread.is_alive() for thread in self._threads)
             until = earliest if rung else end
             try:
                 left_s = 0.0 if idle else until - time.monotonic()
-                found = self._arriving.get(timeout=min(left_s, _PAUSE_S)) if left_s > 0 else self._arriving.get_nowait()
+                # zero does not wait
+                found = self._arriving.get(left_s > 0, min(max(left_s, 0.0), k8s_streams.PAUSE_S))
             except queue.Empty:
                 if idle or time.monotonic() >= until:
                     return
@@ -295,13 +158,13 @@ class _Follower:
 
     def _pump(self, reader: Reader) -> None:
         """Pass a stream's lines on until its container has ended, over any number of connections."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():
             try:
                 over = reader.ended()
                 for line in reader.rest() if over else reader.lines(follow=True, previous=False):
                     self._arriving.put(line)
-                    end = time.monotonic() + _PATIENCE_S
+                    end = time.monotonic() + k8s_streams.PATIENCE_S
                     if self._stop.is_set():
                         return
                 if over:
@@ -312,7 +175,7 @@ class _Follower:
                 elif error.code != "PT576" or time.monotonic() > end:
                     self._arriving.put(error)
                     return
-            self._stop.wait(_PAUSE_S)
+            self._stop.wait(k8s_streams.PAUSE_S)
 
 
 _T = TypeVar("_T")
@@ -320,11 +183,11 @@ _T = TypeVar("_T")
 
 def _patiently(ask: Callable[[], _T]) -> _T:
     """Ask until the cluster answers, within a minute."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + k8s_streams.PATIENCE_S
     while True:
         try:
             return ask()
         except LaunchError as error:
             if error.code != "PT576" or time.monotonic() > end:
                 raise
-            time.sleep(_PAUSE_S)
+            time.sleep(k8s_streams.PAUSE_S)

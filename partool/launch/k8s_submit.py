@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from partool.launch.k8s_client import Client, Document, Resource, resource_of
+from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
+from partool.launch.k8s_resources import Resource, resource_of
 from partool.launch.k8s_status import HASH_ANNOTATION, KINDS, RUN_LABEL, progress
 from partool.launch.store import Run
 from partool.launch.target import LaunchError

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from partool.launch.k8s_client import EVENTS, Client, Document, Resource
+from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
+from partool.launch.k8s_resources import EVENTS, Resource
 from partool.launch.k8s_status import progress
 
 KUEUE_GROUP = "kueue.x-k8s.io"

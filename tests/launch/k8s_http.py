@@ -168,6 +168,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if name:
             with self.cluster.changed:
                 document = copy.deepcopy(self._existing(key))
+            if "PartialObjectMetadata" in self.headers.get("Accept", ""):
+                document = {"kind": "PartialObjectMetadata", "metadata": document["metadata"]}
             return self._log(name, document, query) if sub == "log" else (200, document)
         by_label, by_field = matcher(query.get("labelSelector", "")), field_matcher(query.get("fieldSelector", ""))
 

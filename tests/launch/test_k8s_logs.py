@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from k8s_case import Case, case, condition, plan_of
 
-from partool.launch import k8s_client, k8s_logs
+from partool.launch import k8s_client, k8s_streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogQuery, NoLogsError
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
     monkeypatch.setattr(k8s_client, "_PAUSES_S", (0.02, 0.05, 0.1))
-    monkeypatch.setattr(k8s_logs, "_PAUSE_S", 0.02)
+    monkeypatch.setattr(k8s_streams, "PAUSE_S", 0.02)
     with case(tmp_path, custom=False) as found:
         yield found
 

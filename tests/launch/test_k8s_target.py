@@ -15,7 +15,8 @@ from k8s_server import status_of
 
 from partool.launch import k8s_client
 from partool.launch.k8s import K8sTarget
-from partool.launch.k8s_client import CONFIG_MAPS, PODS, Client
+from partool.launch.k8s_client import Client
+from partool.launch.k8s_resources import CONFIG_MAPS, PODS
 from partool.launch.k8s_status import KINDS
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
@@ -492,19 +493,21 @@ def test_difference_shows_a_variable_that_went(here: Case) -> None:
 def test_a_dry_run_asks_the_server_and_creates_nothing(here: Case) -> None:
     plan = core_plan()
     job = job_of(plan, here.store.next_submitted(plan.name, plan.hash))
-    level = here.target._dry_run(plan, manifest(job))
+    *_, level = here.target.validate(job, manifest(job))
     assert (level.ran, level.findings, level.note) == (True, (), "Kubernetes v1.36.0")
     assert here.cluster.names("jobs") == []
     spoilt = manifest(job)
     spoilt.files["manifest.yaml"] = spoilt.text.replace("completionMode", "completionMood")
-    [finding] = here.target._dry_run(plan, spoilt).findings
+    *_, level = here.target.validate(job, spoilt)
+    [finding] = level.findings
     assert finding.code == "PT578"
     assert 'unknown field "spec.completionMood"' in finding.message
 
 
 def test_a_dry_run_without_a_cluster_says_that_it_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    level = K8sTarget()._dry_run(core_plan(), manifest(job_of(core_plan(), Run(tmp_path / "x"))))
+    job = job_of(core_plan(), Run(tmp_path / "x"))
+    *_, level = K8sTarget().validate(job, manifest(job))
     assert not level.ran
     assert "no usable Kubernetes configuration" in level.note
 

@@ -1,0 +1,49 @@
+"""Kinds of the Kubernetes API as places below its root."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Resource(NamedTuple):
+    """A kind as a place under the API's root."""
+
+    group_version: str
+    """``v1``, ``batch/v1``."""
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def full_name(self) -> str:
+        """The name that messages and RBAC use: ``jobs.batch``, ``pods``."""
+        group = self.group_version.rpartition("/")[0]
+        return f"{self.plural}.{group}" if group else self.plural
+
+    def path(self, namespace: str | None, name: str = "", sub: str = "") -> str:
+        """Return the path of the collection, of an object in it, or of a part of that object."""
+        root = "/apis" if "/" in self.group_version else "/api"
+        within = f"/namespaces/{namespace}" if namespace is not None and self.namespaced else ""
+        return f"{root}/{self.group_version}{within}/{self.plural}" + "".join(
+            f"/{part}" for part in (name, sub) if part
+        )
+
+
+RESOURCES = {
+    ("v1", "ConfigMap"): Resource("v1", "configmaps"),
+    ("v1", "Service"): Resource("v1", "services"),
+    ("batch/v1", "Job"): Resource("batch/v1", "jobs"),
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): Resource("jobset.x-k8s.io/v1alpha2", "jobsets"),
+    ("kubeflow.org/v1", "PyTorchJob"): Resource("kubeflow.org/v1", "pytorchjobs"),
+    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
+    ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
+}
+"""Everything that is rendered."""
+PODS = Resource("v1", "pods")
+EVENTS = Resource("v1", "events")
+CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]
+
+
+def resource_of(document: Mapping[str, Any]) -> Resource:
+    """Return where a rendered document belongs; raises KeyError for a kind that is never rendered."""
+    return RESOURCES[document["apiVersion"], document["kind"]]
