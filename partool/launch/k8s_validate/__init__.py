@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
-from partool.launch.k8s_validate import core_schemas, own_rules
+from partool.launch.k8s_validate import cel, core_schemas, crd_schemas, own_rules
 from partool.launch.k8s_validate.crd_cache import cached_crds, store_crds
 from partool.launch.k8s_validate.reading import UnreadableError, read_manifest
 from partool.launch.target import Level
@@ -28,4 +28,6 @@ def validate_offline(
     except UnreadableError as error:
         return [Level(OWN, True, "the manifest cannot be read", (Diagnostic("PT568", str(error)),))]
     own = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
-    return [own, core_schemas.level(manifest, core_version)]
+    known = crd_schemas.source(crds, context)
+    core = core_schemas.level(manifest, core_version)
+    return [own, core, crd_schemas.level(manifest, known), cel.level(manifest, known)]
