@@ -35,13 +35,18 @@ def combined(codes: Iterable[int]) -> int:
 
 
 class Board:
-    """The main thread's side of the meeting. ``say`` shows the user a message."""
+    """The main thread's side of the meeting.
+
+    ``say`` shows the user a message. Without a ``plan_hash`` this node comes only to say that it cannot run the plan.
+    """
 
     def __init__(self, place: Place, run: str, plan_hash: str, timing: Timing, say: Callable[[str], None]) -> None:
         self._place = place
         self._timing = timing
         self._say = say
         self._meeting = Meeting(place, run, plan_hash, timing, say)
+        if not plan_hash:  # known from the first sign of life on: nobody starts ranks that would wait for this node's
+            self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
         self._thread = self._meeting.start()
 
     def __enter__(self) -> Self:

@@ -113,7 +113,8 @@ def check_plan(plan: Plan, place: Place, plan_hash: str | None) -> None:
         fix = f"on each node: {each} --node-rank K --rendezvous HOST:PORT   (HOST: node 0); or set hardware.nodes to 1"
         raise ConfigurationError("PT582", message, fix)
     if devices.nodes != place.nodes:
-        message = f"the plan is for {devices.nodes} nodes, --nodes is {place.nodes}"
+        planned = f"{devices.nodes} nodes" if devices.nodes > 1 else "one node"
+        message = f"the plan is for {planned}, --nodes is {place.nodes}"
         raise ConfigurationError("PT582", message, "make the plan for the nodes that there are: hardware.nodes")
     if devices.nodes * devices.per_node != world_size:
         of_hardware = f"{devices.nodes} x {devices.per_node}" if place.several else f"{devices.per_node}"
