@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -110,13 +111,24 @@ def _planned(path: Path, overrides: list[str], *, trace: bool = False) -> tuple[
 
     loaded = load(path, overrides)
     findings, plan = list(loaded.diagnostics), None
+    lines = dict(loaded.source.texts)
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
         from partool.planner import make_plan
 
         result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), trace=trace)
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
-    return plan, findings, loaded.source.texts
+        lines |= _lines_elsewhere(findings, lines)
+    return plan, findings, lines
+
+
+def _lines_elsewhere(findings: list[Diagnostic], known: Lines) -> dict[str, list[str]]:
+    """Return the lines of other files that findings point into: a site profile."""
+    found = {}
+    for name in {finding.span.file for finding in findings if finding.span} - set(known):
+        with suppress(OSError, ValueError):  # not every name is one of a file: overrides are named as well
+            found[name] = Path(name).read_text(encoding="utf-8").split("\n")
+    return found
 
 
 def _fails(findings: list[Diagnostic], *, strict: bool) -> bool:

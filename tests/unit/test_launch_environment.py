@@ -245,3 +245,16 @@ def test_paths_begin_at_the_folder_of_the_spec(tmp_path: Path) -> None:
     assert launch.slurm.setup == str(tmp_path / "my" / "modules.sh")
     registry = "launch: {target: slurm, image: 'a/train:1', slurm: {container: apptainer}}\n"
     assert planned(spec_text(registry), tmp_path).launch.image == "a/train:1"
+
+
+def test_a_mistake_in_a_site_profile_is_shown_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "site.yaml").write_text("account: a\npartiton: gpu\n", encoding="utf-8")
+    spec = tmp_path / "mine.yaml"
+    spec.write_text(spec_text(NETWORKED, nodes=2), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        run(["plan", str(spec)])
+    assert ended.value.code == 1
+    shown = capsys.readouterr().err
+    assert f"{tmp_path / 'site.yaml'}:2:1" in shown
+    assert "2 │ partiton: gpu" in shown
+    assert "did you mean `partition`?" in shown
