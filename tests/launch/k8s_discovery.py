@@ -22,10 +22,11 @@ def static(cluster: Cluster, path: str) -> tuple[Any, ...] | None:
         if match[1] not in _groups(kinds):
             return 404, b"404 page not found\n", "text/plain"
         return 200, {"kind": "APIGroup", "apiVersion": "v1", **_groups(kinds)[match[1]]}
-    if match := re.fullmatch(r"/(?:api|apis)/(v1|[^/]+/[^/]+)", path):
-        if match[1] not in kinds:
+    if match := re.fullmatch(r"/api/(v1)|/apis/([^/]+/[^/]+)", path):
+        group_version = match[1] or match[2]
+        if group_version not in kinds:
             return 404, b"404 page not found\n", "text/plain"
-        return 200, _resources(match[1], kinds[match[1]])
+        return 200, _resources(group_version, kinds[group_version])
     if path == "/openapi/v3":
         paths = {root(gv).strip("/"): {"serverRelativeURL": f"/openapi/v3{root(gv)}"} for gv in kinds}
         return 200, {"paths": paths}

@@ -34,6 +34,7 @@ CORE = {
         "persistentvolumeclaims": "PersistentVolumeClaim",
         "pods": "Pod",
         "secrets": "Secret",
+        "serviceaccounts": "ServiceAccount",
         "services": "Service",
     },
     "batch/v1": {"jobs": "Job"},
