@@ -6,10 +6,10 @@ import difflib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from partool.diagnostics.record import Diagnostic
 from partool.launch import slurm_logs
@@ -147,7 +147,7 @@ class SlurmTarget:
         before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
         if before is None:
             return _unified({}, rendered.files, "nothing", job.run_id)
-        again = replace(job, run_id=before.id, run_dir=type(job.run_dir)(before.path))
+        again = replace(job, run_id=before.id, run_dir=PurePosixPath(before.path))
         ours = render("slurm", again).files
         theirs = {name: _content(before.path / name) for name in _rendered_names(before.path) | set(ours)}
         return _unified(theirs, ours, before.id, "now")
@@ -162,6 +162,13 @@ def _test_only(job: Job, rendered: Rendered) -> Level:
     if answer.code:
         return Level(name, True, findings=(refusal(answer.err, job.plan),))
     return Level(name, True, estimate(answer.err))
+
+
+def tried(plan: Plan) -> Level:
+    """Let sbatch check the job that a plan would be."""
+    run = RunStore().next_submitted(plan.name, plan.hash)
+    job = Job(plan, run.id, PurePosixPath(run.path))
+    return _test_only(job, render("slurm", job))
 
 
 def _where(job: Job) -> list[Diagnostic]:
@@ -209,17 +216,17 @@ def _submitted(run: Run) -> tuple[str, str]:
     return details.get(JOB_ID, ""), details.get(CLUSTER, "")
 
 
+def defaults_in_use(given: Set[str]) -> dict[str, str]:
+    """Return the variables of this process that stand in for options that a script does not have."""
+    return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}
+
+
 def _environment(script: str) -> dict[str, str]:
     """Return this process' environment without what would change the job behind the script's back."""
     given = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH --" in line}
-    kept = {}
-    for name, value in os.environ.items():
-        if name.startswith("SBATCH_"):
-            if name in _DEFAULTS and _DEFAULTS[name] not in given:
-                kept[name] = value
-        elif not name.startswith(("SLURM_", "SLURMD_", "SRUN_")) or name in _KEPT:
-            kept[name] = value
-    return kept
+    others = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others) or name in _KEPT}
+    return kept | defaults_in_use(given)
 
 
 def _is_ours(run: Run) -> bool:

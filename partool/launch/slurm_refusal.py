@@ -62,6 +62,12 @@ def refusal(text: str, plan: Plan) -> Diagnostic:
     return Diagnostic("PT551", f"Slurm refuses the job: {said}{shown}", path=(*section, known.field), help=known.help)
 
 
+def refusal_of_script(text: str) -> tuple[str, str]:
+    """Return sbatch's complaint about a script of the user's, and help."""
+    known = next((each for each in _KNOWN if each.sign in text.lower()), None)
+    return f"Slurm refuses the script: {_said(text) or 'it does not say why'}", known.help if known else ""
+
+
 def estimate(text: str) -> str:
     """Return ``sbatch --test-only``'s word on when and where the job would start; empty if there is none."""
     # 22.05: "Job 9 to start at T using ..."; from 23.02 on an "a" follows the time.

@@ -13,6 +13,7 @@ from slurm_cluster import Cluster
 from slurm_runs import PATIENCE_S, Login, cluster_plan, output, processes_in, steps, wait_for_step
 
 from partool.launch.store import Run
+from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 40
@@ -182,6 +183,31 @@ def test_waiting(login: Login) -> None:
     assert "+#SBATCH --begin=now+7200" in diff
 
 
+def test_doctor(login: Login) -> None:
+    def found(plan: Plan, code: int = 0) -> dict[str, tuple[str, str]]:
+        answer = login.partool("doctor", login.write(plan, "doctor"), "--output", "json", code=code)
+        return {check["name"]: (check["verdict"], check["text"]) for check in json.loads(answer.stdout)}
+
+    good = found(cluster_plan(login.folder, 5))
+    assert {name: verdict for name, (verdict, _) in good.items() if verdict == "failed"} == {}
+    assert good["controller"] == ("ok", "partool answers")
+    assert good["version"] == ("ok", login.cluster.run("sbatch", "--version").split()[1])
+    assert good["preemption"][0] == "ok"
+    assert good["partition"] == ("ok", "main: at most 1-00:00:00, 3 nodes")
+    assert good["nodes"][1].startswith("3 node(s) with 4 cores or more are up")
+    assert "would start at" in good["sbatch --test-only"][1]
+    unfit = {"partition": "short", "container": "pyxis"}
+    bad = found(cluster_plan(login.folder, 5, nodes=9, slurm=unfit, image="example.org/partool:1"), code=3)
+    assert {name for name, (verdict, _) in bad.items() if verdict == "failed"} == {
+        "partition", "nodes", "pyxis", "sbatch --test-only",
+    }  # fmt: skip
+    script = login.folder / "mine.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=9\nsrun train\n#SBATCH --time=1\n")
+    own = login.partool("doctor", script, code=3).stdout
+    assert "Node count specification invalid" in own
+    assert "script PT5" in own
+
+
 def shadowed(login: Login, monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Login:
     """Return a login node where sbatch is a script; ``$real`` is the real one."""
     shadow = folder / "bin"
@@ -230,3 +256,98 @@ def test_settings_of_another_job_do_not_reach_this_one(login: Login, monkeypatch
     assert time.monotonic() - start < PATIENCE_S / 2
     assert (login.job(named)["Partition"], login.job(named)["TimeLimit"]) == ("main", "00:10:00")
     assert (login.job(unnamed)["Partition"], login.job(unnamed)["TimeLimit"]) == ("short", "00:04:00")
+
+
+def failing_rank(folder: Path) -> dict[str, str]:
+    """Return variables with which rank 1 ends with exit code 9 as its interpreter starts."""
+    place = folder / "broken"
+    place.mkdir(exist_ok=True)
+    (place / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os._exit(9)\n")
+    return {"PYTHONPATH": str(place)}
+
+
+@pytest.mark.long
+def test_restarts_up_to_the_limit(login: Login) -> None:
+    plan = cluster_plan(login.folder, 5, per_node=1, restarts=1, env=failing_rank(login.folder))
+    run = login.launch(plan, "restarted")
+    login.wait(run, "queued")
+    status = login.wait(run, "failed", "done", "cancelled")
+    assert (status["state"], status["exit_code"], status["attempt"]) == ("failed", 1, 2), output(run)
+    assert "rank 1" in status["reason"]
+    assert (login.job(run)["ExitCode"], login.job(run)["Restarts"]) == ("1:0", "1")
+    assert (run.path / "failures.count").read_text().strip() == "1"
+    assert "the limit of 1 is reached" in login.partool("logs", run.id).stderr
+
+
+@pytest.mark.long
+def test_the_same_failure_ends_the_run(login: Login) -> None:
+    env = failing_rank(login.folder)
+    plan = cluster_plan(login.folder, 5, per_node=1, restarts=9, same_failure=2, env=env)
+    run = login.launch(plan, "same")
+    status = login.wait(run, "failed", "done", "cancelled")
+    assert (status["state"], status["exit_code"], status["attempt"]) == ("failed", 78, 2), output(run)
+    assert login.job(run)["Restarts"] == "1"
+
+
+@pytest.mark.long
+def test_a_node_fails(login: Login, whole: Run) -> None:
+    """The job starts again on the nodes that are left, from the last checkpoint, with the same result."""
+    plan = cluster_plan(login.folder, STEPS, slurm=LOW | {"exclude": "node3"}, restarts=2)
+    plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every": 5})})
+    run = login.launch(plan, "orphaned")
+    wait_for_step(run, 7)
+    login.cluster.stop_node("node2")
+    try:
+        login.wait(run, "queued")
+    finally:
+        login.cluster.start_node("node2")
+    done = login.wait(run, "done", "failed", "cancelled")
+    login.cluster.wait_ready()
+    assert (done["state"], done["attempt"]) == ("done", 2), output(run)
+    assert dict(steps(run.path)) == dict(steps(whole.path))
+
+
+@pytest.mark.long
+def test_the_time_limit(login: Login) -> None:
+    """Before its time is up the run writes a checkpoint and goes on in the next turn."""
+    plan = cluster_plan(login.folder, 100_000, per_node=1, slurm={"time": "1", "signal_lead_s": 30})
+    run = login.launch(plan, "timed")
+    wait_for_step(run, 1)
+    status = login.wait(run, "queued", "failed", "done")
+    assert status["state"] == "queued", output(run)
+    last = steps(run.path)[-1][0]
+    wait_for_step(run, last + 2)
+    numbers = [number for number, _ in steps(run.path)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    login.partool("cancel", run.id, "--now")
+    assert login.wait(run, "cancelled", "queued", "failed")["state"] == "cancelled"
+    assert processes_in(run.path) == []
+
+
+@pytest.mark.long
+def test_scancel_by_hand(login: Login) -> None:
+    run = login.launch(cluster_plan(login.folder, 100_000, nodes=1, per_node=1, requeues=3, restarts=3), "by-hand")
+    wait_for_step(run, 1)
+    login.cluster.run("scancel", login.job_id(run))
+    status = login.wait(run, "cancelled", "queued", "failed")
+    assert status["state"] == "cancelled", output(run)
+    assert login.job(run)["Restarts"] == "0"
+
+
+@pytest.mark.long
+def test_fewer_nodes(login: Login) -> None:
+    """With a node down, an elastic run begins with those that are left."""
+    plan = cluster_plan(login.folder, STEPS, nodes=3, per_node=1, min_nodes=2)
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"global_batch": 12})})
+    layout = plan.layout.model_copy(update={"accumulation": 2})
+    login.cluster.stop_node("node3")
+    login.cluster.run("scontrol", "update", "nodename=node3", "state=down", "reason=test")
+    try:
+        run = login.launch(plan.model_copy(update={"layout": layout}), "elastic")
+        status = login.wait(run, "done", "failed", "cancelled")
+    finally:
+        login.cluster.start_node("node3")
+        login.cluster.run("scontrol", "update", "nodename=node3", "state=resume", check=False)
+        login.cluster.wait_ready()
+    assert status["state"] == "done", output(run)
+    assert [len(steps(run.path, rank)) for rank in range(3)] == [STEPS, STEPS, 0]
