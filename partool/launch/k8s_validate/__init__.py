@@ -7,10 +7,11 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic
 from partool.launch.k8s_validate import cel, core_schemas, crd_schemas, own_rules
 from partool.launch.k8s_validate.crd_cache import cached_crds, store_crds
+from partool.launch.k8s_validate.manifest import Manifest
 from partool.launch.k8s_validate.reading import UnreadableError, read_manifest
 from partool.launch.target import Level
 
-__all__ = ["cached_crds", "store_crds", "validate_offline"]
+__all__ = ["cached_crds", "store_crds", "validate_manifest", "validate_offline"]
 
 OWN = "own rules"
 
@@ -27,7 +28,14 @@ def validate_offline(
         manifest = read_manifest(text)
     except UnreadableError as error:
         return [Level(OWN, True, "the manifest cannot be read", (Diagnostic("PT568", str(error)),))]
-    own = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
+    return validate_manifest(manifest, crds=crds, context=context, core_version=core_version)
+
+
+def validate_manifest(
+    manifest: Manifest, *, crds: Path | None = None, context: str | None = None, core_version: str | None = None
+) -> list[Level]:
+    """Check a manifest that has been read, as :func:`validate_offline` does."""
     known = crd_schemas.source(crds, context)
+    own = Level(OWN, True, f"{len(own_rules.RULES)} rules", tuple(own_rules.check(manifest)))
     core = core_schemas.level(manifest, core_version)
     return [own, core, crd_schemas.level(manifest, known), cel.level(manifest, known)]

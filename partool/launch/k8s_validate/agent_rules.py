@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from partool.launch.k8s_validate.findings import Found, at
 from partool.launch.k8s_validate.forms import parse_quantity
-from partool.launch.k8s_validate.manifest import Manifest, Part, dig
+from partool.launch.k8s_validate.manifest import Manifest, Part, Pods, dig
 from partool.plan.run import PLAN_FILE
 
 _HASH = "partool/plan-hash"
 _AGENT = "partool_runtime.agent"
+_SET: dict[str, set[str | None]] = {
+    "JobSet": {"JOB_COMPLETION_INDEX"},
+    "TrainJob": {"JOB_COMPLETION_INDEX"},
+    "PyTorchJob": {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
+    "Job": {"JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "VK_TASK_INDEX"},
+}
+"""Kind → variables that its controller adds to every container."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
@@ -79,19 +87,35 @@ def hashes(manifest: Manifest) -> Iterator[Found]:
 
 def meeting_place(manifest: Manifest) -> Iterator[Found]:
     """Find agents that would wait for a pod which does not exist."""
-    for pods in manifest.pods:
-        name, hosts = pods.template.owner.partition("/")[2], set()
-        if pods.kind == "Job":
-            hosts = {f"{name}-0.{pods.spec.text('subdomain')}"}
-        elif pods.kind == "JobSet":
-            document = next(d for d in manifest.documents if d.owner == pods.template.owner)
-            job = document.parts("spec", "replicatedJobs")[0].text("name")
-            hosts = {f"{name}-{job}-0-0.{document.text('spec', 'network', 'subdomain') or name}"}
-        for container in pods.containers if hosts else ():
-            told = _option(container, "--rendezvous")
-            host = (told or "").rpartition(":")[0]
-            if told is not None and host not in hosts and not any(host.startswith(f"{known}.") for known in hosts):
-                yield at(container, "command", text=f"--rendezvous {told}: pod 0 is {', '.join(sorted(hosts))}")
+    for holder, document, pods in _agents_of(manifest):
+        told, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
+        host = (told or "").rpartition(":")[0]
+        if told is not None and host != first and not host.startswith(f"{first}."):
+            yield at(holder, "command", text=f"--rendezvous {told}: pod 0 is {first}")
+
+
+def variables(manifest: Manifest) -> Iterator[Found]:
+    """Find ``$(NAME)`` in commands that nobody sets: Kubernetes would hand it on as it is."""
+    for holder, document, _ in _agents_of(manifest):
+        own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
+        for word in _command(holder):
+            for name in re.findall(r"(?<!\$)(?:\$\$)*\$\(([A-Za-z_]\w*)\)", str(word)):
+                if name not in own:
+                    yield at(holder, "command", text=f"$({name}) stands for a variable that the container has not")
+
+
+def _first_pod(document: Part, pods: Pods | None) -> str:
+    """Return the DNS name of pod 0, as the kind's controller makes it."""
+    name = document.text("metadata", "name")
+    if pods is None:
+        return f"{name}-node-0-0.{name}"
+    if pods.kind == "Job":
+        return f"{name}-0.{pods.spec.text('subdomain')}"
+    if pods.kind == "JobSet":
+        first = document.text("spec", "replicatedJobs", 0, "name")
+        return f"{name}-{first}-0-0.{document.text('spec', 'network', 'subdomain') or name}"
+    first = document.text("spec", "tasks", 0, "name")
+    return f"{name}-master-0" if pods.kind == "PyTorchJob" else f"{name}-{first}-0.{name}"
 
 
 def plan_of(manifest: Manifest) -> Any:
@@ -116,9 +140,18 @@ def plans(manifest: Manifest) -> Iterator[Found]:
 
 def _agents(manifest: Manifest) -> list[Part]:
     """Return what holds the agent's command line."""
-    found = [container for pods in manifest.pods for container in pods.containers]
-    found += [document.part("spec", "trainer") for document in manifest.of("TrainJob", "trainer.kubeflow.org")]
-    return [holder for holder in found if _AGENT in _command(holder)]
+    return [holder for holder, _, _ in _agents_of(manifest)]
+
+
+def _agents_of(manifest: Manifest) -> list[tuple[Part, Part, Pods | None]]:
+    """Return (what holds the agent's command line, its document, its pods; None for a TrainJob's trainer)."""
+    documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
+    found: list[tuple[Part, Part, Pods | None]] = [
+        (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers
+    ]
+    trainers = manifest.of("TrainJob", "trainer.kubeflow.org")
+    found += [(document.part("spec", "trainer"), document, None) for document in trainers]
+    return [each for each in found if _AGENT in _command(each[0])]
 
 
 def _command(holder: Part) -> list[Any]:

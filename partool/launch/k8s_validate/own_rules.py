@@ -48,6 +48,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("PT571", agent_rules.devices),
     ("PT571", agent_rules.hashes),
     ("PT571", agent_rules.meeting_place),
+    ("PT571", agent_rules.variables),
     ("PT571", agent_rules.plans),
 )
 """Code and rule; each is a pure function of the manifest."""
