@@ -250,7 +250,7 @@ def merge(base: Any, change: Any) -> Any:
 
 
 def with_defaults(document: Document) -> Document:
-    """Return an object as a server completes it: pods and containers get what nobody wrote."""
+    """Return an object as a server completes it: pods of its own kinds get what nobody wrote."""
 
     def complete(value: Any) -> Any:
         if isinstance(value, list):
@@ -264,8 +264,9 @@ def with_defaults(document: Document) -> Document:
             done["containers"] = [extra | container for container in done["containers"]]
         return done
 
-    spec = document.get("spec")
-    return document if spec is None else document | {"spec": complete(spec)}
+    if document.get("apiVersion") not in ("v1", "batch/v1") or "spec" not in document:
+        return document
+    return document | {"spec": complete(document["spec"])}
 
 
 def status_of(code: int, reason: str, message: str, **details: Any) -> Document:
