@@ -16,7 +16,7 @@ from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
 from partool.spec.launch_units import lead_s, quantity, time_s
-from partool.spec.site_profile import Merged, with_site_profile
+from partool.spec.site_profile import Merged, from_folder, with_site_profile
 
 _LEAST_SHARED_BYTES = 1 << 30
 """Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
@@ -39,22 +39,21 @@ def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
     """Merge the site profile in, and make paths absolute; they start from ``base_dir``, the spec's folder."""
     site = with_site_profile(launch.slurm, base_dir)
     slurm = site.slurm.model_copy(update={"setup": _absolute(site.slurm.setup, base_dir)})
-    secrets = launch.secrets
+    secrets, python, image = launch.secrets, launch.python, launch.image
     if not contained(launch):  # in a container, only absolute paths mean anything
         secrets = {
             name: secret.model_copy(update={"file": _absolute(secret.file, base_dir)})
             for name, secret in secrets.items()
         }
-    image = launch.image
+        python = _absolute(python, base_dir) if python is not None and python.startswith("~") else python
     if image is not None and is_image_file(image):
         image = _absolute(image, base_dir)
-    update = {"slurm": slurm, "secrets": secrets, "image": image}
+    update = {"slurm": slurm, "secrets": secrets, "python": python, "image": image}
     return ResolvedLaunch(launch.model_copy(update=update), site)
 
 
 def _absolute(path: str | None, base_dir: Path) -> str | None:
-    # A leading ~ is left for the rule that refuses it.
-    return path if path is None or path.startswith("~") else str(base_dir / path)
+    return None if path is None else str(from_folder(path, base_dir))
 
 
 def environment(launch: LaunchSpec, devices: Devices) -> tuple[Variable, ...]:

@@ -158,7 +158,7 @@ class K8sSpec(Section):
     host_network: bool = False
     """Use the node's network; for sites that require it."""
     storage: Claim | None = None
-    """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``partool/runs``; default: lost with the pod."""
+    """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``runs``; default: lost with the pod."""
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     """User and group of the processes; 0 is root."""
     service_account: DnsName | None = None

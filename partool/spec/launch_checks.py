@@ -105,18 +105,19 @@ def _few_nodes(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def _paths(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    if launch.python is not None and "/" in launch.python and not launch.python.startswith(("/", "~")):
-        message = f"python: {launch.python} is relative, and the ranks start in another folder"
+    python, inside = launch.python, contained(launch)
+    if python is not None and "/" in python and not python.startswith("/") and (inside or not python.startswith("~")):
+        message = f"python: {python} is relative, and the ranks start in another folder"
         help = "write an absolute path, or a bare name such as python3"
         yield Diagnostic("PT529", message, path=("launch", "python"), help=help)
     for path, file in _files(launch):
-        if file.startswith("~"):
-            message = f"{file} begins with ~, which only a shell replaces"
-            yield Diagnostic("PT529", message, path=path, help="write the absolute path")
-        elif path[1] == "secrets" and contained(launch) and not file.startswith("/"):
+        if path[1] == "secrets" and inside and not file.startswith("/"):
             message = f"{file} is relative, and is read inside the container"
             help = "write an absolute path, and mount its folder (launch.mounts)"
             yield Diagnostic("PT529", message, path=path, help=help)
+        elif file.startswith("~") and not file.startswith("~/"):
+            message = f"{file} begins with the home of another user"
+            yield Diagnostic("PT529", message, path=path, help="write the absolute path")
 
 
 def _files(launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:

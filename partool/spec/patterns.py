@@ -26,6 +26,8 @@ def _number(value: Any) -> Any:
 
 _AS_TEXT = BeforeValidator(_number, json_schema_input_type=str | int)
 _END = "beginning and ending with a letter or digit"
+_DNS = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+_DNS_WORDS = f"lower-case letters, digits and hyphens, in parts joined by dots, each {_END}"
 
 RunName = Annotated[
     str,
@@ -50,13 +52,12 @@ Label = Annotated[
 LabelKey = Annotated[
     str,
     _text(
-        r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$",
+        rf"^({_DNS}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{{0,61}}[A-Za-z0-9])?$",
         "a Kubernetes key: example.com/name, or a name of letters, digits, dots, _ and -, at most 63",
+        253,
     ),
 ]
-DnsName = Annotated[
-    str, _text(r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", f"lower-case letters, digits, dots and hyphens, {_END}")
-]
+DnsName = Annotated[str, _text(rf"^{_DNS}$", _DNS_WORDS, 253)]
 DnsLabel = Annotated[
     str, _text(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$", f"lower-case letters, digits and hyphens, {_END}, at most 63")
 ]
@@ -79,18 +80,20 @@ Image = Annotated[
         1024,
     ),
 ]
-Key = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 253)]
+Key = Annotated[
+    str, _text(r"^\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*$", "letters, digits, dots, _ and -, not two dots first", 253)
+]
 MountSource = Annotated[
     str,
     _text(
-        r"^(/[^\x00-\x1f\x7f:,]*|pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)$",
+        rf"^(/[^\x00-\x1f\x7f:,]*|pvc:{_DNS})$",
         "an absolute path without colons and commas, or pvc:CLAIM",
     ),
 ]
 MountTarget = Annotated[
     str, _text(r"^/[^\x00-\x1f\x7f:,]*$", "an absolute path within the container, without colons and commas", 1024)
 ]
-Claim = Annotated[str, _text(r"^pvc:[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$", "pvc:CLAIM, the name of a volume claim")]
+Claim = Annotated[str, _text(rf"^pvc:{_DNS}$", "pvc:CLAIM, the name of a volume claim", 257)]
 TimeLimit = Annotated[
     str,
     _text(r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$", "D-HH:MM:SS, HH:MM:SS or minutes", 32),

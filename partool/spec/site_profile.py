@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,6 +16,12 @@ INPUT = "launch/slurm/profile"
 """Name of the profile's hash among the inputs of a plan."""
 _SECTION = ("launch", "slurm")
 _HELP = "the profile holds fields of launch.slurm, one a line: partition: gpu"
+
+
+def from_folder(path: str, folder: Path) -> Path:
+    """Return a path that starts from a folder as an absolute one; ``~/`` is the home of who launches."""
+    # Path.expanduser raises where there is no home; this leaves the path as it is.
+    return folder / (os.path.expanduser(path) if path.startswith("~/") else path)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
     """
     if slurm.profile is None:
         return Merged(slurm)
-    path = base_dir / slurm.profile
+    path = from_folder(slurm.profile, base_dir)
     source = Source(str(path))
     text = loader.read(path)
     if isinstance(text, Diagnostic):
@@ -57,8 +64,8 @@ def with_site_profile(slurm: SlurmSpec, base_dir: Path) -> Merged:
     merged = {name: getattr(profile, name) for name in profile.model_fields_set} | given
     merged["options"] = {**profile.options, **slurm.options}
     merged["profile"] = str(path)
-    if "setup" not in given and profile.setup is not None and not profile.setup.startswith("~"):
-        merged["setup"] = str(path.parent / profile.setup)
+    if "setup" not in given and profile.setup is not None:
+        merged["setup"] = str(from_folder(profile.setup, path.parent))
     theirs = {(*_SECTION, *within): span for within, span in source.keys.items() if not _given(slurm, within)}
     inputs = {INPUT: hashlib.sha256(text.encode()).hexdigest()}
     return Merged(SlurmSpec.model_construct(**merged), [], inputs, theirs)

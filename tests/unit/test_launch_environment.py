@@ -238,6 +238,18 @@ def test_a_field_that_the_spec_empties_is_not_filled_by_the_profile(tmp_path: Pa
     assert slurm == SlurmSpec.model_validate(slurm.model_dump())
 
 
+def test_a_tilde_is_the_home_of_who_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "site.yaml").write_text("setup: ~/modules.sh\n", encoding="utf-8")
+    section = "launch: {python: ~/venv/bin/python, secrets: {A: {file: ~/.a}}, slurm: {profile: ~/site.yaml}}\n"
+    launch = planned(spec_text(section), tmp_path / "specs").launch
+    home = str(tmp_path / "home")
+    assert launch.slurm.setup == f"{home}/modules.sh"
+    assert launch.python == f"{home}/venv/bin/python"
+    assert launch.secrets["A"].file == f"{home}/.a"
+
+
 def test_paths_begin_at_the_folder_of_the_spec(tmp_path: Path) -> None:
     section = "launch: {target: slurm, image: train.sif, slurm: {container: apptainer, setup: my/modules.sh}}\n"
     launch = planned(spec_text(section), tmp_path).launch

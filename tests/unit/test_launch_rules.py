@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from _launch_case import launch_job, launch_plan
 from _spec_case import FIRST, findings, place, spec_text
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.catalog.hardware import resolve_hardware
-from partool.planner.launching import check_duration, check_launch
+from partool.planner.launching import check_duration, check_launch, environment, resolve_launch
 from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
 from partool.spec.launch import K8sSpec, LaunchSpec, Secret, SlurmSpec
@@ -92,7 +92,8 @@ BAD: list[tuple[str, str, int, str]] = [
     (K8S + "  k8s:\n    storage: pvc:runs\n    labels: {partool/run: x}\n", "PT528", 5, "drop it"),
     # paths
     ("launch:\n  python: venv/bin/python\n", "PT529", 1, "absolute"),
-    (SLURM + "  slurm:\n    setup: ~/modules.sh\n", "PT529", 3, "absolute"),
+    (SLURM + "  slurm:\n    setup: ~ann/modules.sh\n", "PT529", 3, "absolute"),
+    (K8S + "  python: ~/venv/bin/python\n  k8s: {storage: 'pvc:runs'}\n", "PT529", 3, "absolute"),
     (
         SLURM + "  image: x/y:1\n  slurm: {container: pyxis}\n  secrets:\n    A: {file: token}\n",
         "PT529", 5, "launch.mounts",
@@ -308,3 +309,81 @@ def test_no_option_that_partool_writes_can_be_given_again() -> None:
     for name in written:
         spec = LaunchSpec.model_validate({"target": "slurm", "slurm": {"options": {name: ""}}})
         assert [finding.code for finding in check_launch(spec, machines())] == ["PT525"], name
+
+
+NAMES = st.sampled_from(["A", "RANK", "HF_TOKEN", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NCCL_PROTO"])
+PATHS = st.sampled_from(["/a", "a", "~/a", "~b/a", "a.sif", "/a/../b.sqsh"])
+SECRETS = st.fixed_dictionaries(
+    {}, optional={"file": PATHS, "secret": st.just("hub"), "key": st.just("token")}
+)  # fmt: skip
+MOUNTS = st.fixed_dictionaries(
+    {
+        "source": st.sampled_from(["/a", "/", "pvc:a"]),
+        "target": st.sampled_from(["/a", "/a/", "/", "//", "/partool/..", "/etc", "/dev/shm/x"]),
+    }
+)
+SLURMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "container": st.sampled_from(["none", "pyxis", "apptainer"]),
+        "time": st.sampled_from(["0", "1", "1:0", "9" * 30, "1-0", "99999-99:99:99"]),
+        "signal_lead_s": st.sampled_from([0, 1, 65535]),
+        "setup": PATHS,
+        "options": st.dictionaries(st.sampled_from(["gres", "licenses", "container-x", "mem"]), st.just("1")),
+    },
+)
+PODS = st.fixed_dictionaries(
+    {},
+    optional={
+        "kind": st.sampled_from(["jobset", "job", "pytorchjob", "trainjob", "volcano"]),
+        "memory": st.sampled_from(["0", "1m", "9" * 32, "1.5Gi"]),
+        "shared_memory": st.sampled_from(["0", "1m", "64Gi"]),
+        "storage": st.just("pvc:a"),
+        "user": st.sampled_from([0, 1]),
+        "queue": st.just("a"),
+        "topology": st.just({"level": "a"}),
+        "labels": st.dictionaries(st.sampled_from(["partool/a", "a", "kueue.x-k8s.io/queue-name"]), st.just("")),
+        "deadline_s": st.just(1),
+        "runtime": st.just("a"),
+    },
+)
+SECTIONS = st.fixed_dictionaries(
+    {"target": st.sampled_from(["local", "torchrun", "slurm", "k8s"])},
+    optional={
+        "image": st.sampled_from(["a", "a.sif", "/a.sif", "a/b:1@sha256:0"]),
+        "env": st.dictionaries(NAMES, st.sampled_from(["", "0", "x", "sk-0123456789abcdef", "a://b:c@d"])),
+        "secrets": st.dictionaries(NAMES, SECRETS),
+        "mounts": st.lists(MOUNTS, max_size=3),
+        "network": st.sampled_from(["auto", "none", "ib", "slingshot"]),
+        "min_nodes": st.sampled_from([1, 2, 3]),
+        "restarts": st.sampled_from([0, 1]),
+        "requeues": st.sampled_from([0, 5]),
+        "shutdown_timeout_s": st.sampled_from([1, 60, 10**9]),
+        "python": st.one_of(PATHS, st.just("python3")),
+        "slurm": SLURMS,
+        "k8s": PODS,
+    },
+)
+MACHINES = [("h100-sxm", 1), ("gh200-96", 2), ("mi300x", 3), ("cpu", 1), ("cpu", 2)]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(SECTIONS, st.sampled_from(MACHINES), st.sampled_from([0.0, 1.0, 1e12]))
+def test_any_section_is_checked_without_a_mishap(
+    section: dict[str, object], kind: tuple[str, int], total_s: float
+) -> None:
+    accelerator, nodes = kind
+    devices = machines(accelerator, nodes=nodes, fabric="slingshot")
+    launch = resolve_launch(LaunchSpec.model_validate(section), Path("/specs")).launch
+    found = [*check_launch(launch, devices), *check_duration(launch, total_s)]
+    assert all(finding.help and finding.path[0] in ("launch", "hardware") for finding in found)
+    assert len(set(found)) == len(found)
+    assert "sk-0123456789abcdef" not in str(found)
+    variables = environment(launch, devices)
+    assert {variable.name for variable in variables}.isdisjoint(launch.secrets)
+    assert {**launch.env, **{v.name: v.value for v in variables}} == {v.name: v.value for v in variables} | {
+        name: launch.env[name] for name in launch.env if name in launch.secrets
+    }
+    again = LaunchSpec.model_validate_json(launch.model_dump_json())
+    assert again == launch
+    assert check_launch(again, devices) == check_launch(launch, devices)
