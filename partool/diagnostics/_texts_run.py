@@ -47,10 +47,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT506",
-        "The plan is not for this kind of launch",
-        "The local target starts the ranks of one machine, with as many ranks as the plan has.",
-        "partool launch mine.yaml --set hardware.nodes=2",
-        "partool launch mine.yaml --set hardware.nodes=1",
+        "The plan contradicts itself",
+        "A plan's mesh has as many ranks as its nodes have devices; one that was edited may not.",
+        "partool launch plan.json   # devices.per_node was edited, the mesh was not",
+        "partool plan mine.yaml --set hardware.per_node=4 --out plan.json && partool launch plan.json",
     ),
     _rule(
         "PT507",

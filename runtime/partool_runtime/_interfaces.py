@@ -15,12 +15,13 @@ def interface_towards(address: str) -> str | None:
 
 
 def resolves_to_network(name: str) -> bool:
-    """Return True if a name has an address that is not of the loopback: one that other machines may reach."""
+    """Return True if a name has an address of this machine that is not of the loopback: others may reach it."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
-    return any(not is_loopback(str(entry[4][0])) for entry in found)
+    owners = _owners()
+    return any(not is_loopback(address) and (not owners or _plain(address) in owners) for address in found)
 
 
 def is_loopback(address: str) -> bool:

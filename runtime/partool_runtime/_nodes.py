@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -74,7 +75,7 @@ class Board:
             if why := self.trouble() or self._meeting.lost:
                 raise NodesError(why)
             if now >= begin + self._timing.arrival_s:
-                raise NodesError(f"{self._waiting_for()} after {self._timing.arrival_s:g} s")
+                raise NodesError(f"gave up after {self._timing.arrival_s:g} s: {self._waiting_for()}")
             if now >= notice:
                 notice += self._timing.notice_s
                 self._say(f"{self._waiting_for()} ({now - begin:.0f} s)")
@@ -237,8 +238,6 @@ def _name(node: int, peer: Peer) -> str:
 
 
 def _is_here(host: str) -> bool:
-    import socket
-
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

@@ -58,6 +58,16 @@ def stopped_by(signal_name: str) -> str:
     return f"stopped by {signal_name or 'a signal to a rank'}"
 
 
+def shortened(text: str, most_bytes: int) -> str:
+    """Return the beginning and the end of a text that is too long."""
+    data = text.encode()
+    if len(data) <= most_bytes:
+        return text
+    head, gap = data[: most_bytes // 4], b"\n...\n"
+    tail = data[len(head) + len(gap) - most_bytes :]
+    return (head + gap + tail).decode(errors="ignore")
+
+
 def repeated(count: int, reason: str) -> str:
     """Return the reason of a run that fails in the same way over and over."""
     return f"the same failure {count} times in a row: {reason}"

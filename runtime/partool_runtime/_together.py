@@ -7,16 +7,20 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
+from partool.plan.run import LOCK_FILE
 from partool.plan.types import Plan
 from partool_runtime._elastic import Hooks, run_ranks
 from partool_runtime._failures import FailureLog, signature
 from partool_runtime._node_messages import Outcome, Timing, Verdict
 from partool_runtime._nodes import Board, NodesError, StoppedError, combined
 from partool_runtime._options import Options
-from partool_runtime._report import repeated, stopped_by, summarise
+from partool_runtime._report import repeated, shortened, stopped_by, summarise
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
+
+_TEXT_BYTES = 3500
+_NOT_SHARED = "a checkpoint is written by all nodes and read back only from a folder that they share (checkpoint.dir)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Together:
             board.gather(lambda: bool(supervision.signals))
             if self.status is not None:
                 board.begin(self.status.next_attempt())
+            elif plan.checkpoint.dir is None and not (self.options.run_dir / LOCK_FILE).exists():
+                _say(f"note: {self.options.run_dir} is not the folder of that name on node 0: {_NOT_SHARED}")
             attempt = board.attempt
             hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board))
             run_ranks(plan, self.options, worker=self.worker, supervision=supervision, hooks=hooks, head=board.head)
@@ -97,7 +103,9 @@ class Together:
 
     def _outcome(self, code: int, reason: str, text: str = "", asked: str = "") -> Outcome:
         place = self.options.place
-        return Outcome(place.node_rank, socket.gethostname(), code, reason, text[-3500:], time.time(), asked=asked)
+        return Outcome(
+            place.node_rank, socket.gethostname(), code, reason, shortened(text, _TEXT_BYTES), time.time(), asked=asked
+        )
 
     def _hurry(self) -> bool:
         return len(self.supervision.signals) > 1 and "SIGINT" in [number.name for number in self.supervision.signals]

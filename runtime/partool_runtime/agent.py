@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
 
 from partool.plan.run import lock_file
@@ -27,7 +26,7 @@ from partool_runtime import _report
 from partool_runtime._failures import FailureLog, signature
 from partool_runtime._lifeline import end_with_parent
 from partool_runtime._node_messages import Timing, Verdict
-from partool_runtime._options import Options, Place, check_plan, parse
+from partool_runtime._options import Options, check_plan, parse
 from partool_runtime._secrets import read_secrets
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
@@ -64,7 +63,7 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
         options.run_dir.mkdir(parents=True, exist_ok=True)
         options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
         try:
-            with _lock(options.run_dir, options.place):
+            with _lock(options):
                 verdict = _run(options, worker, timing or Timing(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
@@ -167,17 +166,8 @@ def _tell(verdict: Verdict, options: Options) -> None:
             print(text, file=sys.stderr, flush=True)
     if options.termination_log is not None and verdict.code != EXIT_DONE:
         with contextlib.suppress(OSError):
-            options.termination_log.write_bytes(_shortened(verdict.text or verdict.reason))
-
-
-def _shortened(text: str) -> bytes:
-    """Return the beginning and the end of a text that is too long for a termination message."""
-    data = text.encode()
-    if len(data) <= _TERMINATION_BYTES:
-        return data
-    head, gap = data[: _TERMINATION_BYTES // 4], b"\n...\n"
-    tail = data[len(head) + len(gap) - _TERMINATION_BYTES :]
-    return head.decode(errors="ignore").encode() + gap + tail.decode(errors="ignore").encode()
+            summary = _report.shortened(verdict.text or verdict.reason, _TERMINATION_BYTES)
+            options.termination_log.write_text(summary, encoding="utf-8")
 
 
 @contextmanager
@@ -200,10 +190,11 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(run_dir: Path, place: Place) -> Iterator[None]:
+def _lock(options: Options) -> Iterator[None]:
     """Hold the run's folder for this process; the kernel lets go of it however the process ends."""
-    give_up = time.monotonic() + (_LOCK_TIMEOUT_S if place.several else 0.0)
-    with (run_dir / lock_file(place.node_rank)).open("a+") as file:
+    run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
+    give_up = time.monotonic() + (_LOCK_TIMEOUT_S if rendered else 0.0)
+    with (run_dir / lock_file(options.place.node_rank)).open("a+") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
