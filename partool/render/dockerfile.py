@@ -52,11 +52,12 @@ def dockerfile(
     than one word, and ValueError where nobody publishes a base image and none is given.
     """
     known = BASE_IMAGES.get((backend, architecture))
-    if base_image is None and known is None:
-        raise ValueError(f"no known base image for {backend} on {architecture}: name one")
-    image = base_image or (known.name if known else "")
+    if base_image is None:
+        if known is None:
+            raise ValueError(f"no known base image for {backend} on {architecture}: name one")
+        base_image = known.name
     release = _RELEASE.fullmatch(partool_source) is not None
-    _check(_IMAGE, image, "base image")
+    _check(_IMAGE, base_image, "base image")
     if not release:
         _check(_FOLDER_OR_WHEEL, partool_source, "source of partool")
         if ".." in partool_source.split("/"):
@@ -64,8 +65,8 @@ def dockerfile(
     return template("Dockerfile.jinja").render(
         backend={"cuda": "CUDA", "rocm": "ROCm"}[backend],
         architecture=architecture,
-        image=image,
-        origin=f"{known.source} ({known.as_of})" if known and image == known.name else "",
+        image=base_image,
+        origin=f"{known.source} ({known.as_of})" if known and base_image == known.name else "",
         source=partool_source,
         release=release,
         wheel=partool_source.endswith(".whl"),

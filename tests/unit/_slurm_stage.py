@@ -51,7 +51,7 @@ class Stage:
         (self.run / "logs").mkdir(parents=True)
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("agent", AGENT), ("apptainer", CONTAINER)):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("agent", AGENT), ("python", AGENT), ("apptainer", CONTAINER)):
             (bin_folder / name).write_text(text)
             (bin_folder / name).chmod(0o755)
 
@@ -96,12 +96,17 @@ class Stage:
             stderr=subprocess.PIPE,
             text=True,
             errors="surrogateescape",
+            start_new_session=True,
         )
 
     def play(self, script: str = "job.sbatch", *arguments: str, **variables: str) -> tuple[int, str]:
         """Run a script to its end; returns its exit code and what it said."""
         process = self.start(script, *arguments, **variables)
-        output, errors = process.communicate(timeout=30)
+        try:
+            output, errors = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         return process.returncode, output + errors
 
     def signalled(self, signals: list[signal.Signals]) -> tuple[int, str]:
