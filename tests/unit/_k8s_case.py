@@ -31,9 +31,17 @@ def k8s_job(kind: str = "jobset", nodes: int = 2, machine: str = "nvidia", **lau
     return launch_job(k8s_plan(kind, nodes, machine, **launch))
 
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 def documents(job: Job) -> list[dict[str, Any]]:
     """Return what a reader of the manifest sees."""
-    return [item for item in yaml.safe_load_all(render(job).text) if item]
+    return read(render(job).text)
+
+
+def read(text: str) -> list[dict[str, Any]]:
+    """Return the documents of a manifest."""
+    return list(yaml.load_all(text, _LOADER))
 
 
 def workload(job: Job) -> dict[str, Any]:
@@ -43,9 +51,13 @@ def workload(job: Job) -> dict[str, Any]:
 
 def pods(job: Job) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield how many pods there are of each template, and the template; a TrainJob's parts are put together."""
-    item = workload(job)
+    yield from templates(job.plan.launch.k8s.kind, workload(job))
+
+
+def templates(kind: str, item: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the same of an object that has been read."""
     spec = item["spec"]
-    match job.plan.launch.k8s.kind:
+    match kind:
         case "jobset":
             inner = spec["replicatedJobs"][0]["template"]["spec"]
             yield inner["parallelism"] * spec["replicatedJobs"][0]["replicas"], inner["template"]

@@ -86,10 +86,14 @@ def _names(job: Job) -> Iterator[Diagnostic]:
         yield Diagnostic("PT564", message, path=("name",), help=f"set name: run-{job.plan.name}")
     k8s = job.plan.launch.k8s
     rdma = k8s.rdma.resource if k8s.rdma else None
-    for path, name in (("device_resource",), k8s.device_resource), (("rdma", "resource"), rdma):
+    for field, name in (("device_resource",), k8s.device_resource), (("rdma", "resource"), rdma):
         if name is not None and "/" not in name:
             message = f"{name} is no resource of a device plugin, whose names have a domain"
-            yield Diagnostic("PT564", message, path=(*_PATH, *path), help="nvidia.com/gpu and rdma/hca are such names")
+            yield Diagnostic("PT564", message, path=(*_PATH, *field), help="nvidia.com/gpu and rdma/hca are such names")
+    for index, mount in enumerate(job.plan.launch.mounts):
+        if ".." in mount.source.split("/"):
+            path = ("launch", "mounts", index, "source")
+            yield Diagnostic("PT564", f"{mount.source} goes back by ..", path=path, help="write the path without it")
 
 
 def _several(job: Job) -> Iterator[Diagnostic]:
