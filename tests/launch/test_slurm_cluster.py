@@ -310,7 +310,9 @@ def test_a_node_fails(login: Login, whole: Run) -> None:
 @pytest.mark.long
 def test_the_time_limit(login: Login) -> None:
     """Before its time is up the run writes a checkpoint and goes on in the next turn."""
-    plan = cluster_plan(login.folder, 100_000, per_node=1, slurm={"time": "1", "signal_lead_s": 30})
+    plan = cluster_plan(
+        login.folder, 100_000, per_node=1, slurm={"time": "1", "signal_lead_s": 30}, shutdown_timeout_s=10
+    )
     run = login.launch(plan, "timed")
     wait_for_step(run, 1)
     status = login.wait(run, "queued", "failed", "done")
