@@ -42,10 +42,19 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
     if path.suffix == ".json":
-        from partool.planner.launching import check_launch
-
-        stop_on(check_launch(plan.launch, plan.devices), strict=strict)
+        stop_on(_about_launch(plan), strict=strict)
     return plan
+
+
+def _about_launch(plan: Plan) -> list[Diagnostic]:
+    """Return what the planner would find about the way a plan is launched, whatever target it was made for."""
+    from partool.planner.elastic import check_elastic
+    from partool.planner.hardware_checks import check_hardware
+    from partool.planner.launching import check_duration, check_launch
+
+    found = [*check_launch(plan.launch, plan.devices), *check_hardware(plan.launch, plan.devices)]
+    elastic = check_elastic(plan) if plan.launch.target == "slurm" else []
+    return [*found, *check_duration(plan.launch, plan.prediction.time.total_s), *elastic]
 
 
 def order(
@@ -111,7 +120,4 @@ def _sizes(plan: Plan) -> dict[int, Plan]:
         return {}
     from partool.planner.elastic import sizes
 
-    found, reasons = sizes(plan)
-    for reason in reasons:
-        typer.echo(f"partool: {reason}", err=True)
-    return found
+    return sizes(plan)[0]

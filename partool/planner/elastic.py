@@ -14,6 +14,7 @@ from partool.cost.time import predict_time
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import Needs, gaps
 from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
+from partool.planner.launching import environment
 from partool.planner.price import host_room
 from partool.planner.problem import divisors
 from partool.spec.hardware import Devices, LimitsSpec
@@ -41,7 +42,7 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
     if not reasons:
         return []
     if found:
-        help = f"nothing, if {_listed(found)} will do; else change what the reason names"
+        help = f"given so many, the run uses {_listed(found)}; to use all, change what the reason names"
         return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help)]
     message = f"min_nodes: {plan.launch.min_nodes}, but the run cannot go on with fewer nodes: {'; '.join(reasons)}"
     help = "drop min_nodes, or leave room: a larger global_batch with more divisors, fewer tensor or pipeline ranks"
@@ -70,7 +71,9 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     layout, prediction = chosen
     told = {"alternatives": (), "candidates": (), "search": None, "limit": "", "reasons": (_reason(plan, layout),)}
     runs = {"runnable": not missing, "not_runnable": tuple(gap.code for gap in missing)}
-    return plan.model_copy(update={"devices": devices, "layout": layout, "prediction": prediction, **told, **runs})
+    variables = environment(plan.launch, devices)  # those of the network are for several nodes only
+    decided = {"devices": devices, "layout": layout, "environment": variables, "prediction": prediction}
+    return plan.model_copy(update={**decided, **told, **runs})
 
 
 def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
