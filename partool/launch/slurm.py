@@ -28,6 +28,8 @@ JOB_ID = "job_id"
 CLUSTER = "cluster"
 _SUBMIT_TIMEOUT_S = 120.0
 _CLOCKS_S = 2.0
+_NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
+"""Errors after which the controller cannot have taken the job."""
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 # What a site's profile sets for everybody, used where the script has no word of its own. All other SBATCH_ variables
 # would override the script in silence (sbatch(1), input environment variables), and SLURM_ ones are of another job.
@@ -186,7 +188,7 @@ def _lost(name: str, start: float, error: Exception) -> SlurmJob | None:
 
     Raises LaunchError PT552 where that cannot be found out.
     """
-    if isinstance(error, LaunchError) and "not in PATH" in error.message:
+    if isinstance(error, LaunchError) and any(sign in error.message for sign in _NEVER_SENT):
         return None
     try:
         # A run that is resumed had jobs of this name before; clocks may differ by little.

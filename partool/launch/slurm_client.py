@@ -56,7 +56,10 @@ class Slurm:
             return []
         fields = ",".join(ACCOUNTING)
         options = ["--noheader", "--parsable2", "--allocations", f"--format={fields}", f"--jobs={','.join(ids)}"]
-        answer = call(["sacct", *self._cluster, *options])
+        try:
+            answer = call(["sacct", *self._cluster, *options])
+        except LaunchError:  # a database that is down is no reason to say nothing: the controller has answered
+            return []
         return parse_accounting(answer.out) if answer.code == 0 else []
 
     def cancel(self, job_id: str, *options: str) -> str:

@@ -15,6 +15,8 @@ from partool.plan.run import LOGS, PLAN_FILE, RunStatus
 
 _ASK_EVERY_S = 5.0
 """While logs are followed; the run's own file is looked at much more often."""
+_ASK_AT_END_S = 1.0
+"""Once that file says that an attempt has ended: over, or back in the queue?"""
 # The job's own output also repeats what rank 0 says, which its file holds already.
 _MESSAGE = re.compile(rb"(partool|srun|slurmstepd|scontrol|\S*(slurm_script|node\.sh)): ")
 
@@ -70,7 +72,8 @@ class _Watched:
     def __call__(self) -> RunStatus:
         file = self._file()
         changed = self._seen is not None and file.state != self._seen.state
-        if self._answer is None or changed or time.monotonic() - self._asked >= _ASK_EVERY_S:
+        wait_s = _ASK_EVERY_S if file.ended is None else _ASK_AT_END_S
+        if self._answer is None or changed or time.monotonic() - self._asked >= wait_s:
             self._answer, self._asked, self._seen = self._ask(), time.monotonic(), file
         # what the file knows better: which attempt it is
         return self._answer.model_copy(update={"attempt": file.attempt})

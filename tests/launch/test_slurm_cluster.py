@@ -13,6 +13,7 @@ from slurm_cluster import Cluster
 from slurm_runs import PATIENCE_S, Login, cluster_plan, output, processes_in, steps, wait_for_step
 
 from partool.launch.store import Run
+from partool.plan.run import rank_log
 from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(300)
@@ -64,20 +65,28 @@ def test_to_the_end(login: Login, whole: Run) -> None:
     assert login.partool("cancel", whole.id, code=1).stderr.startswith("error[PT508]")
 
 
-def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
-    """A job of another partition takes the nodes; nothing of the training is lost or done twice."""
-    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "preempted")
+def preempt(login: Login, run: Run) -> None:
+    """Let a job of another partition take the run's nodes for a second."""
     wait_for_step(run, 5)
     urgent = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     login.cluster.run("sbatch", *urgent)
     queued = login.wait(run, "queued", "done", "failed")
     assert queued["state"] == "queued", output(run)
     assert "requeued after preemption, 1 time" in queued["reason"]
-    done = login.wait(run, "done", "failed", "preempted", "cancelled")
-    assert (done["state"], done["attempt"]) == ("done", 2), output(run)
+
+
+def test_preempted_and_resumed_exactly(login: Login, whole: Run) -> None:
+    """Nothing of the training is lost or done twice, and whoever follows the logs sees all of it."""
+    run = login.launch(cluster_plan(login.folder, STEPS, slurm=LOW), "preempted")
+    with login.start("logs", run.id, "--follow", "--rank", "0") as follower:
+        preempt(login, run)
+        done = login.wait(run, "done", "failed", "preempted", "cancelled")
+        assert (done["state"], done["attempt"]) == ("done", 2), output(run)
+        followed, _ = follower.communicate(timeout=PATIENCE_S)
     assert login.job(run)["Restarts"] == "1"
     for rank in range(4):
         assert steps(run.path, rank) == steps(whole.path, rank)
+    assert followed == "".join(rank_log(run.path, attempt, 0, "stdout").read_text() for attempt in (1, 2))
 
 
 def test_cancel(login: Login) -> None:
@@ -353,3 +362,17 @@ def test_fewer_nodes(login: Login) -> None:
         login.cluster.wait_ready()
     assert status["state"] == "done", output(run)
     assert [len(steps(run.path, rank)) for rank in range(3)] == [STEPS, STEPS, 0]
+
+
+@pytest.mark.long
+def test_preemption_with_sigterm_alone(login: Login, whole: Run, tmp_path: Path) -> None:
+    """Where the site does not send a job's own signal at preemption, SIGTERM comes, and does as well."""
+    with Cluster(signal_at_preemption=False) as cluster:
+        plain = Login(cluster, tmp_path)
+        (tmp_path / "text.txt").write_text((login.folder / "text.txt").read_text())
+        run = plain.launch(cluster_plan(tmp_path, STEPS, slurm=LOW), "preempted")
+        preempt(plain, run)
+        done = plain.wait(run, "done", "failed", "preempted", "cancelled")
+        assert done["state"] == "done", output(run)
+    for rank in range(4):
+        assert steps(run.path, rank) == steps(whole.path, rank)

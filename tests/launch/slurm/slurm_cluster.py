@@ -47,11 +47,18 @@ def unavailable() -> str:
 
 
 class Cluster:
-    """``nodes`` machines with ``cpus`` cores and ``gpus`` pretended GPUs each; ``with`` starts and stops it."""
+    """``nodes`` machines with ``cpus`` cores and ``gpus`` pretended GPUs each; ``with`` starts and stops it.
 
-    def __init__(self, nodes: int = 3, cpus: int = 4, gpus: int = 8) -> None:
+    ``signal_at_preemption``: jobs that are preempted get the signal they asked for, not only SIGTERM.
+    """
+
+    _count = 0
+
+    def __init__(self, nodes: int = 3, cpus: int = 4, gpus: int = 8, signal_at_preemption: bool = True) -> None:
         self.names = [f"node{index}" for index in range(1, nodes + 1)]
-        self._prefix = f"pt{os.getpid()}"
+        self._prefix = f"pt{os.getpid()}-{Cluster._count}"
+        Cluster._count += 1
+        self._preemption = "preempt_send_user_signal" if signal_at_preemption else "(null)"
         self._cpus, self._gpus = cpus, gpus
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.folder = Path()
@@ -132,6 +139,7 @@ class Cluster:
         nodes = "\n".join(f"NodeName={name} NodeAddr={_NET}.{i}" for i, name in enumerate(self.names, 1))
         words = {"DIR": str(self.folder), "NET": _NET, "NODES": nodes, "CPUS": str(self._cpus)}
         words |= {"GPUS": str(self._gpus), "FILES": f"[0-{self._gpus - 1}]"}
+        words["PREEMPTION"] = self._preemption
         for name in ("slurm.conf", "gres.conf"):
             text = (_HERE / f"{name}.in").read_text(encoding="utf-8")
             for word, value in words.items():

@@ -64,6 +64,13 @@ class Login:
         assert code is None or done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Begin a command; what it says is kept."""
+        command = [sys.executable, "-m", "partool", *arguments]
+        return subprocess.Popen(
+            command, env=self.environment, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
     def write(self, plan: Plan, name: str = "dummy") -> Path:
         """Write a plan under a name; return its file."""
         file = self.folder / f"{name}.json"

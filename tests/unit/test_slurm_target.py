@@ -1,0 +1,210 @@
+"""The Slurm target against commands that are played by shell scripts: answers that do not come, or come late."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import pytest
+from _launch_case import launch_plan
+from test_slurm_text import row
+
+from partool.launch import slurm_client
+from partool.launch.slurm import SlurmTarget
+from partool.launch.store import Run, Submission
+from partool.launch.submit import submit_new
+from partool.launch.target import LaunchError, LogQuery, NoLogsError
+from partool.plan.run import RunStatus, write_status
+from partool.render import Job, render
+
+Play = Callable[..., None]
+DEFAULTS = {
+    "squeue": "",
+    "scancel": "",
+    "sbatch": "echo 7",
+    "sacct": "echo 'sacct: error: Unable to contact slurm controller' >&2; exit 1",
+}
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Return a function that puts shell scripts in the place of Slurm's commands; ``$calls`` notes who was called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+
+    def put(**scripts: str) -> None:
+        for name, script in (DEFAULTS | scripts).items():
+            note = f'echo {name} "$@" >> {tmp_path}/calls\n'
+            (folder / name).write_text(f"#!/bin/bash\n{note}{script}\n")
+            (folder / name).chmod(0o755)
+
+    return put
+
+
+def job(tmp_path: Path) -> Job:
+    return Job(launch_plan(), "llama-12345678", PurePosixPath(tmp_path / "home/runs/llama-12345678"))
+
+
+def submit(tmp_path: Path) -> Run:
+    order = job(tmp_path)
+    return submit_new(SlurmTarget(), order, render("slurm", order), None)
+
+
+def calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().splitlines()
+
+
+def submitted(tmp_path: Path, number: int, state: str = "running", cluster: str = "") -> Run:
+    run = Run(tmp_path / f"home/runs/run-{number:08}")
+    run.path.mkdir(parents=True)
+    write_status(run.path, RunStatus.model_validate({"state": state, "created": 1.0}))
+    details = {"job_id": str(number)} | ({"cluster": cluster} if cluster else {})
+    record = Submission(target="slurm", submitted=1.0, main="job.sbatch", details=details)
+    (run.path / "submission.json").write_text(record.model_dump_json())
+    return run
+
+
+def test_submission_to_another_cluster(tmp_path: Path, play: Play) -> None:
+    play(sbatch="echo '7;tiger'")
+    run = submit(tmp_path)
+    submission = run.submission()
+    assert submission is not None
+    assert submission.details == {"job_id": "7", "cluster": "tiger"}
+    assert calls(tmp_path) == [f"sbatch --parsable {run.path}/job.sbatch"]
+    SlurmTarget().status(run)
+    assert calls(tmp_path)[1].startswith("squeue --clusters=tiger ")
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "exit_code", "words"),
+    [
+        ("echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1", "PT551", 4, "qos"),
+        (
+            "echo 'sbatch: error: Batch job submission failed: Unable to contact slurm controller' >&2; exit 1",
+            "PT550",
+            3,
+            "Unable to contact",
+        ),
+        ("rm $0; exec /nowhere/sbatch", "PT551", 4, "No such file"),
+    ],
+)
+def test_a_submission_that_fails(
+    tmp_path: Path, play: Play, script: str, code: str, exit_code: int, words: str
+) -> None:  # fmt: skip
+    play(sbatch=script)
+    with pytest.raises(LaunchError, match=words) as caught:
+        submit(tmp_path)
+    assert (caught.value.code, caught.value.exit_code) == (code, exit_code)
+    assert len(calls(tmp_path)) == 1
+    assert not (tmp_path / "home/runs/llama-12345678").exists()
+
+
+def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="sbatch is not in PATH") as caught:
+        SlurmTarget().check(launch_plan())
+    assert (caught.value.code, caught.value.exit_code) == ("PT550", 3)
+    order = job(tmp_path)
+    own, tried = SlurmTarget().validate(order, render("slurm", order))
+    assert (own.ran, tried.ran) == (True, False)
+    assert "not in PATH" in tried.note
+
+
+def test_an_answer_without_a_number(tmp_path: Path, play: Play) -> None:
+    """sbatch was talked into saying something else: the job is there under the run's name."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%S")
+    old = row(JobID="5", ArrayJobID="5", State="COMPLETED", Name="llama-12345678", SubmitTime="2026-01-01T00:00:00")
+    new = row(JobID="9", ArrayJobID="9", State="PENDING", Name="llama-12345678", SubmitTime=now)
+    other = row(JobID="10", ArrayJobID="10", State="PENDING", Name="llama", SubmitTime=now)
+    (tmp_path / "queue").write_text(old + new + other)
+    play(sbatch="echo welcome", squeue=f"cat {tmp_path}/queue")
+    submission = submit(tmp_path).submission()
+    assert submission is not None
+    assert submission.details == {"job_id": "9"}
+
+
+def test_neither_answer_nor_queue(tmp_path: Path, play: Play) -> None:
+    play(sbatch="echo welcome", squeue="echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
+    with pytest.raises(LaunchError, match="whether the job was taken is not known") as caught:
+        submit(tmp_path)
+    assert caught.value.code == "PT552"
+    assert "scancel --name=llama-12345678" in caught.value.help
+
+
+def test_an_interrupt_takes_the_job_back(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    play()
+    real = slurm_client.subprocess.run
+
+    def run(command: list[str], **options: object) -> object:
+        answer = real(command, **options)  # type: ignore[call-overload]
+        if command[0] == "sbatch":
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(slurm_client.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        submit(tmp_path)
+    assert calls(tmp_path)[1] == f"scancel --name=llama-12345678 --user={os.getuid()}"
+    assert not (tmp_path / "home/runs/llama-12345678").exists()
+
+
+def test_one_call_for_all_runs(tmp_path: Path, play: Play) -> None:
+    runs = [submitted(tmp_path, number) for number in range(7, 12)] + [submitted(tmp_path, 20, cluster="tiger")]
+    (tmp_path / "queue").write_text("".join(row(JobID=str(n), ArrayJobID=str(n)) for n in (7, 9, 20)))
+    play(
+        squeue=f"cat {tmp_path}/queue",
+        sacct="echo '8|OUT_OF_MEMORY|0:125|Unknown|Unknown|Unknown|x'",
+    )
+    found = SlurmTarget().statuses(runs)
+    assert {run_id[-2:]: status.state for run_id, status in found.items()} == {
+        "07": "running", "08": "failed", "09": "running", "10": "failed", "11": "failed", "20": "running",
+    }  # fmt: skip
+    assert found["run-00000008"].reason == "the job ran out of memory"
+    assert "no longer knows job 11" in found["run-00000011"].reason
+    asked = [call for call in calls(tmp_path) if call.startswith("squeue")]
+    assert len(asked) == 2
+    assert asked[0].endswith("--jobs=7,8,9,10,11")
+
+
+def test_a_hanging_controller(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_client, "ANSWER_TIMEOUT_S", 0.3)
+    play(squeue="exec sleep 30")
+    with pytest.raises(LaunchError, match="squeue has not answered for") as caught:
+        SlurmTarget().status(submitted(tmp_path, 7))
+    assert caught.value.exit_code == 3
+
+
+def test_cancel_of_somebody_elses_job(tmp_path: Path, play: Play) -> None:
+    (tmp_path / "queue").write_text(row())
+    play(
+        squeue=f"cat {tmp_path}/queue",
+        scancel="echo 'scancel: error: Kill job error on job id 7: Access/permission denied' >&2; exit 1",
+    )
+    with pytest.raises(LaunchError, match="permission denied") as caught:
+        SlurmTarget().cancel(submitted(tmp_path, 7), now=False)
+    assert caught.value.code == "PT553"
+
+
+def test_logs_of_a_job_that_never_started_a_rank(tmp_path: Path, play: Play) -> None:
+    play(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    run = submitted(tmp_path, 7, "failed")
+    with pytest.raises(NoLogsError):
+        list(SlurmTarget().logs(run, LogQuery()))
+    (run.path / "logs").mkdir()
+    (run.path / "logs/slurm-7.out").write_text("module: not found\npartool: plan.json is missing\n")
+    lines = list(SlurmTarget().logs(run, LogQuery()))
+    assert [(line.rank, line.is_error, line.text) for line in lines] == [
+        (None, True, b"module: not found\n"),
+        (None, True, b"partool: plan.json is missing\n"),
+    ]
+    (run.path / "logs/attempt-1").mkdir()
+    (run.path / "logs/attempt-1/rank-0.stdout.log").write_text("step 1\n")
+    write_status(run.path, RunStatus(state="failed", created=1.0, attempt=1))
+    lines = list(SlurmTarget().logs(run, LogQuery()))
+    assert [line.text for line in lines] == [b"partool: plan.json is missing\n", b"step 1\n"]
+    with pytest.raises(NoLogsError, match="is no array"):
+        list(SlurmTarget().logs(run, LogQuery(task=0)))
