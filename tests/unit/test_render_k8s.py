@@ -65,7 +65,7 @@ def golden_job(kind: str, machine: str, nodes: int) -> Job:
 def shown(job: Job) -> str:
     """Return the manifest without the plan, whose text and hash change with every new field."""
     text = re.sub(r"(?<=  plan.json: \|\n)(    .*\n)+", "    (the plan)\n", render(job).text)
-    return text.replace(job.plan.hash, "PLAN-HASH")
+    return text.replace(f'"{job.plan.hash}"', "PLAN-HASH").replace(job.plan.hash, "PLAN-HASH")
 
 
 @pytest.mark.parametrize(("kind", "machine", "nodes"), CASES)
