@@ -19,7 +19,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT531",
         "Not every number of nodes has a plan",
-        "Where the global batch does not divide by the ranks, or memory is short, the run waits for another number.",
+        "Where the global batch does not divide by the ranks, or memory is short, some of the nodes stay idle.",
         _NODES.replace("nodes: 2", "nodes: 4") + "launch: {target: slurm, min_nodes: 2}\n",
         _NODES.replace("nodes: 2", "nodes: 4")
         + "training: {global_batch: 252}\nlaunch: {target: slurm, min_nodes: 2}\n",

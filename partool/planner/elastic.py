@@ -42,7 +42,7 @@ def check_elastic(plan: Plan) -> list[Diagnostic]:
     if not reasons:
         return []
     if found:
-        help = f"given so many, the run uses {_listed(found)}; to use all, change what the reason names"
+        help = f"given so many, the run uses fewer ({_listed(found)}); to use all, change what the reason names"
         return [Diagnostic("PT531", "; ".join(reasons), severity="note", path=_PATH, help=help)]
     message = f"min_nodes: {plan.launch.min_nodes}, but the run cannot go on with fewer nodes: {'; '.join(reasons)}"
     help = "drop min_nodes, or leave room: a larger global_batch with more divisors, fewer tensor or pipeline ranks"

@@ -7,6 +7,7 @@ threads and pages that come later follow. Nothing here is fatal: a rank that can
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import sys
@@ -28,6 +29,8 @@ _SYSCALL = {"x86_64": 238, "aarch64": 237}
 """Number of set_mempolicy (arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux)."""
 _MODES: dict[str, int] = {"preferred": 1, "bind": 2}
 """MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
+_FORBIDDEN = (errno.EPERM, errno.ENOSYS)
+"""What containers answer whose seccomp profile asks for CAP_SYS_NICE here, as Docker's and containerd's do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,8 @@ def apply(environ: Mapping[str, str] | None = None) -> None:
         if node:
             _set_memory_policy(int(node), policy)
     except (OSError, ValueError, KeyError) as error:
+        if policy == "preferred" and getattr(error, "errno", 0) in _FORBIDDEN:
+            return  # pages come from where a thread runs by default, which is nearly the same
         print(f"partool: warning: this rank's memory may come from any node, not from {node}: {error}", file=sys.stderr)
 
 

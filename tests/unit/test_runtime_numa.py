@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -392,3 +393,15 @@ def test_a_process_that_cannot_go_there_warns_and_runs() -> None:
     assert "warning: this rank stays on any core, not on 100000" in errors
     assert "warning: this rank's memory may come from any node, not from 900" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("policy", "warned"), [("preferred", False), ("bind", True)])
+def test_containers_that_forbid_a_policy_are_no_news_where_it_hardly_matters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], policy: str, warned: bool
+) -> None:
+    def forbidden(node: int, policy: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(_numa, "_set_memory_policy", forbidden)
+    _numa.apply({"PARTOOL_MEMORY_NODE": "0", "PARTOOL_MEMORY_POLICY": policy})
+    assert ("may come from any node" in capsys.readouterr().err) == warned
