@@ -33,8 +33,8 @@ def as_text(run: Run, status: RunStatus) -> str:
     if submitted := _submitted(run):
         lines.append(f"  {submitted}")
     if status.state == "running" and status.started is not None:
-        where = f"pid {status.pid} on {status.host}"
-        lines.append(f"  {where}, for {duration(time.time() - status.started)}, attempt {status.attempt}")
+        where = f"pid {status.pid} on {status.host}, " if status.pid is not None else ""
+        lines.append(f"  {where}for {duration(time.time() - status.started)}, attempt {status.attempt}")
     elif status.ended is not None and status.started is not None:
         took = duration(status.ended - status.started)
         lines.append(f"  exit code {status.exit_code} after {took}, {status.attempt} attempt(s)")

@@ -97,23 +97,23 @@ class K8sTarget:
         return self.statuses([run])[run.id]
 
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
-        """Return the status of several runs by id: one look at a namespace's jobs of each kind, one at its pods."""
-        groups: dict[tuple[str, str, str], list[tuple[Run, Place]]] = {}
+        """Return the status of several runs by id: one look at a namespace's jobs of each kind, one at its pods.
+
+        Of several clusters and namespaces, those that cannot be asked leave their runs ``unknown``.
+        """
+        groups: dict[tuple[str, str], list[tuple[Run, Place]]] = {}
         for run in runs:
             place = _place(run)
-            groups.setdefault((place.context, place.namespace, place.kind), []).append((run, place))
-        pods: dict[tuple[str, str], list[Document]] = {}
-        found = {}
-        for (context, namespace, kind), some in groups.items():
-            client = self._client(context, namespace)
-            selector = f"{RUN_LABEL}={some[0][0].id}" if len(runs) == 1 else RUN_LABEL
-            jobs = client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
-            if (context, namespace) not in pods:
-                pods[context, namespace] = client.select(PODS, labelSelector=selector)
-            by_name = {job["metadata"]["name"]: job for job in jobs}
-            for run, place in some:
-                own = [pod for pod in pods[context, namespace] if pod["metadata"]["labels"][RUN_LABEL] == run.id]
-                found[run.id] = _status(client, run, place, by_name.get(place.name), own)
+            groups.setdefault((place.context, place.namespace), []).append((run, place))
+        found: dict[str, RunStatus] = {}
+        for (context, namespace), some in groups.items():
+            try:
+                found |= _statuses(self._client(context, namespace), some)
+            except LaunchError as error:
+                if len(groups) == 1:
+                    raise
+                unknown = {"state": "unknown", "reason": error.message}
+                found |= {run.id: run.status().model_copy(update=unknown) for run, _ in some}
         return found
 
     def cancel(self, run: Run, *, now: bool) -> bool:
@@ -198,6 +198,24 @@ def _place(run: Run) -> Place:
     plan = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
     spec = plan.launch.k8s
     return Place(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
+
+
+def _statuses(client: Client, runs: Sequence[tuple[Run, Place]]) -> dict[str, RunStatus]:
+    """Return the status of the runs in one namespace; raises LaunchError."""
+    selector = f"{RUN_LABEL}={runs[0][0].id}" if len(runs) == 1 else RUN_LABEL
+    jobs = {
+        (kind, job["metadata"]["name"]): job
+        for kind in {place.kind for _, place in runs}
+        for job in client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
+    }
+    # after the jobs: the pods of one that has ended have ended too
+    pods: dict[str, list[Document]] = {}
+    for pod in client.select(PODS, labelSelector=selector):
+        pods.setdefault(pod["metadata"]["labels"][RUN_LABEL], []).append(pod)
+    return {
+        run.id: _status(client, run, place, jobs.get((place.kind, place.name)), pods.get(run.id, []))
+        for run, place in runs
+    }
 
 
 def _status(client: Client, run: Run, place: Place, job: Document | None, pods: list[Document]) -> RunStatus:

@@ -35,7 +35,13 @@ _INDEXES = (
     "training.kubeflow.org/replica-index",
     "volcano.sh/task-index",
 )
-_ATTEMPTS = ("jobset.sigs.k8s.io/restart-attempt", "batch.kubernetes.io/job-index-failure-count")
+_ATTEMPTS = (
+    "jobset.sigs.k8s.io/restart-attempt",
+    "volcano.sh/job-version",
+    "batch.kubernetes.io/job-index-failure-count",
+    "batch.kubernetes.io/job-index-ignored-failure-count",
+)
+"""Starts before a pod's; the last two, of a Job, are told apart by its pod failure policy and add up."""
 _AGENTS = ("node", "pytorch")
 _OUTPUT = re.compile(r"\[\d+\] ")
 
@@ -96,8 +102,8 @@ def node_of(pod: Document) -> int:
 
 def attempt_of(pod: Document) -> int:
     """Return which start of the gang a pod belongs to, from 1; restarts inside the pod do not count."""
-    labels = _marks(pod)
-    return 1 + next((int(labels[name]) for name in _ATTEMPTS if labels.get(name, "").isdigit()), 0)
+    marks = _marks(pod)
+    return 1 + sum(int(marks[name]) for name in _ATTEMPTS if marks.get(name, "").isdigit())
 
 
 def agent_of(pod: Document) -> Document:

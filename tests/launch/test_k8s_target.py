@@ -17,7 +17,7 @@ from partool.launch import k8s_client
 from partool.launch.k8s import K8sTarget
 from partool.launch.k8s_client import Client
 from partool.launch.k8s_resources import CONFIG_MAPS, PODS
-from partool.launch.k8s_status import KINDS
+from partool.launch.k8s_status import KINDS, attempt_of, node_of
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
 from partool.launch.target import LaunchError
@@ -452,6 +452,48 @@ def test_many_runs_are_asked_for_at_once(here: Case) -> None:
     found = here.target.statuses(runs[:4])
     assert [found[run.id].state for run in runs[:4]] == ["running"] * 3 + ["done"]
     assert len(methods(here, "GET")) == 3 + 3  # pages of five jobs and of six pods
+
+
+def test_a_cluster_that_is_away_does_not_hide_the_others(here: Case) -> None:
+    here.cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "other"}})
+    near, far = here.submit(core_plan()), here.submit(core_plan(namespace="other"))
+    here.cluster.trouble("GET", "namespaces/other/", "503", times=99)
+    found = here.target.statuses([near, far])
+    assert [found[run.id].state for run in (near, far)] == ["queued", "unknown"]
+    assert "HTTP status 503" in found[far.id].reason
+
+
+@pytest.mark.parametrize(
+    ("marks", "attempt"),
+    [
+        ({}, 1),
+        ({"jobset.sigs.k8s.io/restart-attempt": "2"}, 3),
+        ({"volcano.sh/job-version": "1"}, 2),
+        (
+            {
+                "batch.kubernetes.io/job-index-failure-count": "1",
+                "batch.kubernetes.io/job-index-ignored-failure-count": "3",
+            },
+            5,
+        ),
+    ],
+)
+def test_every_kind_counts_its_restarts_in_its_own_marks(marks: dict[str, str], attempt: int) -> None:
+    assert attempt_of({"metadata": {"name": "p", "annotations": marks}}) == attempt
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "node"),
+    [
+        ("r-node-0-3-x7k2p", {"batch.kubernetes.io/job-completion-index": "3"}, 3),
+        ("r-master-0", {"training.kubeflow.org/replica-type": "master", "training.kubeflow.org/replica-index": "0"}, 0),
+        ("r-worker-1", {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "1"}, 2),
+        ("r-node-5", {"volcano.sh/task-spec": "node", "volcano.sh/task-index": "5"}, 5),
+        ("r-node-6", {}, 6),
+    ],
+)
+def test_every_kind_numbers_its_pods_in_its_own_marks(name: str, labels: dict[str, str], node: int) -> None:
+    assert node_of({"metadata": {"name": name, "labels": labels}}) == node
 
 
 def test_errors_are_the_last_words_in_the_order_of_their_time(here: Case) -> None:
