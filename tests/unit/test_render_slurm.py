@@ -187,6 +187,13 @@ def test_the_step_and_the_agent(stage: Stage) -> None:
     assert not {"RANK", "MASTER_ADDR", "PET_NNODES"} & set(environment)
 
 
+def test_wishes_of_an_outer_job_are_forgotten(stage: Stage) -> None:
+    put(stage)
+    left = {"SLURM_MEM_PER_CPU": "77", "SLURM_CPU_BIND_TYPE": "mask_cpu:", "SLURM_GPUS_PER_TASK": "1"}
+    assert stage.play(**left)[0] == 0
+    assert not set(left) & set(stage.environment())
+
+
 def test_cores_of_the_smallest_node(stage: Stage) -> None:
     put(stage)
     assert stage.play(SLURM_JOB_CPUS_PER_NODE="48(x3),16,32(x2)")[0] == 0
