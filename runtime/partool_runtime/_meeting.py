@@ -27,6 +27,9 @@ from partool_runtime.errors import ConfigurationError
 _PREFIX = "partool/"
 _HOST, _NOTICE, _REFUSALS = (_PREFIX + name for name in ("host", "notice", "refusals"))
 _PROBE_TIMEOUT_S = 5.0
+_URGENT_S = 0.1
+_URGENT_S_PER_NODE = 0.0005
+"""Node 0 answers a few thousand questions per second."""
 
 
 @dataclass(slots=True)
@@ -91,7 +94,11 @@ class Meeting:
             self.lost = _short(error)
 
     def _pause(self) -> None:
-        self.changed.wait(self.timing.beat_s)
+        """Wait until the next sign of life; not for long where everybody waits for the news: at start and end."""
+        notice = self.notice
+        urgent = not notice.attempt or notice.trouble or notice.stopping or self.mine.outcome is not None
+        least_s = max(_URGENT_S, self.place.nodes * _URGENT_S_PER_NODE)
+        self.changed.wait(min(least_s, self.timing.beat_s) if urgent else self.timing.beat_s)
         self.changed.clear()
 
     # Node 0
