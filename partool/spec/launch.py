@@ -150,7 +150,7 @@ class K8sSpec(Section):
     memory: Quantity | None = None
     """Per pod, limit and request; default: what the plan predicts for the host and the shared memory, with room."""
     shared_memory: Quantity | None = None
-    """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device."""
+    """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
     device_resource: LabelKey | None = None
     """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None

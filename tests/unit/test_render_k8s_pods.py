@@ -121,6 +121,10 @@ def test_memory_is_what_the_plan_predicts_with_shared_memory_and_room() -> None:
     small = plan.devices.model_copy(update={"host_memory_bytes": 100 << 30})
     assert memory_of(plan.model_copy(update={"devices": small})) == "90Gi"
     assert memory_of(k8s_plan(k8s={"shared_memory": "128Gi"})) == "176Gi"
+    on_cpu = k8s_plan(machine="cpu")
+    memory = on_cpu.prediction.memory.model_copy(update={"total_bytes": 3 << 30})
+    predicted = on_cpu.prediction.model_copy(update={"memory": memory})
+    assert memory_of(on_cpu.model_copy(update={"prediction": predicted})) == "9Gi"  # (2 × 3 GiB + 2 × 1 GiB) × 1.1
     assert memory_of(k8s_plan(k8s={"memory": "500G", "cpu": "1500m"})) == "500G"
     spec = next(pods(k8s_job()))[1]["spec"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in spec["volumes"]

@@ -9,11 +9,12 @@ from partool.plan.types import Plan
 from partool.spec.launch_units import quantity
 
 _GIB = 1 << 30
-_SHARED_GIB_PER_DEVICE = 8
+_SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}
+"""Of /dev/shm, per rank: NCCL's rings and the loaders' queues; gloo needs none."""
 _CORES_KEPT = 2
 """For the kubelet and what else runs on every node."""
 _PROCESS_BYTES = 4 * _GIB
-"""Host memory of a rank that no term of the prediction holds: interpreter, libraries, page-locked buffers (assumed)."""
+"""Host memory of a device's rank that no prediction holds: interpreter, libraries, page-locked buffers (assumed)."""
 _ROOM = 1.1
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
@@ -27,7 +28,7 @@ def device_resource(plan: Plan) -> str | None:
 
 def shared_memory(plan: Plan) -> str:
     """Return the size of /dev/shm."""
-    return plan.launch.k8s.shared_memory or f"{_SHARED_GIB_PER_DEVICE * plan.devices.per_node}Gi"
+    return plan.launch.k8s.shared_memory or f"{_SHARED_GIB[plan.devices.backend] * plan.devices.per_node}Gi"
 
 
 def resources(plan: Plan) -> dict[str, Any]:
@@ -53,23 +54,24 @@ def _cpu(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Return the memory, rounded up to Gi: (predicted on the host + 4 GiB per rank + /dev/shm) and 10 % of room.
+    """Return the memory, rounded up to Gi: what the ranks need on the host, and /dev/shm, with 10 % of room.
 
-    Never more than nine tenths of the host: a pod that asks for all of it fits no node.
+    Never more than nine tenths of a host with devices: a pod that asks for all of it fits no node. (Where ranks run on
+    a CPU, the plan's host is the machine that made the plan.)
     """
     if plan.launch.k8s.memory is not None:
         return plan.launch.k8s.memory
-    devices = plan.devices
-    needed = _predicted_bytes(plan) + _PROCESS_BYTES * devices.per_node + quantity(shared_memory(plan))
-    gib = math.ceil(needed * _ROOM / _GIB)
-    if devices.host_memory_bytes is not None:
-        gib = max(1, min(gib, int(devices.host_memory_bytes * 0.9 / _GIB)))
+    gib = math.ceil((_ranks_bytes(plan) + quantity(shared_memory(plan))) * _ROOM / _GIB)
+    host = plan.devices.host_memory_bytes
+    if host is not None and plan.devices.backend != "cpu":
+        gib = max(1, min(gib, int(host * 0.9 / _GIB)))
     return f"{gib}Gi"
 
 
-def _predicted_bytes(plan: Plan) -> int:
-    """Return the predicted host memory of a node: what is offloaded, or all of a rank that runs on the CPU."""
+def _ranks_bytes(plan: Plan) -> float:
+    """Return the host memory of a node's ranks: all that they have on a CPU, else what is offloaded and 4 GiB each."""
+    ranks = plan.devices.per_node
     if plan.devices.backend == "cpu":
-        return plan.prediction.memory.total_bytes * plan.devices.per_node
+        return plan.prediction.memory.total_bytes * ranks
     own = [row.host_bytes for row in plan.candidates if not row.why_not]
-    return own[0] if own else 0
+    return (own[0] if own else 0) + _PROCESS_BYTES * ranks
