@@ -88,6 +88,7 @@ def _header(job: Job) -> list[str]:
     """Return the sbatch options, ``--name=value``; every value has passed the guard."""
     slurm = job.plan.launch.slurm
     array = bool(job.tasks)
+    header_value(job.run_dir, "the run's folder")  # says what is meant: the options below are named after Slurm's
     logs = str(job.run_dir / LOG_FOLDER / ("slurm-%A_%a.out" if array else "slurm-%j.out"))
     lead = min(lead_s(job.plan.launch), _MOST_LEAD_S)
     options: list[tuple[str, object]] = [("job-name", job.run_id), ("comment", "partool")]

@@ -14,17 +14,14 @@ import pytest
 from _launch_case import launch_job, launch_plan
 from _slurm_stage import Stage
 
-from partool.plan.types import Plan, Variable
+from partool.plan.types import Plan
+from partool.planner.launching import environment
 from partool.render import Job, render
 from partool.render.shell import UnsafeValueError, quote
 from partool.render.slurm import findings
 from partool.render.slurm_lint import lint
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
-IB = (
-    Variable(name="NCCL_IB_HCA", value="mlx5", origin="network: ib (https://example.org/ib, 2026-11)"),
-    Variable(name="NCCL_SOCKET_IFNAME", value="^lo,docker0", origin="network: ib (https://example.org/ib, 2026-11)"),
-)
 PYTHON = "/opt/train/bin/python"
 
 
@@ -33,13 +30,17 @@ def tasks() -> tuple[Plan, ...]:
     return tuple(plan.model_copy(update={"model_source": f"task {number}"}) for number in range(3))
 
 
+def with_network(plan: Plan) -> Plan:
+    return plan.model_copy(update={"environment": environment(plan.launch, plan.devices)})
+
+
 def cases() -> dict[str, Job]:
     site = {"partition": "gpu", "account": "proj-1", "qos": "long", "time": "1-00:00:00", "gpu_type": "h100"}
     mounts = [{"source": "/scratch", "target": "/scratch"}, {"source": "/lustre/data", "target": "/data"}]
     image = "nvcr.io/nvidia/pytorch:26.08-py3"
     pyxis = {"container": "pyxis", "setup": "/sw/setup.sh", "options": {"switches": "1"}}
     secrets = {"HF_TOKEN": {"file": "/home/me/.hf"}}
-    gh200 = launch_plan(2, 4, "gh200-96", image=image, mounts=mounts, secrets=secrets, slurm=pyxis)
+    gh200 = launch_plan(2, 4, "gh200-96", network="slingshot", image=image, mounts=mounts, secrets=secrets, slurm=pyxis)
     shared = {"gpus": "gres", "exclusive": False, "memory": "900G", "cpus_per_task": 96}
     apptainer = {"image": "/images/train.sif", "slurm": shared | {"container": "apptainer"}}
     mi300x = launch_plan(1, 8, "mi300x", "rocm", restarts=3, mounts=mounts[1:], **apptainer)
@@ -47,10 +48,10 @@ def cases() -> dict[str, Job]:
     return {
         "cpu-1": launch_job(launch_plan(1, 2, "cpu", "cpu", python=PYTHON, requeues=0)),
         "h100-2-ib": launch_job(
-            launch_plan(2, 8, environment=IB, python=PYTHON, env={"NOTE": "it's\ntwo lines"}, slurm=site)
+            with_network(launch_plan(2, 8, network="ib", python=PYTHON, env={"NOTE": "it's\ntwo lines"}, slurm=site))
         ),
         "mi300x-apptainer": launch_job(mi300x),
-        "gh200-pyxis": launch_job(gh200),
+        "gh200-pyxis": launch_job(with_network(gh200)),
         "array": launch_job(tasks()[0], tasks=tasks(), at_once=2),
         "elastic": launch_job(launch_plan(4, **elastic), sizes={n: launch_plan(n, **elastic) for n in (1, 2)}),
     }
@@ -181,10 +182,10 @@ def test_the_step_and_the_agent(stage: Stage) -> None:
         "-P", "-m", "partool_runtime.agent", f"{run}/plan.json", "--run-dir", run, "--resume",
         "--plan-hash", plan.hash, "--nodes", "2", "--node-rank", "1", "--rendezvous", "first:21000",
     ]  # fmt: skip
-    environment = stage.environment()
-    assert {name: environment[name] for name in plan.launch.env} == plan.launch.env
-    assert environment["FROM_SETUP"] == "0"
-    assert not {"RANK", "MASTER_ADDR", "PET_NNODES"} & set(environment)
+    got = stage.environment()
+    assert {name: got[name] for name in plan.launch.env} == plan.launch.env
+    assert got["FROM_SETUP"] == "0"
+    assert not {"RANK", "MASTER_ADDR", "PET_NNODES"} & set(got)
 
 
 def test_wishes_of_an_outer_job_are_forgotten(stage: Stage) -> None:
