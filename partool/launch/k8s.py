@@ -14,6 +14,7 @@ import yaml
 from partool.diagnostics.record import Diagnostic
 from partool.launch import k8s_diff, k8s_logs, k8s_waiting
 from partool.launch.k8s_client import Client, Document
+from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
@@ -179,11 +180,21 @@ def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
         try:
             client.create(document, dry_run=True)
         except LaunchError as error:
-            findings.append(Diagnostic(error.code, error.message, help=error.help))
+            if not _makes_room(client, document, error):
+                findings.append(Diagnostic(error.code, error.message, help=error.help))
     findings += [
         Diagnostic("PT578", f"the cluster warns: {text}", severity="warning") for text in dict.fromkeys(client.warnings)
     ]
     return Level(_DRY_RUN, ran=True, note=f"Kubernetes {version}", findings=tuple(findings))
+
+
+def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
+    """Return whether only an object of the same run is in the way, which its next start replaces."""
+    if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
+        return False
+    there = client.get(resource_of(document), document["metadata"]["name"])
+    labels = {} if there is None else there["metadata"].get("labels") or {}
+    return there is None or labels.get(RUN_LABEL) == document["metadata"]["labels"].get(RUN_LABEL)
 
 
 def _place(run: Run) -> Place:

@@ -257,7 +257,9 @@ class Client:
                 if answer.status < 400:
                     self.warnings += k8s_errors.warnings_of(answer.headers.getlist("Warning"))
                     return answer
-                if over or answer.status not in _TRANSIENT:
+                # a patch that met another one goes through the second time
+                passing = answer.status in _TRANSIENT or (answer.status == 409 and verb == "patch")
+                if over or not passing:
                     raise k8s_errors.of_answer(verb, path, answer.status, content, retried=lost)
                 # an error of the server may come after the deed
                 lost = lost or answer.status >= 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,8 +85,18 @@ def connect(context: str | None) -> Connection:
         place = os.environ.get("KUBECONFIG") or "~/.kube/config"
         message = f"there is no usable Kubernetes configuration in {place}: {_first_line(error)}"
         raise LaunchError("PT576", message, "set KUBECONFIG; kubectl config get-contexts", exit_code=3) from None
+    _quiet(configuration)
     pool = client.ApiClient(configuration).rest_client.pool_manager
     return Connection(configuration.host.rstrip("/"), namespace, name, pool, configuration)
+
+
+def _quiet(configuration: Any) -> None:
+    """Keep urllib3 from writing between the lines of logs: of connections it drops, and of what the user chose."""
+    import urllib3
+
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+    if not configuration.verify_ssl:  # insecure-skip-tls-verify in the kubeconfig
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 
 
 def _load(context: str | None, configuration: Any) -> tuple[str, str]:

@@ -30,6 +30,8 @@ _LOOK_S = 10.0
 """Between looks at whether the run goes on, if nothing happens to its pods."""
 _LAST_S = 15.0
 """For the last lines of a run that has ended."""
+_AT_ONCE = 100
+"""Pods that are read together: each takes a connection, and a process may have 1,024 files open."""
 
 
 def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
@@ -43,12 +45,20 @@ def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStat
         if query.rank >= plan.layout.mesh.world_size:
             raise NoLogsError(f"no logs of rank {query.rank} of {run.id}: it has {plan.layout.mesh.world_size} ranks")
         node = query.rank // plan.devices.per_node
+    nodes = plan.devices.nodes if plan is not None and node is None else 1
+    if nodes > _AT_ONCE:
+        yield LogLine(None, True, _remark(nodes, follow=query.follow))
     following = _Follower(client, run, query, node)
     lines = following.lines(status) if query.follow else _once(client, run, query, node)
     for line in lines:
         rank, text = _of_rank(line.text)
         if query.rank is None or rank == query.rank:
             yield LogLine(rank, False, text)
+
+
+def _remark(nodes: int, *, follow: bool) -> bytes:
+    what = f"only the first {_AT_ONCE} are followed" if follow else f"they are merged by {_AT_ONCE}"
+    return f"partool: the run has {nodes} nodes: {what}; --rank shows any rank\n".encode()
 
 
 def _plan(run: Run) -> Plan | None:
@@ -72,7 +82,8 @@ def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterat
         attempt = f" of attempt {query.attempt}" if query.attempt else ""
         stored = f"; a claim in launch.k8s.storage keeps them, under partool/runs/{run.id}/logs"
         raise NoLogsError(f"no logs{attempt} of {run.id}: {there}{stored}")
-    return heapq.merge(*(Reader(client, stream).rest() for stream in chosen))
+    for at in range(0, len(chosen), _AT_ONCE):
+        yield from heapq.merge(*(Reader(client, stream).rest() for stream in chosen[at : at + _AT_ONCE]))
 
 
 def _streams_of(client: Client, run: Run) -> list[Stream]:
@@ -82,7 +93,8 @@ def _streams_of(client: Client, run: Run) -> list[Stream]:
 def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
     """Return the streams of the attempt that is asked for, or of the latest one."""
     attempt = query.attempt or max((stream.attempt for stream in found), default=0)
-    return [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
+    wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
+    return sorted(wanted, key=lambda stream: stream.node)
 
 
 class _Follower:
@@ -121,7 +133,8 @@ class _Follower:
             self._stop.set()
 
     def _present(self) -> list[Stream]:
-        return _chosen(_streams_of(self._client, self._run), self._query, self._node)
+        found = _chosen(_streams_of(self._client, self._run), self._query, self._node)
+        return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
     def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[Line]:
         """Yield what comes within a time, until something happens to the pods or, if so asked, all streams ended."""

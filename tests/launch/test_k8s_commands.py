@@ -137,9 +137,9 @@ def test_a_dry_run_names_its_levels_and_what_the_server_refuses(here: Case) -> N
 
 def test_a_difference_is_exit_code_10(here: Case) -> None:
     assert invoke("launch", plan_file()).exit_code == 0
-    result = invoke("launch", plan_file(memory="3Gi"), "--diff")
+    result = invoke("launch", plan_file(memory="5Gi"), "--diff")
     assert result.exit_code == 10
-    assert "+            memory: 3Gi" in result.stdout.replace('"', "")
+    assert "+            memory: 5Gi" in result.stdout.replace('"', "")
 
 
 @needs_crds

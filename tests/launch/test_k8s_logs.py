@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from k8s_case import Case, case, condition, plan_of
 
-from partool.launch import k8s_client, k8s_streams
+from partool.launch import k8s_client, k8s_logs, k8s_streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogQuery, NoLogsError
 
@@ -221,3 +221,17 @@ def test_following_ends_when_the_run_is_deleted(here: Case, run: Run) -> None:
     here.target.cancel(run, now=True)
     assert following.end() == ["one"]
     assert here.target.status(run).state == "cancelled"
+
+
+def test_more_nodes_than_can_be_read_at_once_are_all_shown(
+    here: Case, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(k8s_logs, "_AT_ONCE", 1)
+    pods = [here.pod(run, node) for node in (0, 1)]
+    here.cluster.write(pods[0], "[0] late", at=second(9))
+    here.cluster.write(pods[1], "[2] early", at=second(1))
+    said = ["partool: the run has 2 nodes: they are merged by 1; --rank shows any rank", "late", "early"]
+    assert texts(here, run) == said
+    finish(here, run, *pods)
+    assert texts(here, run, follow=True)[1:] == ["late"]
+    assert texts(here, run, follow=True, rank=2) == ["early"]

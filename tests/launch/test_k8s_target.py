@@ -169,6 +169,12 @@ def test_passing_trouble_is_sat_out(here: Case) -> None:
     assert here.target.status(run).state == "queued"
 
 
+def test_a_conflict_is_no_end(here: Case) -> None:
+    here.cluster.trouble("PATCH", "/configmaps", "409", status=status_of(409, "Conflict", "the object was modified"))
+    here.submit(core_plan())
+    assert len(methods(here, "PATCH")) == 2
+
+
 def test_a_server_that_stays_away_is_exit_code_3(here: Case) -> None:
     run = here.submit(core_plan())
     here.cluster.trouble("GET", "/jobs", "503", times=99)
@@ -544,6 +550,16 @@ def test_a_dry_run_asks_the_server_and_creates_nothing(here: Case) -> None:
     [finding] = level.findings
     assert finding.code == "PT578"
     assert 'unknown field "spec.completionMood"' in finding.message
+
+
+def test_a_dry_run_of_a_resumption_does_not_stumble_over_the_run_itself(here: Case) -> None:
+    plan = core_plan()
+    run = here.submit(plan)
+    *_, level = here.target.validate(job_of(plan, run), manifest(job_of(plan, run)))
+    assert level.findings == ()
+    del here.cluster.find("jobs", run.id)["metadata"]["labels"]["partool/run"]
+    *_, level = here.target.validate(job_of(plan, run), manifest(job_of(plan, run)))
+    assert [finding.code for finding in level.findings] == ["PT575"]
 
 
 def test_a_dry_run_without_a_cluster_says_that_it_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
