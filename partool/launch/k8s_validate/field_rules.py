@@ -115,6 +115,7 @@ _JOBSET: dict[str, Form] = {
     "spec.replicatedJobs.*.template.metadata.labels.*": forms.label_value,
     "spec.replicatedJobs.*.template.metadata.annotations.@": forms.qualified,
     "spec.failurePolicy.maxRestarts": whole(0),
+    "spec.failurePolicy.rules.*.name": forms.rule_name,
     "spec.failurePolicy.restartStrategy": one_of("Recreate", "BlockingRecreate", "InPlaceRestart"),
     "spec.failurePolicy.rules.*.action": one_of(
         "FailJobSet",
@@ -152,6 +153,9 @@ _TRAINJOB: dict[str, Form] = {
     "spec.trainer.numNodes": whole(1),
     "spec.trainer.numProcPerNode": whole(1),
     "spec.trainer.env.*.name": forms.variable_name,
+    "spec.trainer.env.*.valueFrom.secretKeyRef.name": forms.subdomain,
+    "spec.trainer.env.*.valueFrom.secretKeyRef.key": forms.data_key,
+    "spec.runtimePatches.*.trainingRuntimeSpec.template.spec.replicatedJobs.*.name": forms.label_name_1035,
     "spec.trainer.resourcesPerNode.limits.@": forms.qualified,
     "spec.trainer.resourcesPerNode.limits.*": forms.quantity,
     "spec.trainer.resourcesPerNode.requests.@": forms.qualified,
@@ -185,7 +189,8 @@ _VOLCANO: dict[str, Form] = {
         f"{where}.policies.*.{field}": form
         for where in ("spec", "spec.tasks.*")
         for field, form in (
-            ("event", _VOLCANO_EVENTS), ("events.*", _VOLCANO_EVENTS), ("action", _VOLCANO_ACTIONS)
+            ("event", _VOLCANO_EVENTS), ("events.*", _VOLCANO_EVENTS), ("action", _VOLCANO_ACTIONS),
+            ("exitCode", whole(0, 255)),
         )
     },
 }  # fmt: skip

@@ -43,6 +43,9 @@ port_name = _texts(re.compile(r"(?=.*[a-z])[a-z0-9](-?[a-z0-9])*"), 15, "lower-c
 label_value = _texts(re.compile(rf"({_QUALIFIED.pattern})?"), 63, "letters, digits, -, _ and dots")
 variable_name = _texts(re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*"), 1024, "letters, digits, -, _, dots, no digit first")
 data_key = _texts(re.compile(r"(?!\.\.?$)(?!\.\.)[-._a-zA-Z0-9]+"), 253, "letters, digits, -, _ and dots")
+rule_name = _texts(
+    re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"), 128, "letters, digits, _, commas and colons, a letter first"
+)
 image = _texts(re.compile(r"[A-Za-z0-9]\S*"), 4096, "an image's name without blanks")
 absolute = _texts(re.compile(r"/[^:\0]*"), 4096, "an absolute path without a colon")
 

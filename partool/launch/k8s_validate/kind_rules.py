@@ -35,6 +35,11 @@ def jobset_order(manifest: Manifest) -> Iterator[Found]:
                     yield at(other, "name", text=f"no replicated job {other.get('name')!r} stands before it")
             earlier.append(job.get("name"))
         yield from _named_jobs(document, earlier)
+        for field in ("enableDNSHostnames", "publishNotReadyAddresses"):
+            if document.get("spec", "network", field) is False:
+                yield at(
+                    document, "spec", "network", field, text="must be true: the pods meet by name before they are ready"
+                )
 
 
 def _named_jobs(document: Part, names: list[object]) -> Iterator[Found]:

@@ -144,8 +144,11 @@ def annotation_sizes(manifest: Manifest) -> Iterator[Found]:
 
 
 def missing_parts(manifest: Manifest) -> Iterator[Found]:
-    """Find templates without containers, and containers without a name or an image."""
+    """Find templates without containers, containers without a name or an image, pull secrets without a name."""
     for pods in manifest.pods:
+        for secret in pods.spec.parts("imagePullSecrets"):
+            if not secret.text("name"):
+                yield at(secret, "name", text="is missing")
         if pods.is_patch:
             continue
         if not pods.spec.parts("containers"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -43,8 +44,12 @@ def load_documents(text: str) -> list[Any]:
 
 
 def read_manifest(text: str) -> Manifest:
-    """Return the documents of a manifest; raises UnreadableError where one has no kind or is no mapping."""
-    documents = load_documents(text)
+    """Return the documents of a manifest; raises UnreadableError where one is no mapping, or there is none."""
+    return manifest_of(load_documents(text))
+
+
+def manifest_of(documents: Sequence[Any]) -> Manifest:
+    """Return documents that have been read as a manifest; raises UnreadableError."""
     if not documents:
         raise UnreadableError("the manifest is empty")
     parts = []

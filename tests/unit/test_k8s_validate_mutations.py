@@ -1,0 +1,58 @@
+"""Manifests with one fault each: how many of them the levels find together, and that sound ones pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from _k8s_case import ACCELERATORS, EVERY_KIND
+from _manifest_edits import CRDS, Mutation, documents, mutations, needs_crds, rendered
+
+from partool.launch.k8s_validate import validate_manifest, validate_offline
+from partool.launch.k8s_validate.reading import manifest_of
+
+FAULTS = {"job": 470, "jobset": 474, "pytorchjob": 670, "trainjob": 373, "volcano": 399}
+"""Kind → how many faults are made of it."""
+MISSED: dict[str, set[str]] = {kind: set() for kind in EVERY_KIND}
+"""Kind → faults that no level finds."""
+SAMPLE = 8
+"""In the short run, one of so many."""
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_sound_manifests_pass_every_level(kind: str) -> None:
+    crds = CRDS if CRDS.is_dir() else None
+    for machine in ACCELERATORS:
+        for nodes in (1, 2, 16):
+            levels = validate_offline(rendered(kind, nodes, machine), crds=crds)
+            assert [d.message for level in levels for d in level.findings] == []
+            assert levels[0].ran
+
+
+def missed_of(kind: str, faults: Iterable[Mutation]) -> set[str]:
+    found = set()
+    for fault in faults:
+        broken = documents(kind)
+        fault.apply(broken)
+        if not any(level.findings for level in validate_manifest(manifest_of(broken), crds=CRDS)):
+            found.add(fault.name)
+    return found
+
+
+@needs_crds
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_faults_are_found(kind: str) -> None:
+    pytest.importorskip("kubernetes_validate")
+    faults = list(mutations(kind))
+    assert len({fault.name for fault in faults}) == len(faults) == FAULTS[kind]
+    sample = faults[::SAMPLE]
+    assert missed_of(kind, sample) == MISSED[kind] & {fault.name for fault in sample}
+    assert len(MISSED[kind]) <= 0.05 * len(faults)
+
+
+@needs_crds
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_all_faults_are_found(kind: str) -> None:
+    pytest.importorskip("kubernetes_validate")
+    assert missed_of(kind, mutations(kind)) == MISSED[kind]
