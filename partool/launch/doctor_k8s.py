@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from partool.launch import doctor_k8s_plan
 from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import CONFIG_MAPS, EVENTS, PODS, RESOURCES, Resource
 from partool.launch.k8s_status import KINDS
-from partool.launch.k8s_validate import store_crds
+from partool.launch.k8s_validate import store_crds, validate_offline
 from partool.launch.k8s_validate.crd_cache import definitions
 from partool.launch.k8s_waiting import kueue_version
+from partool.launch.store import RunStore
+from partool.launch.submit import job_of
 from partool.launch.target import Check, LaunchError
 from partool.plan.types import Plan
+from partool.render import render
 
 _NAMESPACES = Resource("v1", "namespaces", namespaced=False)
 _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)
@@ -31,8 +34,15 @@ def checks(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
     """Yield what is found about the cluster and, where there is a plan, about its job there.
 
     The cluster's definitions of job types are stored for validation without it; with ``crds``, a folder, they are
-    taken from there and nothing is stored. Raises nothing: what cannot be asked is a check that failed or was skipped.
+    taken from there and nothing is stored. A plan's manifest is validated against them even if no cluster answers.
+    Raises nothing: what cannot be asked is a check that failed or was skipped.
     """
+    yield from _cluster(plan, crds)
+    if plan is not None:
+        yield from _guarded("validation", lambda: _validation(plan, crds))
+
+
+def _cluster(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
     spec = plan.launch.k8s if plan else None
     try:
         client = Client(spec.context if spec else None, spec.namespace if spec else None)
@@ -52,6 +62,18 @@ def checks(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
     yield from _guarded("job types", lambda: _types(client, plan, crds))
     if plan is not None:
         yield from _guarded("plan", lambda: doctor_k8s_plan.checks(client, plan))
+
+
+def _validation(plan: Plan, crds: Path | None) -> Iterator[Check]:
+    """Yield what the levels of validation that need no cluster say of the manifest."""
+    run = RunStore().next_submitted(plan.name, plan.hash)
+    text = render("k8s", job_of(plan, run, (), {}, None)).text
+    for level in validate_offline(text, crds=crds, context=plan.launch.k8s.context):
+        errors = [finding for finding in level.findings if finding.severity == "error"]
+        said = f"{errors[0].code}: {errors[0].message}" if errors else level.note
+        more = f"; and {len(errors) - 1} more: partool launch --dry-run" if len(errors) > 1 else ""
+        verdict: Literal["ok", "failed", "skipped"] = "failed" if errors else "ok" if level.ran else "skipped"
+        yield Check(f"validation: {level.name}", verdict, said + more, errors[0].help if errors else "")
 
 
 def _guarded(name: str, look: Any) -> Iterator[Check]:

@@ -64,7 +64,7 @@ def install(cluster: Cluster) -> None:
 def test_a_healthy_cluster(here: Case) -> None:
     for name in "ab":
         add_node(here.cluster, name)
-    checks = found(plan_of(kind="job", cpu="2", memory="1Gi"))
+    checks = found(plan_of(kind="job", cpu="2", memory="1Gi", shared_memory="256Mi"))
     assert checks["server"].text.startswith("Kubernetes v1.36.0 at http://127.0.0.1:")
     assert checks["permissions"].verdict == "ok"
     assert checks["nodes"].text.startswith("2 of 2 nodes fit a pod")
@@ -144,6 +144,21 @@ def test_a_folder_of_definitions_is_read_and_nothing_stored(here: Case, tmp_path
     assert cached_crds("test") is None
     (tmp_path / "nothing").mkdir()
     assert found(crds=tmp_path / "nothing")["definitions"].verdict == "failed"
+
+
+@needs_crds
+def test_a_manifest_is_validated_against_a_folder_without_any_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    checks = found(plan_of(kind="jobset"), k8s_schemas.CRDS)
+    assert checks["kubeconfig"].verdict == "failed"
+    levels = {name: check for name, check in checks.items() if name.startswith("validation: ")}
+    assert len(levels) == 4
+    assert {check.verdict for check in levels.values()} == {"ok"}
+    (tmp_path / "empty").mkdir()
+    verdicts = [check.verdict for check in found(plan_of(kind="jobset"), tmp_path / "empty").values()]
+    assert "skipped" in verdicts
 
 
 def test_nodes_that_do_not_fit_say_why(here: Case) -> None:
