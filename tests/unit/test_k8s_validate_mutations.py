@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from _k8s_case import ACCELERATORS, EVERY_KIND
@@ -27,6 +28,15 @@ def test_sound_manifests_pass_every_level(kind: str) -> None:
             levels = validate_offline(rendered(kind, nodes, machine), crds=crds)
             assert [d.message for level in levels for d in level.findings] == []
             assert levels[0].ran
+
+
+def test_golden_files_pass_every_level() -> None:
+    crds = CRDS if CRDS.is_dir() else None
+    files = sorted((Path(__file__).parent / "golden" / "k8s").glob("*.yaml"))
+    assert len(files) >= 60
+    for file in files:
+        text = file.read_text(encoding="utf-8").replace("    (the plan)\n", "    {}\n")
+        assert [d.message for level in validate_offline(text, crds=crds) for d in level.findings] == [], file.name
 
 
 def missed_of(kind: str, faults: Iterable[Mutation]) -> set[str]:

@@ -257,6 +257,19 @@ def test_a_trainjob_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert any("spec.runtimePatches: there is no such field" in d.message for d in level.findings)
 
 
+@needs_crds
+def test_a_jobset_that_lacks_a_field_of_the_failure_policy_is_refused(tmp_path: Path) -> None:
+    found = copy.deepcopy(next(each for each in definitions(CRDS) if each.kind == "JobSet").schema)
+    rules = found["properties"]["spec"]["properties"]["failurePolicy"]["properties"]["rules"]
+    del rules["items"]["properties"]["onJobFailureMessagePatterns"]
+    version = {"name": "v1alpha2", "served": True, "schema": {"openAPIV3Schema": found}}
+    spec = {"group": "jobset.x-k8s.io", "names": {"kind": "JobSet"}, "versions": [version]}
+    (tmp_path / "crd.json").write_text(json.dumps({"kind": "CustomResourceDefinition", "spec": spec}))
+    level = validate_offline(rendered("jobset"), crds=tmp_path)[2]
+    assert [d.code for d in level.findings] == ["PT573", "PT572"]
+    assert "it lacks spec.failurePolicy.rules.*.onJobFailureMessagePatterns (array)" in level.findings[0].message
+
+
 @needs_core
 def test_core_schemas_by_version() -> None:
     core = validate_offline(rendered("job"), core_version="1.30")[1]
@@ -266,6 +279,10 @@ def test_core_schemas_by_version() -> None:
         "spec.scheduling: there is no such field"
     ]
     assert validate_manifest(later, core_version="1.37")[1].findings == ()
+    newer = validate_offline(rendered("job"), core_version="1.99")[1]
+    assert newer.ran
+    assert newer.note.endswith("; there are no schemas of 1.99 yet")
+    assert not validate_offline(rendered("job"), core_version="latest")[1].ran
     old = validate_offline(rendered("job"), core_version="1.10")[1]
     assert not old.ran
     assert old.note.startswith("kubernetes-validate holds schemas of Kubernetes 1.25 to ")

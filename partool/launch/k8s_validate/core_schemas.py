@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,8 +50,10 @@ def level(manifest: Manifest, version: str | None) -> Level:
     for owner, path, value, schema in _targets(manifest):
         checked += 1
         found += in_words(_validator(chosen, schema).iter_errors(value), owner, path)
-    major_minor = ".".join(chosen.split(".")[:2])
-    note = f"Kubernetes {major_minor}, {checked} objects and templates"
+    major, minor = _number(chosen)
+    note = f"Kubernetes {major}.{minor}, {checked} objects and templates"
+    if version is not None and _number(version) != (major, minor):
+        note += f"; there are no schemas of {version} yet"
     if left_out := [each.owner for each in manifest.documents if _unknown_core(each)]:
         note += f"; without a schema: {', '.join(left_out)}"
     return Level(NAME, True, note, tuple(each.diagnostic("PT572") for each in found))
@@ -91,17 +94,22 @@ def _unknown_core(document: Part) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version; raises NoSuchVersionError."""
+    """Return the package's name of a version, the newest for one that is newer still; raises NoSuchVersionError."""
     utils: Any = importlib.import_module("kubernetes_validate.utils")
-    have: list[str] = utils.all_versions()
-    if wanted is None:
-        return have[-1]
-    start = ".".join(wanted.removeprefix("v").split(".")[:2]) + "."
-    matches = [version for version in have if f"{version}.".startswith(start)]
-    if not matches:
-        first, last = (".".join(version.split(".")[:2]) for version in (have[0], have[-1]))
-        raise NoSuchVersionError(f"kubernetes-validate holds schemas of Kubernetes {first} to {last}, not {wanted}")
-    return matches[-1]
+    have = {_number(version): version for version in utils.all_versions()}
+    first, last = min(have), max(have)
+    if wanted is None or _number(wanted) > last:
+        return str(have[last])
+    if _number(wanted) not in have:
+        first_and_last = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        raise NoSuchVersionError(f"kubernetes-validate holds schemas of Kubernetes {first_and_last}, not {wanted}")
+    return str(have[_number(wanted)])
+
+
+def _number(version: str) -> tuple[int, int]:
+    """Return major and minor of ``1.34``, ``v1.34.2`` or, as some providers count, ``1.34+``; (0, 0) of other texts."""
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 @functools.cache

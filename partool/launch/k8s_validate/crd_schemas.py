@@ -46,6 +46,7 @@ SHAPES = {
         "JobSet 0.12",
         {
             "spec.failurePolicy.rules.*.onJobFailureReasons": "array",
+            "spec.failurePolicy.rules.*.onJobFailureMessagePatterns": "array",
             "spec.failurePolicy.restartStrategy": "string",
             "spec.replicatedJobs.*.template.spec": "object",
         },
