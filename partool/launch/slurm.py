@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
@@ -27,6 +28,9 @@ from partool.render import Job, Rendered, render
 JOB_ID = "job_id"
 CLUSTER = "cluster"
 _SUBMIT_TIMEOUT_S = 120.0
+_ENDING_S = 10.0
+"""How long a cancel waits for a job that is ending: it may come back."""
+_POLL_S = 0.3
 _CLOCKS_S = 2.0
 _NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
 """Errors after which the controller cannot have taken the job."""
@@ -37,7 +41,7 @@ _DEFAULTS = {
     "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
     "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CLUSTERS": "clusters",
 }  # fmt: skip
-_KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_CLUSTERS", "SLURM_DEBUG_FLAGS", "SLURM_JWT")
+_KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_JWT")
 
 
 class SlurmTarget:
@@ -62,19 +66,21 @@ class SlurmTarget:
         twice nor left behind.
         """
         start = time.time()
+        slurm = Slurm(_cluster_of(rendered.text))
         command = ["sbatch", "--parsable", str(run.path / rendered.main)]
         try:
             answer = call(command, environment=_environment(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
             if answer.code == 0:
-                job_id, cluster = parse_submission(answer.out)
-                return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
+                return _details(*parse_submission(answer.out))
         except (LaunchError, ValueError) as error:
-            if found := _lost(run.id, start, error):
-                return {JOB_ID: found.job_id}
-            raise
+            if found := _lost(slurm, run.id, start, error):
+                return _details(found.job_id, slurm.cluster)
+            if isinstance(error, LaunchError):
+                raise
+            raise LaunchError("PT552", f"sbatch: {error}", f"see squeue --name={run.id}") from None
         except BaseException:  # interrupted: whether the job exists is not known
             with suppress(LaunchError):
-                Slurm().cancel_named(run.id)
+                slurm.cancel_named(run.id)
             raise
         finding = refusal(answer.err, job.plan)
         raise LaunchError(finding.code, finding.message, finding.help)
@@ -113,14 +119,7 @@ class SlurmTarget:
             return False
         # Before any signal: it tells the job's script that nobody wants the job back in the queue.
         (run.path / CANCEL_FILE).touch()
-        complaints = []
-        if now:
-            complaints = [slurm.cancel(job_id, "--full", "--signal=KILL"), slurm.cancel(job_id)]
-        else:
-            if any(job.waiting for job in jobs):
-                complaints.append(slurm.cancel(job_id, "--state=PENDING"))
-            if any(not job.waiting for job in jobs):
-                complaints.append(slurm.cancel(job_id, "--batch", "--signal=USR2"))
+        complaints = _stop(slurm, job_id, jobs, now=now)
         if all(complaints) and any(job.active for job in slurm.jobs([job_id])):
             raise LaunchError("PT553", f"Slurm does not cancel job {job_id}: {complaints[0]}", f"scancel {job_id}")
         return True
@@ -142,7 +141,7 @@ class SlurmTarget:
         job_id, cluster = _submitted(run)
         slurm = Slurm(cluster)
         if job_id and any(job.active for job in slurm.jobs([job_id])):
-            slurm.cancel(job_id)
+            slurm.cancel([job_id])
 
     def diff(self, job: Job, rendered: Rendered) -> str:
         """Return how what would be submitted differs from the newest run of this name, under that run's name."""
@@ -166,6 +165,25 @@ def _test_only(job: Job, rendered: Rendered) -> Level:
     return Level(name, True, estimate(answer.err))
 
 
+def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list[str]:
+    """Cancel or signal a job, or each task of an array as far as it has come; returns scancel's answers."""
+    if now:
+        return [slurm.cancel([job_id], "--full", "--signal=KILL"), slurm.cancel([job_id])]
+    complaints = []
+    if running := [job.id for job in jobs if job.state == "RUNNING"]:
+        complaints.append(slurm.cancel(running, "--batch", "--signal=USR2"))
+    end = time.monotonic() + _ENDING_S
+    while True:
+        if idle := [job.id for job in jobs if job.active and job.state not in ("RUNNING", "COMPLETING")]:
+            complaints.append(slurm.cancel(idle))
+        jobs = [job for job in jobs if job.state == "COMPLETING"]
+        if not jobs or time.monotonic() > end:
+            return complaints
+        time.sleep(_POLL_S)  # it may be on its way back to the queue, where no signal reaches it
+        ids = {job.id for job in jobs}
+        jobs = [job for job in slurm.jobs([job_id]) if job.id in ids]
+
+
 def tried(plan: Plan) -> Level:
     """Let sbatch check the job that a plan would be."""
     run = RunStore().next_submitted(plan.name, plan.hash)
@@ -183,7 +201,7 @@ def _where(job: Job) -> list[Diagnostic]:
     return [Diagnostic("PT554", message, "warning", help=help)]
 
 
-def _lost(name: str, start: float, error: Exception) -> SlurmJob | None:
+def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob | None:
     """Return the job whose submission, begun at a Unix time, was not confirmed, if it is there.
 
     Raises LaunchError PT552 where that cannot be found out.
@@ -192,7 +210,7 @@ def _lost(name: str, start: float, error: Exception) -> SlurmJob | None:
         return None
     try:
         # A run that is resumed had jobs of this name before; clocks may differ by little.
-        jobs = [job for job in Slurm().named(name) if (job.submitted or start) >= start - _CLOCKS_S]
+        jobs = [job for job in slurm.named(name) if (job.submitted or start) >= start - _CLOCKS_S]
     except LaunchError as second:
         said = error.message if isinstance(error, LaunchError) else str(error)
         message = f"{said}; whether the job was taken is not known ({second.message})"
@@ -221,6 +239,16 @@ def _submitted(run: Run) -> tuple[str, str]:
 def defaults_in_use(given: Set[str]) -> dict[str, str]:
     """Return the variables of this process that stand in for options that a script does not have."""
     return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}
+
+
+def _details(job_id: str, cluster: str) -> dict[str, str]:
+    return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
+
+
+def _cluster_of(script: str) -> str:
+    """Return the cluster that a job goes to where it is not the commands' own."""
+    match = re.search(r"^#SBATCH --clusters=(\S+)", script, re.MULTILINE)
+    return match[1] if match else os.environ.get("SBATCH_CLUSTERS", "")
 
 
 def _environment(script: str) -> dict[str, str]:

@@ -39,6 +39,7 @@ class Slurm:
     """The Slurm that this machine's commands talk to, or one of its other clusters."""
 
     def __init__(self, cluster: str = "") -> None:
+        self.cluster = cluster
         self._cluster = [f"--clusters={cluster}"] if cluster else []
 
     def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
@@ -62,9 +63,9 @@ class Slurm:
             return []
         return parse_accounting(answer.out) if answer.code == 0 else []
 
-    def cancel(self, job_id: str, *options: str) -> str:
+    def cancel(self, ids: Sequence[str], *options: str) -> str:
         """Run scancel; returns its complaint, empty if it has none."""
-        answer = call(["scancel", *self._cluster, *options, job_id])
+        answer = call(["scancel", *self._cluster, *options, *ids])
         return "" if answer.code == 0 else answer.err.strip()
 
     def cancel_named(self, name: str) -> None:

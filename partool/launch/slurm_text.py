@@ -69,6 +69,11 @@ class SlurmJob:
     name: str = ""
 
     @property
+    def id(self) -> str:
+        """As scancel takes it."""
+        return self.job_id if self.task is None else f"{self.job_id}_{self.task}"
+
+    @property
     def active(self) -> bool:
         """True while it may run on or again."""
         return self.state in _ACTIVE

@@ -189,6 +189,20 @@ def test_cancel_of_somebody_elses_job(tmp_path: Path, play: Play) -> None:
     assert caught.value.code == "PT553"
 
 
+def test_cancel_goes_by_how_far_each_task_has_come(tmp_path: Path, play: Play) -> None:
+    tasks = ["RUNNING", "PENDING", "COMPLETING", "COMPLETED", "RUNNING"]
+    rows = [row(JobID=str(10 + n), ArrayTaskID=str(n), State=state) for n, state in enumerate(tasks)]
+    (tmp_path / "queue-1").write_text("".join(rows))
+    (tmp_path / "queue-2").write_text("".join([*rows[:2], row(JobID="12", ArrayTaskID="2", State="PENDING")]))
+    play(squeue=f"cat {tmp_path}/queue-1; mv -f {tmp_path}/queue-2 {tmp_path}/queue-1 2>/dev/null; true")
+    run = submitted(tmp_path, 7)
+    assert SlurmTarget().cancel(run, now=False)
+    assert (run.path / "cancel").exists()
+    assert [call for call in calls(tmp_path) if call.startswith("scancel")] == [
+        "scancel --batch --signal=USR2 7_0 7_4", "scancel 7_1", "scancel 7_2",
+    ]  # fmt: skip
+
+
 def test_logs_of_a_job_that_never_started_a_rank(tmp_path: Path, play: Play) -> None:
     play(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     run = submitted(tmp_path, 7, "failed")
