@@ -124,9 +124,11 @@ class Meeting:
         give_up = time.monotonic() + self.timing.stranger_s
         while True:
             try:
-                return TCPStore(
+                store = TCPStore(
                     "127.0.0.1", self.place.port, is_master=True, wait_for_workers=False, timeout=self._timeout
                 )
+                self.obstacle = ""
+                return store
             except RuntimeError as error:
                 if "EADDRINUSE" not in str(error) or time.monotonic() > give_up or self.leave.is_set():
                     raise RuntimeError(f"cannot listen on port {self.place.port}: {_short(error)}") from None
@@ -192,7 +194,7 @@ class Meeting:
                     self.notice_seen = time.monotonic()
                     return store
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                self.obstacle = f"{self._endpoint}: {_short(error)}"
+                self.obstacle = _short(error)
             del store
             self._pause()
 
@@ -201,16 +203,16 @@ class Meeting:
             try:
                 with socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S) as probe:
                     self.head = str(probe.getpeername()[0])
-                self.obstacle = f"{self._endpoint} answers, but not as an agent"
+                self.obstacle = "it answers, but not as an agent"
                 store = TCPStore(self.place.host, self.place.port, is_master=False, timeout=self._timeout)
                 self.obstacle = ""
                 return store
             except socket.gaierror as error:
                 self.obstacle = f"{self.place.host} does not resolve ({error.strerror})"
             except OSError as error:
-                self.obstacle = f"{self._endpoint}: {error.strerror or error}"
+                self.obstacle = f"{error.strerror or error}"
             except RuntimeError as error:
-                self.obstacle = f"{self._endpoint}: {_short(error)}"
+                self.obstacle = _short(error)
             self._pause()
         raise RuntimeError("left before node 0 was there")
 
@@ -220,7 +222,7 @@ class Meeting:
         holder = store.compare_set(f"{_PREFIX}claim/{node}", "", self.mine.token).decode()
         if holder == self.mine.token:
             return True
-        self.obstacle = f"node rank {node} is taken in the run at {self._endpoint}, which has begun or is ending"
+        self.obstacle = f"node rank {node} is taken in a run that has begun or is ending"
         end, beats = time.monotonic() + self.timing.silent_s, set()
         while time.monotonic() < end and not self.leave.is_set():
             if Notice.load(store.get(_NOTICE)).over:

@@ -167,8 +167,10 @@ class Board:
             time.sleep(_LOOK_S)
 
     def hear(self, mine: Outcome, hurry: Callable[[], bool]) -> Verdict | None:
-        """On the others: say how it ended here and wait for how it ended for all; None if node 0 is gone."""
+        """On the others: say how it ended here and wait for how it ended for all; None without node 0."""
         self._post(mine)
+        if not self._meeting.joined:
+            return None
         while not self._meeting.notice.verdict:
             if self._meeting.refused or self._lost_head() or hurry():
                 return None
@@ -206,9 +208,13 @@ class Board:
 
     def _waiting_for(self) -> str:
         meeting, place = self._meeting, self._place
-        if meeting.obstacle:
-            return f"waiting for node 0 at {place.host}:{place.port}: {meeting.obstacle}"
+        if meeting.obstacle and place.node_rank == 0:
+            return meeting.obstacle
+        if not meeting.joined and place.node_rank:
+            return f"waiting for node 0 at {place.host}:{place.port}: {meeting.obstacle or 'no answer yet'}"
         missing = meeting.notice.missing
+        if not missing:
+            return "waiting for node 0 to begin"
         text = f"waiting for {'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} of {place.nodes}"
         if place.node_rank == 0 and not _is_here(place.host):
             text += f"; {place.host} is no address of this machine: was every agent started with --node-rank 0?"

@@ -42,7 +42,7 @@ class Together:
                 verdict = self._judge(board, plan, outcome)
                 board.announce(verdict)
                 return verdict
-            return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble())
+            return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble(), begun=board.attempt > 0)
 
     def _attempt(self, board: Board, plan: Plan) -> Outcome:
         """Meet the others, run the ranks of this node, and say how that ended here."""
@@ -138,8 +138,10 @@ def first_failure(outcomes: list[Outcome]) -> Outcome:
     return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
 
 
-def _alone(mine: Outcome, trouble: str) -> Verdict:
+def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
     """Return the verdict of a node that cannot hear node 0's: a success here may be none for the run."""
+    if mine.code == EXIT_PREEMPTED and not begun:
+        return Verdict(mine.code, mine.reason, f"partool: {mine.reason}, before the ranks had started", mine.node)
     code = combined([mine.code, EXIT_FAILED])
     own = mine.reason if mine.code == EXIT_CONFIGURATION or (mine.reason and not mine.lost_peer) else ""
     reason = own or trouble or mine.reason or "left before the other nodes had ended"

@@ -182,6 +182,7 @@ def test_node_0_is_waited_for_and_why_it_is_not_there(nodes: Nodes, host: str, m
     nodes.stop.set()
     nodes.join()
     assert isinstance(nodes.ended["1"], StoppedError)
+    assert nodes.boards["1"].hear(outcome(1, 75), lambda: False) is None
 
 
 def test_node_0_says_if_the_host_is_another_machine(nodes: Nodes) -> None:
