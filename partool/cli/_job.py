@@ -15,7 +15,7 @@ from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of
 from partool.launch.target import Level
 from partool.plan.types import Plan
-from partool.render import Job, Rendered, render
+from partool.render import Job, Rendered, findings, render
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,9 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return what the planner would find about the way a plan is launched, whatever target it was made for."""
     from partool.planner.elastic import check_elastic
-    from partool.planner.hardware_checks import check_hardware
     from partool.planner.launching import check_duration, check_launch
 
-    found = [*check_launch(plan.launch, plan.devices), *check_hardware(plan.launch, plan.devices)]
+    found = check_launch(plan.launch, plan.devices)
     elastic = check_elastic(plan) if plan.launch.target == "slurm" else []
     return [*found, *check_duration(plan.launch, plan.prediction.time.total_s), *elastic]
 
@@ -66,10 +65,7 @@ def order(
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
     job = job_of(plan, run, tasks, sizes, at_once)
-    if plan.launch.target == "k8s":
-        from partool.render.k8s import findings
-
-        stop_on(findings(job), strict=False)
+    stop_on(findings(plan.launch.target, job), strict=False)
     text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
     return Order(job, render(plan.launch.target, job), text, plan_hash)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import cast
 
+from partool.diagnostics.record import Diagnostic
 from partool.render.job import Job, Rendered
 
 RENDERERS = {
@@ -12,7 +13,13 @@ RENDERERS = {
     "slurm": "partool.render.slurm",
     "k8s": "partool.render.k8s",
 }
-"""Target → module with ``render(job) -> Rendered``, imported only when it is used."""
+"""Target → module with ``render(job) -> Rendered``, and with ``findings(job)`` where something can be in its way."""
+
+
+def findings(target: str, job: Job) -> list[Diagnostic]:
+    """Return what only shows as a job is written for a target."""
+    module = importlib.import_module(RENDERERS[target])
+    return cast(list[Diagnostic], module.findings(job)) if hasattr(module, "findings") else []
 
 
 def render(target: str, job: Job) -> Rendered:
