@@ -41,8 +41,8 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
-    if path.suffix == ".json":
-        stop_on(_about_launch(plan), strict=strict)
+    shown = set() if path.suffix == ".json" else {(finding.code, finding.message) for finding in plan.findings}
+    stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
     return plan
 
 

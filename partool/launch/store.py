@@ -64,7 +64,7 @@ class Run:
 
     def goes_by(self, name: str) -> bool:
         """Return True if the run was launched from a spec of that name; a cluster's ids hold only its beginning."""
-        return self.name == name or (len(name) > _LONGEST_NAME and self.name == _shortened(name))
+        return self.name in (name, _shortened(name))
 
     @property
     def plan_file(self) -> Path:
@@ -187,7 +187,8 @@ class RunStore:
 
 
 def _shortened(name: str) -> str:
-    return name[:_LONGEST_NAME].rstrip("-")
+    """Return the name's part of an id that a cluster sees; Services and what hangs on them begin with a letter."""
+    return (name if name[:1].isalpha() else f"run-{name}")[:_LONGEST_NAME].rstrip("-")
 
 
 def _put(file: Path, text: str) -> Path | None:

@@ -196,6 +196,7 @@ def _lines(console: Console, title: str, lines: tuple[str, ...]) -> None:
 
 def _next(plan: Plan, source: str | None) -> str:
     if plan.runnable:
-        return f"partool launch {source or 'SPEC'}"
+        elsewhere = plan.devices.nodes > 1 and plan.launch.target == "local"
+        return f"partool launch {source or 'SPEC'}" + (" --target slurm, or k8s" if elsewhere else "")
     commands = ", ".join(f"partool explain {code}" for code in plan.not_runnable)
     return f"this plan cannot be launched yet: {commands}"

@@ -119,6 +119,9 @@ def test_ids_are_the_same_every_time_and_fit_a_label() -> None:
         assert ids[-1] == f"{first.id}-{number}"
     assert max(map(len, ids)) <= 44
     assert {Run(Path(name)).name for name in ids} == {"a" * 32}
+    digit = RunStore().next_submitted("7b-run", "0123456789abcdef")  # names of Services begin with a letter
+    assert digit.id == "run-7b-run-01234567"
+    assert digit.goes_by("7b-run")
     assert [run.id for run in RunStore().submitted(long, "0123456789abcdef")] == ids[:2]
 
 
