@@ -17,7 +17,7 @@ from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(120)
 HOST = socket.gethostname()
-TIMING = {"beat_s": 0.1, "silent_s": 2.0, "notice_s": 1.0, "stranger_s": 4.0, "arrival_s": 60.0, "farewell_s": 5.0}
+TIMING = {"beat_s": 0.1, "silent_s": 5.0, "notice_s": 1.0, "stranger_s": 4.0, "arrival_s": 60.0, "farewell_s": 5.0}
 
 
 def plan_for_nodes(**launch: object) -> Plan:
