@@ -1,6 +1,6 @@
-"""Wall time of ``partool --help``, ``plan`` and ``render`` of specs/quickstart.yaml, against a bare interpreter, interleaved.
+"""Wall time of ``partool --help``, of ``plan`` and ``render`` with specs/quickstart.yaml, and of a bare interpreter.
 
-"Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped for one
+They take turns. "Cold" means a fresh process with a warm file cache. With root, the file cache is also dropped for one
 extra measurement of each command.
 """
 
