@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import http.server
 import json
 import re
@@ -23,6 +22,7 @@ from k8s_server import (
     Key,
     Log,
     Trouble,
+    clone,
     field_matcher,
     matcher,
     merge,
@@ -85,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         yaml_body = "yaml" in self.headers.get("Content-Type", "")
         body = None if not raw else yaml.safe_load(raw) if yaml_body else json.loads(raw)
         with self.cluster.changed:
-            self.cluster.requests.append((self.command, self.path, copy.deepcopy(body)))
+            self.cluster.requests.append((self.command, self.path, clone(body)))
             trouble = self._trouble()
         self.cut_after = int(trouble.amount) if trouble and trouble.act == "cut" else None
         if trouble is not None and self._early(trouble):
@@ -167,7 +167,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         group_version, plural, namespace, name = key
         if name:
             with self.cluster.changed:
-                document = copy.deepcopy(self._existing(key))
+                document = clone(self._existing(key))
             if "PartialObjectMetadata" in self.headers.get("Accept", ""):
                 document = {"kind": "PartialObjectMetadata", "metadata": document["metadata"]}
             return self._log(name, document, query) if sub == "log" else (200, document)
@@ -181,9 +181,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._watch(chosen, query)
             return None
         with self.cluster.changed:
-            items = [
-                copy.deepcopy(document) for other, document in self.cluster.objects.items() if chosen(other, document)
-            ]
+            items = [clone(document) for other, document in self.cluster.objects.items() if chosen(other, document)]
             version = str(self.cluster.resource_version)
         begin, size = int(query.get("continue") or 0), min(self.cluster.page, int(query.get("limit") or 1 << 30))
         meta = {"resourceVersion": version} | ({"continue": str(begin + size)} if begin + size < len(items) else {})
@@ -224,13 +222,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 raise FailureError(status_of(404, "NotFound", text, name=namespace, kind="namespaces"))
             applies = "apply-patch" in self.headers.get("Content-Type", "")
             if self.command == "POST":
-                document = with_defaults(copy.deepcopy(body))
+                document = with_defaults(clone(body))
                 name = document.get("metadata", {}).get("name", "")
                 key = (group_version, plural, namespace, name)
             elif self.command == "PATCH" and not (applies and key not in self.cluster.objects):
                 document = merge(self._existing(key), {"status": body.get("status")} if sub else body)
             else:
-                document = copy.deepcopy(body)
+                document = clone(body)
             warning = self._judge(document, key, query)
             if self.command == "POST" and key in self.cluster.objects:
                 text = f'{_full(group_version, plural)} "{name}" already exists'
@@ -240,7 +238,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             code = 200 if key in self.cluster.objects else 201
             if query.get("dryRun") != "All":
                 document = self.cluster.store(key, document, query.get("fieldManager", "unknown"))
-            return code, copy.deepcopy(document), "application/json", warning
+            return code, clone(document), "application/json", warning
 
     def _judge(self, document: Document, key: Key, query: dict[str, str]) -> str:
         """Refuse an object that is wrong, in the way of a real server; returns a warning."""

@@ -37,17 +37,23 @@ class CustomType(NamedTuple):
 
 
 @functools.cache
+def definitions(folder: Path = CRDS) -> tuple[dict[str, Any], ...]:
+    """Return the definitions (CRDs) in a folder; they are shared, and must not be changed."""
+    files = sorted(folder.rglob("*.yaml"))
+    found = [each for file in files for each in yaml.load_all(file.read_text(encoding="utf-8"), _LOADER)]
+    return tuple(each for each in found if (each or {}).get("kind") == "CustomResourceDefinition")
+
+
+@functools.cache
 def custom_types(folder: Path = CRDS) -> tuple[CustomType, ...]:
     """Return the types that the definitions in a folder install."""
     found = []
-    for file in sorted(folder.rglob("*.yaml")):
-        for document in yaml.load_all(file.read_text(encoding="utf-8"), _LOADER):
-            if (document or {}).get("kind") == "CustomResourceDefinition":
-                spec = document["spec"]
-                names, group = spec["names"], spec["group"]
-                for version in spec["versions"]:
-                    schema = version["schema"]["openAPIV3Schema"]
-                    found.append(CustomType(group, version["name"], names["plural"], names["kind"], schema))
+    for document in definitions(folder):
+        spec = document["spec"]
+        names, group = spec["names"], spec["group"]
+        for version in spec["versions"]:
+            schema = version["schema"]["openAPIV3Schema"]
+            found.append(CustomType(group, version["name"], names["plural"], names["kind"], schema))
     return tuple(found)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import k8s_schemas
 import pytest
-import yaml
 from k8s_case import Case, case, plan_of
-from k8s_server import Cluster
+from k8s_server import Cluster, clone
 
 from partool.launch import doctor_k8s, k8s_client
 from partool.launch.k8s_validate import cached_crds
@@ -55,10 +53,8 @@ def add_node(cluster: Cluster, name: str, arch: str = "amd64", taints: Any = (),
 
 def install(cluster: Cluster) -> None:
     """Put the definitions of the installed types on the cluster, as the API serves them."""
-    for file in sorted(k8s_schemas.CRDS.rglob("*.yaml")):
-        for document in yaml.load_all(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-            if document:
-                cluster.put(copy.deepcopy(document))
+    for document in k8s_schemas.definitions():
+        cluster.put(clone(document))
 
 
 def test_a_healthy_cluster(here: Case) -> None:
