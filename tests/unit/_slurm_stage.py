@@ -51,7 +51,13 @@ class Stage:
         (self.run / "logs").mkdir(parents=True)
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("agent", AGENT), ("python", AGENT), ("apptainer", CONTAINER)):
+        for name, text in (
+            ("srun", SRUN),
+            ("scontrol", SCONTROL),
+            ("agent", AGENT),
+            ("python", AGENT),
+            ("apptainer", CONTAINER),
+        ):
             (bin_folder / name).write_text(text)
             (bin_folder / name).chmod(0o755)
 
