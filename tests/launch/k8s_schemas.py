@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jsonschema
 import yaml
 
-CRDS = Path(__file__).parents[3] / "shared" / "crds"
+CRDS = Path(os.environ.get("PARTOOL_TEST_CRDS") or Path(__file__).parents[3] / "shared" / "crds")
 """Definitions of installed types beside the checkout; others' data, so there may be none."""
 _DROPPED = {"description", "default", "nullable", "format", "example", "externalDocs"}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
