@@ -94,7 +94,7 @@ def test_a_failure_ends_all_nodes_with_one_code(tmp_path: Path) -> None:
     assert status.pid == failed.agents[0].pid
     headline = f"partool: rank 1 on node 1 ({HOST}) failed (attempt 1): ValueError: broken on purpose by rank 1"
     for node in (0, 1):
-        assert failed.message(node).startswith(headline + "\n  Traceback")
+        assert headline + "\n  Traceback" in failed.message(node)
         assert failed.termination(node).startswith(headline)
     assert "rank 0 attempt 1 begins" in failed.texts[0][0]
     assert failed.texts[1][0] == ""
@@ -138,7 +138,7 @@ def test_nodes_that_vanish(tmp_path: Path) -> None:
     alone.agents[0].terminate()
     assert alone.end() == [75]
     assert alone.status.state == "preempted"
-    assert alone.message(0).startswith("partool: waiting for node 1 of 2 (1 s)\n")
+    assert "partool: waiting for node 1 of 2 (1 s)\n" in alone.message(0)
 
 
 def test_the_same_failure_is_not_tried_for_ever(tmp_path: Path) -> None:
