@@ -36,6 +36,7 @@ class Options:
     array: tuple[str, ...] = ()
     at_once: int | None = None
     step: int | None = None
+    crds: Path | None = None
 
 
 def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: Options) -> None:
@@ -48,7 +49,7 @@ def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, o
         if options.diff:
             _diff(target, ordered)
         elif options.dry_run:
-            _dry_run(target, ordered)
+            _dry_run(target, ordered, options.crds)
         else:
             run = _submit(target, ordered, previous, options)
             if options.follow:
@@ -62,6 +63,8 @@ def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, o
 
 def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options: Options) -> Run:
     job = ordered.job
+    if not show_levels(target.validate(job, ordered.rendered, crds=options.crds, offline=True), brief=True):
+        raise typer.Exit(_EXIT_FINDINGS)
     target.check(job.plan)
     if previous is not None:
         if options.step is not None:
@@ -97,9 +100,9 @@ def _check_ended(run: Run) -> None:
         fail("PT504", f"{run.id} is {status.state}", f"partool cancel {run.id}", 4)
 
 
-def _dry_run(target: ClusterTarget, ordered: Order) -> None:
+def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
     typer.echo(ordered.rendered.text, nl=False)
-    if not show_levels(target.validate(ordered.job, ordered.rendered)):
+    if not show_levels(target.validate(ordered.job, ordered.rendered, crds=crds)):
         raise typer.Exit(_EXIT_FINDINGS)
 
 

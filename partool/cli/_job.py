@@ -78,8 +78,13 @@ def stop_on(findings: Sequence[Diagnostic], *, strict: bool) -> None:
         raise typer.Exit(1)
 
 
-def show_levels(levels: Sequence[Level]) -> bool:
+def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
     """Say which levels of validation ran and what they found; returns True if nothing stands in the way."""
+    if brief and not any(level.findings for level in levels):
+        ran = ", ".join(level.name for level in levels if level.ran)
+        others = ", ".join(level.name for level in levels if not level.ran)
+        typer.echo(f"partool: checked by {ran}" + (f"; not by {others}" if others else ""), err=True)
+        return True
     sound = True
     for level in levels:
         errors = [finding for finding in level.findings if finding.severity == "error"]

@@ -52,6 +52,9 @@ def command(
         list[str] | None, typer.Option("--array", help="Slurm: FIELD=V1,V2,... gives one task per value; repeatable.")
     ] = None,
     at_once: Annotated[int | None, typer.Option("--at-once", min=1, help="Slurm: tasks that run together.")] = None,
+    crds: Annotated[
+        Path | None, typer.Option("--crds", help="k8s: folder with CRD files to check the manifest against.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
 ) -> None:
     """Plan a spec and train it: on this machine, under Slurm or on Kubernetes."""
@@ -66,8 +69,17 @@ def command(
     if resume and previous is None:
         previous = _newest(plan.name)
     options = _cluster.Options(
-        dry_run=dry_run, diff=diff, follow=follow, again=again, array=tuple(array or ()), at_once=at_once, step=step
+        dry_run=dry_run,
+        diff=diff,
+        follow=follow,
+        again=again,
+        array=tuple(array or ()),
+        at_once=at_once,
+        step=step,
+        crds=crds,
     )
+    if crds is not None and plan.launch.target != "k8s":
+        raise typer.BadParameter("--crds goes only with the target k8s")
     if plan.launch.target != "local":
         if detach:
             raise typer.BadParameter("--detach is for this machine; a scheduler's jobs go on by themselves")

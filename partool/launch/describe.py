@@ -54,7 +54,11 @@ def _submitted(run: Run) -> str:
         return "no readable submission.json"
     if submission is None:
         return ""
-    facts = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in sorted(submission.details.items()))
+    facts = ", ".join(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in sorted(submission.details.items())
+        if value and name != "uid"
+    )
     return f"{submission.target}: {facts}; submitted {duration(time.time() - submission.submitted)} ago"
 
 

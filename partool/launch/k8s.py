@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
@@ -54,19 +55,24 @@ class K8sTarget:
         client = self._client_for(plan)
         client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # whether the kind is known and may be asked for
 
-    def validate(self, job: Job, rendered: Rendered) -> Sequence[Level]:
+    def validate(
+        self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
+    ) -> Sequence[Level]:
         """Check against the schemas that are there, of the cluster's version if it says so, then by a dry run on it."""
         from partool.launch.k8s_validate import validate_offline
 
         context = job.plan.launch.k8s.context
+        if offline:
+            return validate_offline(rendered.text, crds=crds, context=context)
         try:
             client = self._client_for(job.plan)
             version = str(client.read("/version")["gitVersion"])
         except LaunchError as error:
-            return [*validate_offline(rendered.text, context=context), Level(_DRY_RUN, ran=False, note=error.message)]
+            levels = validate_offline(rendered.text, crds=crds, context=context)
+            return [*levels, Level(_DRY_RUN, ran=False, note=error.message)]
         number = re.match(r"v?(\d+\.\d+)", version)
-        offline = validate_offline(rendered.text, context=context, core_version=number[1] if number else None)
-        return [*offline, _dry_run(client, version, rendered)]
+        levels = validate_offline(rendered.text, crds=crds, context=context, core_version=number[1] if number else None)
+        return [*levels, _dry_run(client, version, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Create the objects; raises LaunchError, after which none of them is left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 from partool.diagnostics.record import Diagnostic
@@ -106,8 +107,13 @@ class ClusterTarget(Target, Protocol):
         """Return the status of several runs by id, asking the scheduler as seldom as possible."""
         ...
 
-    def validate(self, job: Job, rendered: Rendered) -> Sequence[Level]:
-        """Check against the real thing what would be submitted, submitting nothing."""
+    def validate(
+        self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
+    ) -> Sequence[Level]:
+        """Check what would be submitted, submitting nothing: with what is here, and by asking the real thing.
+
+        ``crds`` is a folder of definitions of a Kubernetes cluster; ``offline`` asks nobody.
+        """
         ...
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:

@@ -32,12 +32,11 @@ class Scheduler:
     def check(self, plan: Plan) -> None:
         pass
 
-    def validate(self, job: Job, rendered: Rendered) -> list[Level]:
+    def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
         wrong = Diagnostic("PT585", "no such partition")
-        return [
-            Level("own rules", True),
-            Level("the scheduler", True, "22.05", (wrong,) if job.plan.name == "bad" else ()),
-        ]
+        own = Level("own rules", True, findings=(wrong,) if job.plan.name == "worse" else ())
+        asked = Level("the scheduler", True, "22.05", (wrong,) if job.plan.name == "bad" else ())
+        return [own] if offline else [own, asked]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         assert {file: (run.path / file).read_text() for file in rendered.files} == rendered.files
@@ -192,7 +191,7 @@ def test_exit_code_of_a_failed_submission(scheduler: type[Scheduler]) -> None:
     scheduler.fails = LaunchError("PT585", "refused", "ask somebody")
     answer = invoke("launch", plan_file())
     assert answer.exit_code == 4
-    assert answer.stderr == "error[PT585]: refused\n  help: ask somebody\n"
+    assert answer.stderr == "partool: checked by own rules\nerror[PT585]: refused\n  help: ask somebody\n"
 
 
 def ended_run(scheduler: type[Scheduler]) -> Run:
@@ -238,6 +237,7 @@ def test_dry_run_says_what_the_scheduler_says(scheduler: type[Scheduler]) -> Non
     bad = invoke("launch", plan_file("bad"), "--dry-run")
     assert bad.exit_code == 1
     assert "no such partition" in bad.stderr
+    assert invoke("launch", plan_file("worse")).exit_code == 1  # own rules hold before anything is sent
     assert scheduler.submitted == []
     assert tree() == {}
 
