@@ -22,7 +22,7 @@ sys.path += [str(Path(__file__).parents[1] / "launch"), str(Path(__file__).paren
 from slurm_cluster import Cluster, unavailable
 from slurm_runs import Login, cluster_plan
 
-ROUNDS = 7
+ROUNDS = 5
 TIMEOUT_S = 180
 BY_HAND = """\
 #!/bin/bash
