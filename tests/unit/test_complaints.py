@@ -5,6 +5,8 @@ Each case names the project and the thread (GitHub issue or pull request) it com
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from _spec_case import FIRST, findings, place, spec_text
 
@@ -143,3 +145,51 @@ def test_all_mistakes_come_in_one_run() -> None:
         ("PT527", FIRST + 7),
     ]
     assert all(finding.help for finding in found)
+
+
+BEHAVIOURS: list[tuple[str, str]] = [
+    (
+        "NeMo-Run #465: the plain script on stdout",
+        "launch/test_launch_cluster.py::test_render_prints_what_launch_submits",
+    ),
+    ("srt-slurm #190: mounts and variables with their origin", "unit/test_render_slurm.py::test_golden"),
+    ("srt-slurm #190, on Kubernetes", "unit/test_render_k8s_pods.py::test_every_variable_has_an_origin"),
+    (
+        "torchx #660, #822: Volcano was forced, Kueue was missing",
+        "unit/test_render_k8s_pods.py::test_queue_and_priority",
+    ),
+    ("NeMo-Run #169: pyxis was forced", "unit/test_render_slurm.py::test_apptainer_gets_what_the_run_needs"),
+    ("torchx #1101: crash on another version's JSON", "unit/test_slurm_text.py::test_queue"),
+    ("DeepSpeed #8304: an option of srun that never was", "launch/test_slurm_cluster.py::test_to_the_end"),
+    ("accelerate #2816, #1645: every node thought it was the first", "unit/test_render_lint.py::test_unsound_scripts"),
+    (
+        "pytorch #73656, #79388, #150532: who hosts the store",
+        "unit/test_runtime_nodes.py::test_node_0_says_if_the_host_is_another_machine",
+    ),
+    (
+        "pytorch #73682: a miss of DNS was fatal",
+        "unit/test_runtime_nodes.py::test_node_0_is_waited_for_and_why_it_is_not_there",
+    ),
+    ("pith-train #91: || echo localhost", "unit/test_render_slurm.py::test_no_head_node_no_job"),
+    ("pytorch #154849: USR1 orphaned the workers", "launch/test_agent_signals.py::test_stop_signals"),
+    (
+        "accelerate #1918: the launcher hid Slurm's signals",
+        "launch/test_slurm_cluster.py::test_preempted_and_resumed_exactly",
+    ),
+    ("Automodel #3007: a checkpoint on preemption", "launch/test_slurm_cluster.py::test_preempted_and_resumed_exactly"),
+    ("torchforge #528: LOCAL_RANK was RANK", "parity/test_several_nodes.py::test_two_nodes_equal_one_process"),
+    ("Kueue #2796, JobSet #621: half a gang", "unit/test_render_k8s_restarts.py::test_a_jobset_restarts_as_a_whole"),
+    (
+        "trainer #2000: one pod came back alone",
+        "launch/test_k8s_gang_restart.py::test_a_failure_and_a_preemption_restart_all_pods",
+    ),
+    ("NCCL #525: 64 MiB of /dev/shm", "unit/test_render_k8s_pods.py::test_volumes"),
+]  # fmt: skip
+"""Complaints that no single spec shows, with the test of the behaviour that answers them."""
+
+
+@pytest.mark.parametrize(("complaint", "test"), BEHAVIOURS)
+def test_what_others_lack_is_tested(complaint: str, test: str) -> None:
+    file, _, name = test.partition("::")
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    assert f"\ndef {name}(" in text, complaint
