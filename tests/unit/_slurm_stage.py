@@ -32,6 +32,7 @@ printf '%s\\0' "$@" > "$STAGE/agent-arguments"
 env -0 > "$STAGE/agent-environment"
 touch "$STAGE/started"
 while [ -e "$STAGE/wait" ]; do sleep 0.02; done
+[ ! -e "$STAGE/cancelled" ] || touch "$STAGE/run/cancel"
 exit "$(cat "$STAGE/code" 2> /dev/null || echo 0)"
 """
 CONTAINER = """\

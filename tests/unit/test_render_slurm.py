@@ -248,9 +248,12 @@ def test_a_spoilt_count_ends_the_job(stage: Stage) -> None:
 
 def test_cancelled_runs_stay_away(stage: Stage) -> None:
     put(stage)
-    stage.set(code="75")
-    (stage.run / "cancel").touch()
+    stage.set(code="75", cancelled="")
     assert stage.play()[0] == 75
+    (stage.folder / "cancelled").unlink()
+    (stage.folder / "started").unlink()
+    assert stage.play()[0] == 75  # on its way back to the queue as it was cancelled
+    assert not (stage.folder / "started").exists()
     (stage.run / "cancel").unlink()
     for state in ("CANCELLED", "COMPLETING"):  # scancel, without partool
         stage.set(state=state)
