@@ -26,4 +26,6 @@ def command(
     for run in runs:
         status = found[run.id]
         age = duration(time.time() - status.created) + " ago" if status.created else ""
-        typer.echo(f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {status.reason}".rstrip())
+        typer.echo(
+            f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {'' if status.reason == status.state else status.reason}".rstrip()
+        )

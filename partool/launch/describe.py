@@ -29,7 +29,7 @@ def as_json(run: Run, status: RunStatus) -> dict[str, Any]:
 
 def as_text(run: Run, status: RunStatus) -> str:
     """Return a run's state in a few lines."""
-    lines = [f"{run.id}: {status.state}" + (f" ({status.reason})" if status.reason else "")]
+    lines = [f"{run.id}: {status.state}" + (f" ({status.reason})" if status.reason not in ("", status.state) else "")]
     if submitted := _submitted(run):
         lines.append(f"  {submitted}")
     if status.state == "running" and status.started is not None:
