@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from _launch_case import launch_job, launch_plan
-from _slurm_stage import Stage
+from _slurm_stage import SRUN, Stage
 
 from partool.plan.types import Plan
 from partool.planner.launching import environment
@@ -295,6 +295,16 @@ def test_what_the_node_cannot_do_ends_the_job(stage: Stage) -> None:
     code, said = stage.play()
     assert (code, "cannot start" in said) == (78, True)
     assert stage.play(SLURM_JOB_ID="")[0] == 78
+
+
+def test_a_node_that_refuses_decides_whatever_srun_says_of_the_others(stage: Stage) -> None:
+    put(stage, slurm={"setup": "/no/such/setup.sh"}, restarts=5)
+    (stage.folder / "bin" / "srun").write_text(SRUN.replace("exec", "") + "exit 137\n")
+    assert stage.play()[0] == 78
+    assert stage.calls("requeue") == []
+    put(stage, restarts=5)  # set up meanwhile: the mark of before does not count
+    assert stage.play()[0] == 137
+    assert stage.calls("requeue") == ["requeue 41000"]
 
 
 def test_array_tasks_have_folders_of_their_own(stage: Stage) -> None:
