@@ -66,14 +66,14 @@ def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[
 
 def _checks(name: str, plan: Plan | None, script: str | None, crds: Path | None) -> Iterator[Check]:
     if name == "slurm":
-        from partool.launch import doctor_slurm
+        from partool.launch.doctor_slurm import checks as of_slurm
 
-        yield from doctor_slurm.checks(plan, script)
+        yield from of_slurm(plan, script)
     elif name == "k8s":
-        from partool.launch import doctor_k8s
+        from partool.launch.doctor_k8s import checks as of_kubernetes
 
-        yield from doctor_k8s.checks(plan, crds)
+        yield from of_kubernetes(plan, crds)
     else:
-        from partool.launch import doctor
+        from partool.launch.doctor import checks as of_this_machine
 
-        yield from doctor.checks(plan)
+        yield from of_this_machine(plan)

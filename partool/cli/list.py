@@ -26,6 +26,5 @@ def command(
     for run in runs:
         status = found[run.id]
         age = duration(time.time() - status.created) + " ago" if status.created else ""
-        typer.echo(
-            f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {'' if status.reason == status.state else status.reason}".rstrip()
-        )
+        reason = "" if status.reason == status.state else status.reason
+        typer.echo(f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {reason}".rstrip())

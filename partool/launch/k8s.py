@@ -92,6 +92,11 @@ class K8sTarget:
             "nodes": str(job.plan.devices.nodes),
         }
 
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        """Delete the objects of a run that have just been created."""
+        client = self._client(details["context"], details["namespace"])
+        remove(client, RESOURCES[KINDS[details["kind"]]], details["name"], details["uid"], 0.0)
+
     def remove(self, run: Run) -> None:
         """Delete the objects of a run that has ended, which bear the name that its next start needs."""
         place = _place(run)
@@ -206,7 +211,7 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
 def _place(run: Run) -> Place:
     """Return where a run's object is: by the record, or by its plan while there is no record yet."""
     submission = run.submission()
-    if submission is not None:
+    if submission is not None and submission.details:
         known = submission.details
         nodes = int(known.get("nodes", "1"))
         return Place(

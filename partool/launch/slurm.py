@@ -85,6 +85,10 @@ class SlurmTarget:
         finding = refusal(answer.err, job.plan)
         raise LaunchError(finding.code, finding.message, finding.help)
 
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        """Cancel a job that has just been submitted."""
+        Slurm(details.get(CLUSTER, "")).cancel([details[JOB_ID]])
+
     def status(self, run: Run) -> RunStatus:
         """Return how the run is doing; raises LaunchError PT550 where Slurm cannot be asked."""
         return self.statuses([run])[run.id]
@@ -230,8 +234,14 @@ def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
 
 
 def _submitted(run: Run) -> tuple[str, str]:
-    """Return job id and cluster; empty where the run was never submitted."""
+    """Return job id and cluster; empty where the run was never submitted.
+
+    A launcher that was killed before it could note the number leaves the run's name to go by.
+    """
     submission = run.submission()
+    if submission is not None and not submission.details:
+        found = max(Slurm().named(run.id), key=lambda job: int(job.job_id), default=None)
+        return found.job_id if found else "", ""
     details = submission.details if submission else {}
     return details.get(JOB_ID, ""), details.get(CLUSTER, "")
 

@@ -91,9 +91,11 @@ def call(
     wait_s = timeout_s or ANSWER_TIMEOUT_S
     # Other formats of time, and colours, are the user's for reading; squeue's own variables change its output.
     env = {name: value for name, value in (environment or dict(os.environ)).items() if not _changes_output(name)}
+    if command[0] != "sbatch":  # which hands its environment on to the job
+        env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            command, input=text, env=env | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}, capture_output=True,
+            command, input=text, env=env, capture_output=True,
             text=True, errors="replace", timeout=wait_s, check=False,
             stdin=subprocess.DEVNULL if text is None else None,
         )  # fmt: skip

@@ -85,16 +85,23 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
 
 
 def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
+    """Submit, and note it before and after: whoever is killed in between leaves a run that can still be found."""
     kind = cast(Literal["slurm", "k8s"], job.plan.launch.target)
+    record = Submission(target=kind, submitted=time.time(), main=rendered.main, details={})
+    _note(run, record)
     details = target.submit(run, job, rendered)
     try:
-        record = Submission(target=kind, submitted=time.time(), main=rendered.main, details=details)
-        text = record.model_dump_json(indent=2) + "\n"
-        (run.path / SUBMISSION_FILE).write_text(text, encoding="utf-8")
+        _note(run, record.model_copy(update={"details": details}))
     except BaseException:
         with suppress(LaunchError):
-            target.cancel(run, now=True)
+            target.withdraw(run, details)
         raise
+
+
+def _note(run: Run, record: Submission) -> None:
+    temporary = run.path / f".{SUBMISSION_FILE}"
+    temporary.write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run.path / SUBMISSION_FILE)
 
 
 def _write(run: Run, rendered: Rendered, spec_text: str | None) -> None:

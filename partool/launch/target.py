@@ -103,6 +103,10 @@ class ClusterTarget(Target, Protocol):
         """Raise LaunchError if nothing can be submitted from here."""
         ...
 
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        """Take back what :meth:`submit` has just submitted, by what it returned; raises LaunchError."""
+        ...
+
     def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
         """Return the status of several runs by id, asking the scheduler as seldom as possible."""
         ...

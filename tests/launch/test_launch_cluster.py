@@ -28,6 +28,7 @@ class Scheduler:
     fails: BaseException | None = None
     unreachable = False
     lines: Sequence[LogLine] = ()
+    withdrawn: list[str] = []
 
     def check(self, plan: Plan) -> None:
         pass
@@ -45,6 +46,9 @@ class Scheduler:
         self.submitted.append((run.id, rendered.text))
         self.states[run.id] = read_status(run.path)
         return {"job_id": str(len(self.submitted))}
+
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        self.withdrawn.append(details["job_id"])
 
     def status(self, run: Run) -> RunStatus:
         if self.unreachable:
@@ -81,7 +85,14 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Scheduler
     monkeypatch.setitem(
         __import__("partool.launch.targets", fromlist=["TARGETS"]).TARGETS, "slurm", f"{__name__}:Scheduler"
     )
-    for name, value in {"submitted": [], "states": {}, "fails": None, "unreachable": False, "lines": ()}.items():
+    for name, value in {
+        "submitted": [],
+        "states": {},
+        "fails": None,
+        "unreachable": False,
+        "lines": (),
+        "withdrawn": [],
+    }.items():
         monkeypatch.setattr(Scheduler, name, value)
     return Scheduler
 
@@ -176,14 +187,14 @@ def test_a_record_that_cannot_be_written_takes_the_job_back(
     write = Path.write_text
 
     def full(self: Path, *arguments: Any, **keywords: Any) -> int:
-        if self.name == "submission.json":
+        if self.name == ".submission.json" and scheduler.submitted:
             raise OSError("no space left")
         return write(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="no space"):
         submit_new(Scheduler(), job, rendered, None)
-    assert [status.state for status in scheduler.states.values()] == ["cancelled"]
+    assert scheduler.withdrawn == ["1"]
     assert tree() == {}
 
 

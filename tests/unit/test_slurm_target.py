@@ -127,6 +127,45 @@ def test_an_answer_without_a_number(tmp_path: Path, play: Play) -> None:
     assert submission.details == {"job_id": "9"}
 
 
+def test_a_launcher_killed_before_it_could_note_the_number(tmp_path: Path, play: Play) -> None:
+    name = "run-00000007"
+    (tmp_path / "queue").write_text(row(JobID="31", ArrayJobID="31", State="PENDING", Name=name, Reason="Resources"))
+    play(squeue=f"cat {tmp_path}/queue")
+    run = submitted(tmp_path, 7, "queued")
+    record = run.submission()
+    assert record is not None
+    (run.path / "submission.json").write_text(record.model_copy(update={"details": {}}).model_dump_json())
+    assert SlurmTarget().status(run).state == "queued"
+    assert SlurmTarget().cancel(run, now=True)
+    assert any(call.startswith("scancel") and call.endswith(" 31") for call in calls(tmp_path))
+
+
+def test_a_job_whose_number_cannot_be_noted_is_taken_back(
+    tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play()
+    replace = Path.replace
+
+    def full(self: Path, target: Path) -> Path:
+        if self.name == ".submission.json" and (tmp_path / "calls").exists():
+            raise OSError("no space left")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        submit(tmp_path)
+    assert calls(tmp_path)[-1] == "scancel 7"
+    assert not (tmp_path / "home/runs/llama-12345678").exists()
+
+
+def test_the_job_gets_the_users_locale(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.delenv("SLURM_TIME_FORMAT", raising=False)
+    play(sbatch=f"echo $LC_ALL $SLURM_TIME_FORMAT > {tmp_path}/seen; echo 7")
+    submit(tmp_path)
+    assert (tmp_path / "seen").read_text() == "de_DE.UTF-8\n"
+
+
 def test_neither_answer_nor_queue(tmp_path: Path, play: Play) -> None:
     play(sbatch="echo welcome", squeue="echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
     with pytest.raises(LaunchError, match="whether the job was taken is not known") as caught:
