@@ -38,8 +38,10 @@ lint: venv
 typecheck: venv
 	$(BIN)/mypy
 
+# The unit tests side by side; those that start ranks and clusters of their own one after the other.
 test: venv lint typecheck
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit
+	$(BIN)/pytest --ignore tests/unit
 
 test-long: venv
 	$(BIN)/pytest -m long

@@ -141,6 +141,7 @@ def test_nodes_that_vanish(tmp_path: Path) -> None:
     assert "partool: waiting for node 1 of 2 (1 s)\n" in alone.message(0)
 
 
+@pytest.mark.long
 def test_the_same_failure_is_not_tried_for_ever(tmp_path: Path) -> None:
     """Restarts in place, and starts of the whole job by a scheduler."""
     here = AgentRun(tmp_path / "here", {"1": "raise"}, make_plan(restarts=9, same_failure=2)).start()

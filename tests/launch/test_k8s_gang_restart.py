@@ -123,7 +123,7 @@ class JobController:
 @pytest.mark.parametrize(
     "delays_s",
     [
-        pytest.param((0.0, 3.0), id="node 1 is late"),
+        pytest.param((0.0, 3.0), id="node 1 is late", marks=pytest.mark.long),
         pytest.param((3.0, 0.0), id="node 0 is late", marks=pytest.mark.long),
     ],
 )

@@ -62,12 +62,14 @@ def test_each_rank_runs_on_the_cores_it_was_given(tmp_path: Path) -> None:
     assert errors == ""
 
 
+@pytest.mark.long
 def test_none_leaves_ranks_alone(tmp_path: Path) -> None:
     ranks, errors = started(tmp_path, 2, "none")
     assert ranks == [(CORES, {})] * 2
     assert errors == ""
 
 
+@pytest.mark.long
 def test_shares_that_would_differ_are_said(tmp_path: Path) -> None:
     ranks, errors = started(tmp_path, 3, "auto")
     assert ranks == [(CORES, {})] * 3

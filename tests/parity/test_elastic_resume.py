@@ -55,6 +55,7 @@ def seen(folder: Path, ranks: int) -> dict[int, list[tuple[int, ...]]]:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.long
 def test_going_on_with_fewer_nodes_changes_nothing(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     four = two_nodes(tmp_path / "text")
