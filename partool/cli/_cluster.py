@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from partool.cli._local import check_step, set_aside
 from partool.cli._runs import fail, reaching, show_lines
 from partool.launch.describe import as_text, display
 from partool.launch.store import Run, RunStore
-from partool.launch.submit import submit_again, submit_new, under_way
+from partool.launch.submit import alone, submit_again, submit_new, under_way
 from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsError
 from partool.launch.targets import cluster, statuses, target_of
 from partool.plan.types import Plan
@@ -41,8 +41,6 @@ class Options:
 
 def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: Options) -> None:
     """Submit a plan, or the run ``previous`` once more; ends the command with the code that says how it went."""
-    if previous is not None:
-        _check_ended(previous)
     ordered = order(path, plan, overrides, list(options.array), at_once=options.at_once, previous=previous)
     target = cluster(plan.launch.target)
     try:
@@ -51,7 +49,8 @@ def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, o
         elif options.dry_run:
             _dry_run(target, ordered, options.crds)
         else:
-            run = _submit(target, ordered, previous, options)
+            with nullcontext() if previous is None else alone(previous):
+                run = _submit(target, ordered, previous, options)
             if options.follow:
                 _follow(run)
     except LaunchError as error:
@@ -67,6 +66,7 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
         raise typer.Exit(_EXIT_FINDINGS)
     target.check(job.plan)
     if previous is not None:
+        _check_ended(previous)
         if options.step is not None:
             _step(previous, job.plan, options.step)
         submit_again(target, previous, job, ordered.rendered, ordered.spec_text)
@@ -102,8 +102,11 @@ def _check_ended(run: Run) -> None:
 
 def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
     typer.echo(ordered.rendered.text, nl=False)
-    if not show_levels(target.validate(ordered.job, ordered.rendered, crds=crds)):
+    levels = target.validate(ordered.job, ordered.rendered, crds=crds)
+    if not show_levels(levels):
         raise typer.Exit(_EXIT_FINDINGS)
+    if not levels[-1].ran:  # the scheduler's own word, which is what a dry run is for
+        raise typer.Exit(_EXIT_ENVIRONMENT)
 
 
 def _diff(target: ClusterTarget, ordered: Order) -> None:

@@ -12,7 +12,7 @@ from partool.cli._load import load_plan_or_exit, show, varied
 from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
-from partool.launch.submit import hash_of, job_of
+from partool.launch.submit import hash_of, job_of, tasks_of
 from partool.launch.target import Level
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
@@ -60,7 +60,11 @@ def order(
     path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
 ) -> Order:
     """Return the job for a cluster, rendered; ends the command where it cannot be one."""
-    tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan) if array else ()
+    tasks = tasks_of(previous) if previous else ()
+    if tasks and previous is not None:
+        _as_before(path, previous, array)
+    elif array:
+        tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan)
     sizes = _sizes(plan)
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)
@@ -114,6 +118,13 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
             fail("PT587", message, "an array's tasks differ in model, data, training and layout only", 1)
         found.append(task)
     return tuple(found)
+
+
+def _as_before(path: Path, previous: Run, array: list[str]) -> None:
+    """End the command where an array that is resumed is to be another one."""
+    if array or path != previous.plan_file:
+        message = f"{previous.id} is an array, whose tasks go on with the plans they have"
+        fail("PT587", message, f"partool launch --resume {previous.id}", 1)
 
 
 def _sizes(plan: Plan) -> dict[int, Plan]:

@@ -21,7 +21,8 @@ def command(
     ] = None,
     *,
     target: Annotated[
-        Literal["local", "slurm", "k8s"] | None, typer.Option("--target", "-t", help="Where to; default: the spec's.")
+        Literal["local", "torchrun", "slurm", "k8s"] | None,
+        typer.Option("--target", "-t", help="Where to (torchrun: see render); default: the spec's."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     resume: Annotated[
@@ -85,8 +86,9 @@ def command(
             raise typer.BadParameter("--detach is for this machine; a scheduler's jobs go on by themselves")
         _cluster.launch(path, plan, overrides or [], previous, options)
         return
-    if diff or follow or again or array or at_once:
-        raise typer.BadParameter("--diff, --follow, --again, --array and --at-once are for clusters: give a --target")
+    given = {"--diff": diff, "--follow": follow, "--again": again, "--array": array, "--at-once": at_once}
+    if names := [name for name, value in given.items() if value]:
+        raise typer.BadParameter(f"{' and '.join(names)} is for clusters: give --target slurm or k8s")
     spec_text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
     _local.launch(plan, spec_text, previous, _local.Options(resume=resume, step=step, dry_run=dry_run, detach=detach))
 

@@ -182,7 +182,10 @@ class RunStore:
         if matches:
             raise RunNotFoundError(f"{query!r} is the beginning of {len(matches)} runs: {_ids(matches)}")
         if not runs:
-            raise RunNotFoundError(f"no run {query!r}: there are no runs in {self.root}")
+            raise RunNotFoundError(
+                f"no run {query!r}: there are no runs in {self.root}; they are kept where they were launched from, "
+                "or where PARTOOL_HOME points"
+            )
         raise RunNotFoundError(f"no run {query!r} in {self.root}; there are {_ids(runs)}")
 
 

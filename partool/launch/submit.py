@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, cast
 
 from partool.launch.store import SUBMISSION_FILE, Run, RunStore, Submission
 from partool.launch.target import ClusterTarget, LaunchError
 from partool.launch.targets import statuses
-from partool.plan.run import SPEC_FILE, STATUS_FILE, RunStatus, read_status, write_status
+from partool.plan.run import PLAN_FILE, SPEC_FILE, STATUS_FILE, RunStatus, read_status, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
 from partool.render.job import LOG_FOLDER
 
 CANCEL_FILE = "cancel"
+_LOCK_FILE = "submit.lock"
 COUNTERS = ("preemptions.count", "failures.count")
 
 
@@ -32,6 +35,13 @@ def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | N
 def job_of(plan: Plan, run: Run, tasks: tuple[Plan, ...], sizes: dict[int, Plan], at_once: int | None) -> Job:
     """Return a plan as the job that a run will be."""
     return Job(plan, run.id, PurePosixPath(run.path), tasks=tasks, at_once=at_once, sizes=sizes)
+
+
+def tasks_of(run: Run) -> tuple[Plan, ...]:
+    """Return the plans of an array's tasks, in their order; empty for a run that is no array."""
+    files = run.path.glob(f"task-*/{PLAN_FILE}")
+    ordered = sorted(files, key=lambda file: int(file.parent.name.rpartition("-")[2]))
+    return tuple(Plan.from_json(file.read_text(encoding="utf-8")) for file in ordered)
 
 
 def under_way(store: RunStore, plan: Plan, plan_hash: str) -> tuple[Run, RunStatus] | None:
@@ -61,13 +71,28 @@ def submit_new(target: ClusterTarget, job: Job, rendered: Rendered, spec_text: s
     return run
 
 
+@contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """Keep other launchers from submitting a run meanwhile; raises LaunchError where one is at it."""
+    with (run.path / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LaunchError("PT504", f"{run.id} is being submitted by somebody else", "partool status") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, spec_text: str | None) -> None:
     """Submit a run that has ended once more, to go on from its last checkpoint.
 
     Raises LaunchError or OSError; the run's folder is then as it was.
     """
     before = {name: _content(run.path / name) for name in (*rendered.files, SPEC_FILE, SUBMISSION_FILE, STATUS_FILE)}
-    marks = {name: _content(run.path / name) for name in (CANCEL_FILE, *COUNTERS)}
+    folders = ["", *(f"{folder.name}/" for folder in sorted(run.path.glob("task-*")))]
+    names = [f"{folder}{name}" for folder in folders for name in (CANCEL_FILE, *COUNTERS)]
+    marks = {name: _content(run.path / name) for name in names}
     try:
         for name in marks:
             (run.path / name).unlink(missing_ok=True)

@@ -48,7 +48,7 @@ _OTHERS = {
     "test-only": "use partool launch --dry-run",
     "parsable": "partool reads sbatch's answer itself",
     "quiet": "partool reads sbatch's answer itself",
-    "clusters": "status, logs and cancel ask one cluster: set SLURM_CLUSTERS for the whole command",
+    "clusters": "set SBATCH_CLUSTERS for partool launch; status, logs and cancel remember it",
 }
 _NEVER = ("container-", "no-container-")
 """Options of the plug-in pyxis: in the header they move the batch script itself into the container (pyxis #107)."""
@@ -57,10 +57,14 @@ _NEVER = ("container-", "no-container-")
 def options(launch: LaunchSpec) -> Iterator[Diagnostic]:
     """Refuse options that partool writes itself, from fields of the spec."""
     for name in launch.slurm.options:
-        if name in _FIELDS:
-            help = f"write launch.slurm.{_FIELDS[name]}"
-        elif name in _OTHERS:
-            help = _OTHERS[name]
+        # getopt_long takes any beginning of a name that is the only one: --nod=7 is --nodes=7
+        meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
+            (known for known in (*_FIELDS, *_OTHERS) if known.startswith(name)), ""
+        )
+        if meant in _FIELDS:
+            help = f"write launch.slurm.{_FIELDS[meant]}"
+        elif meant in _OTHERS:
+            help = _OTHERS[meant]
         elif name.startswith(_NEVER):
             help = "write launch.slurm.container: pyxis, launch.image and launch.mounts"
         else:

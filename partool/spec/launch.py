@@ -189,7 +189,7 @@ class LaunchSpec(Section):
     requeues: NonNegativeInt = 20
     """Times a preempted Slurm job goes back to the queue."""
     same_failure: PositiveInt = 3
-    """The same failure so many times in a row, without a step in between, ends the run whatever ``restarts`` says."""
+    """The same failure so many times in a row, each no further than the one before, ends the run for good."""
     min_nodes: PositiveInt | None = None
     """Slurm: begin or go on with fewer nodes than ``hardware.nodes``, down to these, where data parallelism allows."""
     shutdown_timeout_s: PositiveInt = 60

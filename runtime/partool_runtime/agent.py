@@ -36,8 +36,9 @@ from partool_runtime.worker import load_plan
 
 _TERMINATION_BYTES = 4000
 """Kubernetes keeps 4096 bytes of a termination message."""
-_LOCK_TIMEOUT_S = 30.0
-"""With a scheduler, the agent of the attempt before may still be on its way out."""
+_LOCK_TIMEOUT_S = 150.0
+"""With a scheduler, the agent of the attempt before may still be on its way out; or its node is lost, and a file server
+keeps its lock for a while (NFSv4: a lease of 90 s)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

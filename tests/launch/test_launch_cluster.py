@@ -13,7 +13,7 @@ from test_launch_commands import invoke
 
 from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
-from partool.launch.submit import submit_again, submit_new
+from partool.launch.submit import alone, submit_again, submit_new
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus, read_status, write_status
 from partool.plan.types import Plan
@@ -36,7 +36,7 @@ class Scheduler:
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
         wrong = Diagnostic("PT585", "no such partition")
         own = Level("own rules", True, findings=(wrong,) if job.plan.name == "worse" else ())
-        asked = Level("the scheduler", True, "22.05", (wrong,) if job.plan.name == "bad" else ())
+        asked = Level("the scheduler", job.plan.name != "away", "22.05", (wrong,) if job.plan.name == "bad" else ())
         return [own] if offline else [own, asked]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
@@ -240,6 +240,35 @@ def test_a_failed_resume_leaves_the_run_as_it_was(scheduler: type[Scheduler]) ->
     assert tree() == before
 
 
+def test_a_run_is_resumed_by_one_launcher_at_a_time(scheduler: type[Scheduler]) -> None:
+    run = ended_run(scheduler)
+    with alone(run):
+        answer = invoke("launch", "--resume", run.id)
+    assert answer.exit_code == 4
+    assert "PT504" in answer.stderr
+    assert len(scheduler.submitted) == 1
+
+
+def test_an_array_is_resumed_with_the_tasks_it_has(scheduler: type[Scheduler]) -> None:
+    run = ended_run(scheduler)
+    tasks = [slurm_plan().model_copy(update={"model_source": name}) for name in "ab"]
+    for index, task in enumerate(tasks):
+        folder = run.path / f"task-{index}"
+        folder.mkdir()
+        (folder / "plan.json").write_text(task.to_json())
+        (folder / "preemptions.count").write_text("20")
+    answer = invoke("launch", "--resume", run.id)
+    assert answer.exit_code == 0, answer.stderr
+    text = scheduler.submitted[-1][1]
+    assert "#SBATCH --array=0-1" in text
+    assert all(task.hash in text for task in tasks)
+    assert not list(run.path.glob("task-*/preemptions.count"))
+    scheduler.states[run.id] = scheduler.states[run.id].model_copy(update={"state": "failed"})
+    other = invoke("launch", "plan.json", run.id, "--resume")
+    assert other.exit_code == 1
+    assert "PT587" in other.stderr
+
+
 def test_dry_run_says_what_the_scheduler_says(scheduler: type[Scheduler]) -> None:
     good = invoke("launch", plan_file(), "--dry-run")
     assert good.exit_code == 0
@@ -248,6 +277,7 @@ def test_dry_run_says_what_the_scheduler_says(scheduler: type[Scheduler]) -> Non
     bad = invoke("launch", plan_file("bad"), "--dry-run")
     assert bad.exit_code == 1
     assert "no such partition" in bad.stderr
+    assert invoke("launch", plan_file("away"), "--dry-run").exit_code == 3
     assert invoke("launch", plan_file("worse")).exit_code == 1  # own rules hold before anything is sent
     assert scheduler.submitted == []
     assert tree() == {}
@@ -306,7 +336,10 @@ def test_follow(
 def test_options_that_do_not_go_together() -> None:
     plan_file()
     assert invoke("launch", "plan.json", "--detach").exit_code == 2
-    assert invoke("launch", "plan.json", "--target", "local", "--follow").exit_code == 2
+    here = invoke("launch", "plan.json", "--target", "local", "--follow")
+    assert here.exit_code == 2
+    assert "--follow is for clusters" in here.stderr
+    assert "PT588" in invoke("launch", "plan.json", "--target", "torchrun").stderr
     Path("hand.json").write_text(make_plan(target="torchrun").to_json())
     by_hand = invoke("launch", "hand.json")
     assert by_hand.exit_code == 1

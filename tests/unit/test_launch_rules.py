@@ -9,8 +9,10 @@ from _launch_case import launch_job, launch_plan
 from _spec_case import FIRST, findings, place, spec_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer import Exit
 
 from partool.catalog.hardware import resolve_hardware
+from partool.cli._load import Output, load_plan_or_exit
 from partool.planner.launching import check_duration, check_launch, environment, resolve_launch
 from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
@@ -64,6 +66,8 @@ BAD: list[tuple[str, str, int, str]] = [
     (SLURM + "  slurm:\n    options:\n      gpus-per-task: '1'\n", "PT525", 4, "hides devices"),
     (SLURM + "  slurm:\n    options:\n      container-image: x\n", "PT525", 4, "container: pyxis"),
     (SLURM + "  slurm:\n    options:\n      output: x.out\n", "PT525", 4, "partool logs"),
+    (SLURM + "  slurm:\n    options:\n      outp: x.out\n", "PT525", 4, "partool logs"),  # as getopt_long reads it
+    (SLURM + "  slurm:\n    options:\n      nod: '7'\n", "PT525", 4, "launch.slurm.nodelist"),
     (SLURM + "  slurm:\n    options:\n      requeue: ''\n", "PT525", 4, "launch.requeues"),
     (SLURM + "  slurm:\n    options:\n      array: 0-3\n", "PT525", 4, "--array"),
     # mounts
@@ -387,3 +391,19 @@ def test_any_section_is_checked_without_a_mishap(
     again = LaunchSpec.model_validate_json(launch.model_dump_json())
     assert again == launch
     assert check_launch(again, devices) == check_launch(launch, devices)
+
+
+@pytest.mark.parametrize("form", ["text", "json", "github", "sarif"])
+def test_a_refused_secret_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: Output) -> None:
+    file = tmp_path / "spec.yaml"
+    # the second finding shows the line before its own
+    file.write_text(spec_text("launch:\n  env: {A: b, HF_TOKEN: hf_swordfish}\n  image: Not An Image\n"))
+    with pytest.raises(Exit):
+        load_plan_or_exit(file, [], form)
+    file.write_text(spec_text("launch:\n  env: {A: b, HF_TOKEN: hf_swordfish}\n  secrets: {B: {}}\n"))
+    with pytest.raises(Exit):
+        load_plan_or_exit(file, [], form)
+    output = capsys.readouterr()
+    assert "PT520" in output.out + output.err
+    assert "PT521" in output.out + output.err
+    assert "swordfish" not in output.out + output.err
