@@ -83,8 +83,9 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
         found += _several_nodes(launch, devices)
-    return [*found, *_restarts(launch, devices), *_fewer(launch, devices), *_machines(launch, devices),
-            *_shared_memory(launch, devices), *_network(launch, devices), *check_hardware(launch, devices)]  # fmt: skip
+    of_machines = (_restarts, _without_effect, _fewer, _machines, _shared_memory, _network)
+    found += [finding for rule in of_machines for finding in rule(launch, devices)]
+    return [*found, *check_hardware(launch, devices)]
 
 
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
@@ -99,6 +100,24 @@ def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
         message = f"restarts: {launch.restarts} needs somebody who starts all {devices.nodes} nodes again together"
         help = "set restarts: 0, or use the target slurm or k8s, whose schedulers do"
         yield Diagnostic("PT524", message, path=("launch", "restarts"), help=help)
+
+
+def _without_effect(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    """Say which fields that were set mean nothing here."""
+    if launch.target != "slurm":
+        if launch.requeues != LaunchSpec().requeues:
+            how = "without a limit" if launch.target == "k8s" else "when somebody starts it again"
+            message = (
+                f"requeues: {launch.requeues} is for Slurm; with the target {launch.target} a run comes back {how}"
+            )
+            help = "drop it, or leave it for when the spec goes to Slurm"
+            yield Diagnostic("PT524", message, severity="note", path=("launch", "requeues"), help=help)
+        return
+    if launch.slurm.gpu_type is not None and (launch.slurm.gpus == "none" or devices.backend == "cpu"):
+        why = "gpus: none asks for no devices" if launch.slurm.gpus == "none" else "ranks on a CPU ask for no devices"
+        message = f"gpu_type: {launch.slurm.gpu_type} has no effect: {why}"
+        path = ("launch", "slurm", "gpu_type")
+        yield Diagnostic("PT524", message, severity="warning", path=path, help="drop it, or set gpus: gres")
 
 
 def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:

@@ -407,3 +407,20 @@ def test_a_refused_secret_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFix
     assert "PT520" in output.out + output.err
     assert "PT521" in output.out + output.err
     assert "swordfish" not in output.out + output.err
+
+
+def test_fields_without_effect_are_said() -> None:
+    def said(devices: Devices, **fields: object) -> list[tuple[str, str]]:
+        launch = LaunchSpec.model_validate({"image": "x/y:1", **fields})
+        return [(f.severity, f.message) for f in check_launch(launch, devices) if f.code == "PT524"]
+
+    gpu, cpu = machines(), machines("cpu")
+    [(severity, message)] = said(gpu, target="k8s", requeues=3)
+    assert severity == "note"
+    assert "without a limit" in message
+    assert said(gpu, target="slurm", requeues=3) == []
+    for devices, gpus in ((gpu, "none"), (cpu, "gres")):
+        [(severity, message)] = said(devices, target="slurm", slurm={"gpus": gpus, "gpu_type": "h100"})
+        assert severity == "warning"
+        assert "gpu_type: h100 has no effect" in message
+    assert said(gpu, target="slurm", slurm={"gpus": "gres", "gpu_type": "h100"}) == []

@@ -320,6 +320,7 @@ def test_array_tasks_have_folders_of_their_own(stage: Stage) -> None:
     assert words[3:6] == [f"{folder}/plan.json", "--run-dir", folder]
     assert words[words.index("--plan-hash") + 1] == plans[1].hash
     assert stage.calls("requeue") == ["requeue 40998_1"]
+    assert stage.calls("show job") == ["show job -o 40998_1"]  # of the whole array, others' states would be read
     assert (stage.run / "task-1" / "preemptions.count").read_text() == "1\n"
     (stage.run / "task-1" / "cancel").touch()
     assert stage.play(**task)[0] == 75
