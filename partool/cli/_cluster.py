@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _EXIT_FINDINGS = 1
 _EXIT_ENVIRONMENT = 3
 _EXIT_JOB_FAILED = 5
 _EXIT_DIFFERENT = 10
+_POLL_S = 0.5
 _PASSED_THROUGH = (0, 75, 78)
 
 
@@ -49,10 +51,11 @@ def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, o
         elif options.dry_run:
             _dry_run(target, ordered, options.crds)
         else:
+            before = 0 if previous is None else previous.status().attempt
             with nullcontext() if previous is None else alone(previous):
                 run = _submit(target, ordered, previous, options)
             if options.follow:
-                _follow(run)
+                _follow(run, before)
     except LaunchError as error:
         fail(error.code, error.message, error.help, error.exit_code)
     except OSError as error:
@@ -117,10 +120,12 @@ def _diff(target: ClusterTarget, ordered: Order) -> None:
     typer.echo("partool: no difference", err=True)
 
 
-def _follow(run: Run) -> None:
-    """Show the logs until the run ends; an interrupt leaves the run alone."""
+def _follow(run: Run, before: int) -> None:
+    """Show the logs of the attempts after ``before`` until the run ends; an interrupt leaves the run alone."""
     target = target_of(run)
     try:
+        while before and (status := target.status(run)).active and status.attempt == before:
+            time.sleep(_POLL_S)
         with reaching(run), suppress(NoLogsError):
             show_lines(run, target.logs(run, LogQuery(follow=True)), None)
     except KeyboardInterrupt:

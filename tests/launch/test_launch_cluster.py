@@ -249,6 +249,32 @@ def test_a_run_is_resumed_by_one_launcher_at_a_time(scheduler: type[Scheduler]) 
     assert len(scheduler.submitted) == 1
 
 
+def test_a_resumed_run_is_followed_from_its_new_attempt(
+    scheduler: type[Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended_run(scheduler)  # after its second attempt
+    answers = [RunStatus(state="queued", created=1.0, attempt=2), RunStatus(state="running", created=1.0, attempt=3)]
+    seen: list[int] = []
+
+    def status(self: Scheduler, run: Run) -> RunStatus:
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+    def logs(self: Scheduler, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        seen.append(answers[0].attempt)
+        answers[0] = RunStatus(state="done", created=1.0, attempt=3, exit_code=0)
+        return iter([LogLine(0, False, b"step 1\n")])
+
+    monkeypatch.setattr(
+        Scheduler, "statuses", lambda self, runs: {r.id: RunStatus(state="failed", created=1.0) for r in runs}
+    )
+    monkeypatch.setattr(Scheduler, "remove", lambda self, run: None)
+    monkeypatch.setattr(Scheduler, "status", status)
+    monkeypatch.setattr(Scheduler, "logs", logs)
+    answer = invoke("launch", "--resume", run.id, "--follow")
+    assert answer.exit_code == 0, answer.stderr
+    assert seen == [3]
+
+
 def test_an_array_is_resumed_with_the_tasks_it_has(scheduler: type[Scheduler]) -> None:
     run = ended_run(scheduler)
     tasks = [slurm_plan().model_copy(update={"model_source": name}) for name in "ab"]
