@@ -48,12 +48,15 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return what the planner would find about the way a plan is launched, whatever target it was made for."""
-    from partool.planner.elastic import check_elastic
     from partool.planner.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
-    elastic = check_elastic(plan) if plan.launch.target == "slurm" else []
-    return [*found, *check_duration(plan.launch, plan.prediction.time.total_s), *elastic]
+    found += check_duration(plan.launch, plan.prediction.time.total_s)
+    if plan.launch.target == "slurm" and plan.launch.min_nodes is not None:
+        from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
+
+        found += check_elastic(plan)
+    return found
 
 
 def order(
