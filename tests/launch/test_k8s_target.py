@@ -114,6 +114,30 @@ def test_what_cannot_be_taken_back_is_named(here: Case) -> None:
     assert f"this may be left behind: jobs.batch {name}" in caught.value.help
 
 
+def test_what_cannot_be_noted_is_taken_back(here: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def full(self: Path, target: Path) -> Path:
+        if self.name == ".submission.json" and here.cluster.names("jobs"):
+            raise OSError("no space left")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        here.submit(core_plan())
+    assert here.cluster.names("configmaps") == here.cluster.names("jobs") == []
+
+
+def test_a_run_whose_launcher_was_killed_before_it_noted_where(here: Case) -> None:
+    run = here.submit(core_plan())
+    record = run.submission()
+    assert record is not None
+    (run.path / "submission.json").write_text(record.model_copy(update={"details": {}}).model_dump_json())
+    assert here.target.status(run).state == "queued"
+    assert here.target.cancel(run, now=True)
+    assert here.cluster.names("jobs") == []
+
+
 def test_a_lost_answer_is_no_second_job(here: Case) -> None:
     here.cluster.trouble("POST", "/jobs", "lost")
     here.cluster.trouble("POST", "/configmaps", "lost")
