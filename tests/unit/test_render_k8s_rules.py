@@ -105,3 +105,10 @@ def test_annotations_that_an_object_cannot_hold() -> None:
     assert finding.severity == "error"
     notes.popitem()
     assert found(k8s_job(k8s={"annotations": notes}), "PT567") == []
+
+
+def test_a_memory_that_shared_memory_alone_fills() -> None:
+    for memory, expected in (("0", 1), ("64Gi", 1), ("65Gi", 0)):
+        job = launch_job(k8s_plan(k8s={"memory": memory}))  # eight devices of 8Gi each
+        assert len(found(job, "PT528")) == expected, memory
+    assert found(launch_job(k8s_plan(k8s={"memory": "2Gi", "shared_memory": "1Gi"})), "PT528") == []

@@ -123,6 +123,7 @@ def check_names(value: Any) -> None:
 @example(value="$(HOME)$é", kind="volcano")
 @example(value="pvc:a..b", kind="job")
 @example(value="/a/../b", kind="job")
+@example(value="0", kind="job")
 @example(value="1e3", kind="trainjob")
 def test_hostile_text_is_refused_or_kept(field: str, value: str, kind: str) -> None:
     launch = fields(value)[field]

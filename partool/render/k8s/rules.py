@@ -11,8 +11,10 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import workload_metadata
+from partool.render.k8s.resources import shared_memory
 from partool.render.k8s.volumes import STORAGE
 from partool.spec.launch import K8sSpec
+from partool.spec.launch_units import quantity
 
 Rule = Callable[[Job], Iterator[Diagnostic]]
 
@@ -140,4 +142,14 @@ def _annotations(job: Job) -> Iterator[Diagnostic]:
         yield Diagnostic("PT567", message, path=(*_PATH, "annotations"), help="shorten them")
 
 
-_RULES: tuple[Rule, ...] = (_several, _size, _kind, _names, _annotations, _restarts, _paths)
+def _room(job: Job) -> Iterator[Diagnostic]:
+    """Refuse a limit of memory that the default size of /dev/shm alone would fill."""
+    plan = job.plan
+    memory, shared = plan.launch.k8s.memory, shared_memory(plan)
+    if memory is not None and quantity(memory) <= quantity(shared):
+        message = f"memory: {memory} is no more than the shared memory of {shared}, which counts against it"
+        help = f"use more than {shared}, drop it, or set shared_memory"
+        yield Diagnostic("PT528", message, path=(*_PATH, "memory"), help=help)
+
+
+_RULES: tuple[Rule, ...] = (_room, _several, _size, _kind, _names, _annotations, _restarts, _paths)
