@@ -68,6 +68,8 @@ def order(
         _as_before(path, previous, array)
     elif array:
         tasks = _tasks(path, aimed(overrides, plan.launch.target, path), array, plan)
+    if at_once is not None and not tasks:
+        raise typer.BadParameter("--at-once is about the tasks of an --array")
     sizes = _sizes(plan)
     plan_hash = hash_of(plan, tasks, sizes)
     run = previous or RunStore().next_submitted(plan.name, plan_hash)

@@ -25,13 +25,26 @@ def command(
         list[str] | None, typer.Option("--array", help="Slurm: FIELD=V1,V2,... gives one task per value; repeatable.")
     ] = None,
     at_once: Annotated[int | None, typer.Option("--at-once", min=1, help="Slurm: tasks that run together.")] = None,
+    dockerfile: Annotated[
+        bool, typer.Option("--dockerfile", help="Print a Dockerfile for the spec's machines instead.")
+    ] = False,
+    base_image: Annotated[
+        str | None, typer.Option("--base-image", help="With --dockerfile: the image with torch in it.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
 ) -> None:
     """Print what launch would submit, byte for byte."""
+    if base_image is not None and not dockerfile:
+        raise typer.BadParameter("--base-image goes only together with --dockerfile")
+    if dockerfile:
+        _print_dockerfile(spec, overrides or [], base_image)
+        return
     plan = plan_for(spec, overrides or [], target, strict=strict)
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
+    if plan.launch.target == "local" and (array or at_once):
+        raise typer.BadParameter("--array and --at-once are for clusters: give --target slurm")
     if plan.launch.target == "local":
         from partool.launch.local import LocalTarget
 
@@ -61,3 +74,26 @@ def _write(folder: Path, files: dict[str, str]) -> None:
             file.write_text(text, encoding="utf-8")
     except OSError as error:
         fail("PT512", f"the files cannot be written: {error}", "give another folder to --out", 3)
+
+
+def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) -> None:
+    """Print a Dockerfile for the machines of a spec or plan, which may well lack its image still."""
+    from partool.catalog.hardware import resolve_hardware
+    from partool.cli._load import load_plan_or_exit, read_plan_or_exit
+    from partool.planner.hardware_checks import is_superchip
+    from partool.render.dockerfile import dockerfile
+    from partool.spec import load
+
+    if path.suffix == ".json":
+        devices = read_plan_or_exit(path, overrides).devices
+    else:
+        spec = load(path, [*overrides, "launch.target=torchrun"]).spec  # the one target that asks for no image
+        found = resolve_hardware(spec.hardware, spec.training.precision).devices if spec else None
+        devices = found or load_plan_or_exit(path, overrides).devices  # which shows what is wrong, and ends
+    if devices.backend == "cpu":
+        fail("PT523", "there is no base image for ranks on a CPU", "pip install 'partool[train]' in any with Python", 1)
+    try:
+        text = dockerfile(devices.backend, "arm64" if is_superchip(devices.accelerator) else "amd64", base_image)
+    except ValueError as error:
+        fail("PT523", str(error), "--base-image REGISTRY/NAME:TAG", 1)
+    typer.echo(text, nl=False)

@@ -21,11 +21,10 @@ from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery
-from partool.plan.run import RunStatus, write_status
+from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
 
-CANCEL_FILE = "cancel"
 ERRORS_FILE = "errors.txt"
 """Where the error records are kept once a run has ended: the cluster forgets them with the pods."""
 _DRY_RUN = "server-side dry run"

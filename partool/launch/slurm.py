@@ -17,11 +17,11 @@ from partool.launch import slurm_logs
 from partool.launch.describe import errors_as_text
 from partool.launch.slurm_client import Slurm, call, missing_command
 from partool.launch.slurm_refusal import estimate, refusal
-from partool.launch.slurm_status import CANCEL_FILE, run_status
+from partool.launch.slurm_status import run_status
 from partool.launch.slurm_text import SlurmJob, parse_submission
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery
-from partool.plan.run import PLAN_FILE, RunStatus
+from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
 from partool.plan.types import NOT_RUN, Plan
 from partool.render import Job, Rendered, render
 

@@ -9,9 +9,17 @@ from typing import Any
 
 from partool.launch.slurm_text import SlurmJob
 from partool.launch.store import Run
-from partool.plan.run import STATUS_FILE, RunStatus, State, read_status, write_status
+from partool.plan.run import (
+    CANCEL_FILE,
+    FAILURES_FILE,
+    PREEMPTIONS_FILE,
+    STATUS_FILE,
+    RunStatus,
+    State,
+    read_status,
+    write_status,
+)
 
-CANCEL_FILE = "cancel"
 _TASK_FOLDERS = "task-*"
 _PREEMPTED = 75
 """Exit code of agents that have written a checkpoint because they were asked to stop."""
@@ -86,7 +94,7 @@ def merged(file: RunStatus, job: SlurmJob | None, folder: Path, job_id: str, who
 def counted(folder: Path, whole: Path | None = None) -> str:
     """Say how often the job script has put the job back to the queue."""
     texts = []
-    for name, what in (("preemptions.count", "after preemption"), ("failures.count", "after failures")):
+    for name, what in ((PREEMPTIONS_FILE, "after preemption"), (FAILURES_FILE, "after failures")):
         number = max((_number(place / name) for place in (folder, whole or folder)), default=0)
         if number:
             texts.append(f"requeued {what}, {number} time{'s' if number > 1 else ''}")

@@ -14,14 +14,23 @@ from typing import Literal, cast
 from partool.launch.store import SUBMISSION_FILE, Run, RunStore, Submission
 from partool.launch.target import ClusterTarget, LaunchError
 from partool.launch.targets import statuses
-from partool.plan.run import PLAN_FILE, SPEC_FILE, STATUS_FILE, RunStatus, read_status, write_status
+from partool.plan.run import (
+    CANCEL_FILE,
+    FAILURES_FILE,
+    PLAN_FILE,
+    PREEMPTIONS_FILE,
+    SPEC_FILE,
+    STATUS_FILE,
+    RunStatus,
+    read_status,
+    write_status,
+)
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
 from partool.render.job import LOG_FOLDER
 
-CANCEL_FILE = "cancel"
 _LOCK_FILE = "submit.lock"
-COUNTERS = ("preemptions.count", "failures.count")
+_MARKS = (CANCEL_FILE, PREEMPTIONS_FILE, FAILURES_FILE)
 
 
 def hash_of(plan: Plan, tasks: tuple[Plan, ...] = (), sizes: dict[int, Plan] | None = None) -> str:
@@ -91,7 +100,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
     """
     before = {name: _content(run.path / name) for name in (*rendered.files, SPEC_FILE, SUBMISSION_FILE, STATUS_FILE)}
     folders = ["", *(f"{folder.name}/" for folder in sorted(run.path.glob("task-*")))]
-    names = [f"{folder}{name}" for folder in folders for name in (CANCEL_FILE, *COUNTERS)]
+    names = [f"{folder}{name}" for folder in folders for name in _MARKS]
     marks = {name: _content(run.path / name) for name in names}
     try:
         for name in marks:

@@ -12,11 +12,11 @@ from partool.cost.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
 from partool.cost.time import predict_time
 from partool.diagnostics.record import Diagnostic
-from partool.layout.capabilities import Needs, gaps
+from partool.layout.capabilities import gaps
 from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
 from partool.planner.launching import environment
 from partool.planner.price import host_room
-from partool.planner.problem import divisors
+from partool.planner.problem import divisors, needs_of
 from partool.spec.hardware import Devices, LimitsSpec
 
 _GIB = 2**30
@@ -61,10 +61,11 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     layouts = _layouts(plan, nodes)
     if isinstance(layouts, str):
         return layouts
-    missing = gaps(_needs(plan, layouts[0], nodes))
+    devices = plan.devices.model_copy(update={"nodes": nodes})
+    precision = plan.training.precision
+    missing = gaps(needs_of(layouts[0], plan.model, devices, precision, frozen=bool(plan.frozen)))
     if missing and plan.runnable:
         return f"the runtime does not run {missing[0].what} yet"
-    devices = plan.devices.model_copy(update={"nodes": nodes})
     chosen = _fitting(plan, _job(plan, devices), layouts)
     if isinstance(chosen, str):
         return chosen
@@ -157,29 +158,6 @@ def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> 
         return ""
     need, have = host_bytes(job, layout) / _GIB, host_room(job.devices) / _GIB
     return f"{need:.0f} GiB of host memory per node would be needed, of {have:.0f}" if need > have else ""
-
-
-def _needs(plan: Plan, layout: Layout, nodes: int) -> Needs:
-    mesh = layout.mesh
-    return Needs(
-        model=plan.model,
-        frozen=bool(plan.frozen),
-        backend=plan.devices.backend,
-        nodes=nodes,
-        zero=layout.zero,
-        replicas=mesh.dp_replicate,
-        tensor=mesh.tp,
-        stages=mesh.pp,
-        sequence=mesh.cp,
-        expert=layout.expert,
-        offload_optimizer=layout.offload_optimizer,
-        offload_parameters=layout.offload_parameters,
-        offload_activations=layout.offload_activations,
-        accumulation=layout.accumulation,
-        recompute=frozenset(layout.recompute),
-        compile=layout.compile,
-        precision=plan.training.precision,
-    )
 
 
 def _reason(plan: Plan, after: Layout) -> str:

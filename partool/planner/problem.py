@@ -119,13 +119,19 @@ def divisors(number: int) -> list[int]:
 
 
 def needs(problem: Problem, layout: Layout) -> Needs:
+    """Return what a layout of a problem asks of the runtime."""
+    precision = problem.spec.training.precision
+    return needs_of(layout, problem.model, problem.devices, precision, frozen=bool(problem.spec.model.frozen))
+
+
+def needs_of(layout: Layout, model: ModelConfig, devices: Devices, precision: str, *, frozen: bool) -> Needs:
     """Return what a layout asks of the runtime."""
     mesh = layout.mesh
     return Needs(
-        model=problem.model,
-        frozen=bool(problem.spec.model.frozen),
-        backend=problem.devices.backend,
-        nodes=problem.devices.nodes,
+        model=model,
+        frozen=frozen,
+        backend=devices.backend,
+        nodes=devices.nodes,
         zero=layout.zero,
         replicas=mesh.dp_replicate,
         tensor=mesh.tp,
@@ -138,7 +144,7 @@ def needs(problem: Problem, layout: Layout) -> Needs:
         accumulation=layout.accumulation,
         recompute=frozenset(layout.recompute),
         compile=layout.compile,
-        precision=problem.spec.training.precision,
+        precision=precision,
     )
 
 

@@ -362,6 +362,8 @@ def test_follow(
 def test_options_that_do_not_go_together() -> None:
     plan_file()
     assert invoke("launch", "plan.json", "--detach").exit_code == 2
+    assert invoke("render", "plan.json", "--target", "local", "--array", "training.seed=1").exit_code == 2
+    assert "--at-once is about" in invoke("launch", "plan.json", "--at-once", "2").stderr
     here = invoke("launch", "plan.json", "--target", "local", "--follow")
     assert here.exit_code == 2
     assert "--follow is for clusters" in here.stderr
@@ -370,3 +372,20 @@ def test_options_that_do_not_go_together() -> None:
     by_hand = invoke("launch", "hand.json")
     assert by_hand.exit_code == 1
     assert "PT588" in by_hand.stderr
+
+
+def test_a_dockerfile_for_the_machines_of_a_spec_that_has_no_image_yet() -> None:
+    spec = "model: llama3-8b\nhardware: {{accelerator: {}, nodes: 2}}\ndata: python-stdlib\nlaunch: {{target: k8s}}\n"
+    deploy = Path(__file__).parents[2] / "deploy"
+    for accelerator, kind in (("h100-sxm", "cuda"), ("mi300x", "rocm"), ("gh200-96", "arm64")):
+        Path("mine.yaml").write_text(spec.format(accelerator))
+        answer = invoke("render", "mine.yaml", "--dockerfile")
+        assert answer.exit_code == 0, answer.stderr
+        assert answer.stdout == (deploy / f"Dockerfile.{kind}").read_text()
+    own = invoke("render", "mine.yaml", "--dockerfile", "--base-image", "me/torch:1").stdout
+    assert "me/torch:1" in own
+    bad = invoke("render", "mine.yaml", "--dockerfile", "--base-image", "a\nRUN touch x")
+    assert (bad.exit_code, bad.stdout) == (1, "")
+    assert "cannot be written into a Dockerfile" in bad.stderr
+    assert "no base image for ranks on a CPU" in invoke("render", plan_file(), "--dockerfile").stderr
+    assert invoke("render", "plan.json", "--base-image", "x").exit_code == 2
