@@ -22,7 +22,18 @@ RECOMPUTE = ("none", "attention", "selective", "full")
 """Values of ``Layouts.recompute`` by index: nothing, the core of attention, all but matrix products, whole layers."""
 SEQUENCE_METHODS = ("ulysses", "ring")
 """Values of ``Layouts.sequence_method`` by index."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-v",
+    "hanayo",
+    "weipipe",
+    "weipipe-naive",
+    "weipipe-zb",
+    "file",
+)
 """Values of ``Layouts.schedule`` by index; names of ``partool.schedule``."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}

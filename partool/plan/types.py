@@ -66,9 +66,15 @@ class Layout(Record):
     stages: tuple[tuple[int, int], ...]
     """First and one-past-last layer of each of the ``pp`` × ``chunks`` pipeline stages, in their order."""
     schedule: str = "1f1b"
-    """Name in :data:`partool.schedule.SCHEDULES`."""
+    """Name in :data:`partool.schedule.SCHEDULES`, or ``file``."""
     chunks: int = 1
-    """Stages per pipeline rank (virtual stages of interleaved schedules)."""
+    """Stages per pipeline rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
+    in_flight: int = 0
+    """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
+    schedule_text: str = ""
+    """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
+    schedule_hash: str = ""
+    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs."""
     sequence_method: Literal["ulysses", "ring"] = "ulysses"
     offload_optimizer: Literal["none", "cpu"] = "none"
     gpu_fraction: float = 0.0

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+Kind = Literal[
+    "F", "B", "I", "W",
+    "SEND_F", "RECV_F", "SEND_B", "RECV_B",
+    "SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G",
+]  # fmt: skip
 """Forward; backward; its two halves, the gradients of inputs and of weights; transfers of activations (F) and of
-gradients (B) between neighbouring stages."""
+gradients (B) between neighbouring stages; and, where weights travel round a ring of ranks instead, shifts of a stage's
+weights on their way through forward passes (FW) and through backward passes (BW), and of its summed gradients (G)."""
 COMPUTE: frozenset[str] = frozenset({"F", "B", "I", "W"})
+SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", "SEND_G", "RECV_G"})
 
 
 class Action(NamedTuple):
-    """One action of one stage on one micro-batch. A transfer names the stage that sends or receives."""
+    """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
+
+    Shifts have no micro-batch: they count turns in its place, and name the stage whose weights or gradients move.
+    """
 
     kind: Kind
     stage: int
     micro_batch: int
+
+
+Order = tuple[tuple[Action, ...], ...]
+"""Actions of each rank."""
 
 
 @dataclass(frozen=True)
@@ -29,33 +44,92 @@ class Schedule:
     chunks: int
     """Stages per rank."""
     placement: tuple[int, ...]
-    """Rank of each stage."""
-    lists: tuple[tuple[Action, ...], ...]
+    """Rank of each stage; where weights travel, the rank that owns the stage's parameters."""
+    lists: Order
     """Per rank, in the order in which it acts."""
+    moves: Literal["activations", "weights"] = "activations"
+    """What travels: activations between stages that stay, or weights between micro-batches that stay."""
+    trained_from: int = 0
+    """First stage with a backward pass; the stages before it are frozen and only run forward."""
 
     @property
     def stages(self) -> int:
         """Number of stages."""
         return len(self.placement)
 
+    def on_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in order."""
+        return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
-def with_transfers(order: tuple[tuple[Action, ...], ...], placement: tuple[int, ...]) -> tuple[tuple[Action, ...], ...]:
-    """Return lists of compute actions with a receive before and a send after each one that needs it."""
-    return tuple(tuple(step for action in rank for step in _around(action, placement)) for rank in order)
 
+def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
+    """Return the other end of a rank's transfer: its rank and action.
 
-def _around(action: Action, placement: tuple[int, ...]) -> list[Action]:
+    Activations and gradients go to the ranks of neighbouring stages. Shifts go to the next rank of the ring; those of
+    turn 0 deal the owned stages out, from rank ``r`` to ``(1 - r) mod ranks``. The other end of a transfer that names
+    no stage is on rank -1.
+    """
     kind, stage, batch = action
-    before, after = stage > 0, stage < len(placement) - 1
-    from_before = before and placement[stage - 1] != placement[stage]
-    from_after = after and placement[stage + 1] != placement[stage]
-    steps: list[Action] = []
-    if kind == "F":
-        steps += [Action("RECV_F", stage, batch)] * from_before
-        steps += [action] + [Action("SEND_F", stage, batch)] * from_after
-    elif kind in ("B", "I"):
-        steps += [Action("RECV_B", stage, batch)] * from_after
-        steps += [action] + [Action("SEND_B", stage, batch)] * from_before
-    else:
-        steps.append(action)
-    return steps
+    other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
+    if kind in SHIFTS:
+        step = 1 if kind.startswith("SEND") else -1
+        where = (1 - rank if batch == 0 else rank + step) % schedule.ranks
+        return where, Action(other, stage, batch)
+    step = 1 if kind in ("SEND_F", "RECV_B") else -1
+    there = stage + step
+    return schedule.placement[there] if 0 <= there < schedule.stages else -1, Action(other, there, batch)
+
+
+def with_transfers(order: Order, placement: Sequence[int]) -> Order:
+    """Return lists of compute actions with a send after each one whose result is needed on another rank, and a receive.
+
+    The wire between two ranks knows no names and keeps the order of sends, so a receive stands before the action that
+    needs it, or earlier: before the first action that needs a later message of the same rank.
+    """
+    need_at = _needs(order, placement)
+    before: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in order]
+    for (_, to), messages in _sent(order, placement).items():
+        at = len(order[to])
+        for message in reversed(messages):
+            at = min(at, need_at.get(message, at))
+            before[to][at].insert(0, message)
+    return tuple(
+        tuple(
+            step
+            for at, action in enumerate(actions)
+            for step in (*before[rank][at], action, *_sends(action, placement))
+        )
+        for rank, actions in enumerate(order)
+    )
+
+
+def _needs(order: Order, placement: Sequence[int]) -> dict[Action, int]:
+    """Return where in its rank's list each message from another rank is needed first."""
+    found: dict[Action, int] = {}
+    for actions in order:
+        for at, (kind, stage, batch) in enumerate(actions):
+            if kind == "F" and stage > 0 and placement[stage - 1] != placement[stage]:
+                found.setdefault(Action("RECV_F", stage, batch), at)
+            if kind in ("B", "I") and stage < len(placement) - 1 and placement[stage + 1] != placement[stage]:
+                found.setdefault(Action("RECV_B", stage, batch), at)
+    return found
+
+
+def _sent(order: Order, placement: Sequence[int]) -> dict[tuple[int, int], list[Action]]:
+    """Return the messages between each pair of ranks as they are sent, under their receiver's name."""
+    found: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, actions in enumerate(order):
+        for action in actions:
+            for kind, stage, batch in _sends(action, placement):
+                there = Action("RECV_F", stage + 1, batch) if kind == "SEND_F" else Action("RECV_B", stage - 1, batch)
+                found[rank, placement[there.stage]].append(there)
+    return found
+
+
+def _sends(action: Action, placement: Sequence[int]) -> list[Action]:
+    kind, stage, batch = action
+    if kind == "F" and stage < len(placement) - 1 and placement[stage + 1] != placement[stage]:
+        return [Action("SEND_F", stage, batch)]
+    if kind in ("B", "I") and stage > 0 and placement[stage - 1] != placement[stage]:
+        return [Action("SEND_B", stage, batch)]
+    return []

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
-from partool.schedule.actions import Action, Schedule, with_transfers
-
-Order = tuple[tuple[Action, ...], ...]
+from partool.schedule.actions import Action, Order, Schedule, with_transfers
+from partool.schedule.waves import hanayo, wave_rank, zb_v
 
 
 def _one_chunk(ranks: int, micro_batches: int, chunks: int) -> str | None:
@@ -20,18 +20,31 @@ def _whole_rounds(ranks: int, micro_batches: int, chunks: int) -> str | None:
     return f"{micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks" if odd else None
 
 
+def _whole_waves(ranks: int, micro_batches: int, chunks: int) -> str | None:
+    return f"two stages per rank and wave, not {chunks} stages" if chunks % 2 else None
+
+
+def _two_chunks(ranks: int, micro_batches: int, chunks: int) -> str | None:
+    return f"two stages per rank, not {chunks}" if chunks != 2 else None
+
+
 @dataclass(frozen=True)
 class Generator:
-    """A schedule: a pure function of (ranks, micro_batches, chunks), the sizes that it takes, where its stages are."""
+    """A schedule: a pure function of (ranks, micro_batches, chunks, cap), the sizes that it takes, where stages are."""
 
-    order: Callable[[int, int, int], Order]
+    order: Callable[[int, int, int, int], Order]
     refuses: Callable[[int, int, int], str | None] = _one_chunk
     """Why sizes, all at least 1, cannot be."""
     rank_of: Callable[[int, int], int] = int.__mod__
     """Rank of (stage, ranks)."""
+    split: bool = False
+    """True if backward passes come in two halves: their stages cannot be compiled."""
+    capped: bool = False
+    """True if ``cap`` bounds the micro-batches in flight; others take 0 only."""
+    moves: Literal["activations", "weights"] = "activations"
 
 
-def gpipe(ranks: int, micro_batches: int, chunks: int) -> Order:
+def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """All forward passes, then all backward passes (Huang et al., arXiv 1811.06965)."""
     batches = range(micro_batches)
     return tuple(
@@ -40,12 +53,12 @@ def gpipe(ranks: int, micro_batches: int, chunks: int) -> Order:
     )
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int) -> Order:
+def one_forward_one_backward(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """1F1B: a rank keeps at most ``ranks - rank`` micro-batches (Narayanan et al., arXiv 2006.09503)."""
     return tuple(_alternate(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
+def interleaved(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): each rank runs ``chunks`` distant stages.
 
     Micro-batches go through the chunks in groups of ``ranks``; their number must be a multiple of that. Warm-up is
@@ -67,7 +80,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Order:
     return tuple(order)
 
 
-def zb_h1(ranks: int, micro_batches: int, chunks: int) -> Order:
+def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     """ZB-H1 (Qi et al., arXiv 2401.10241): 1F1B whose weight gradients wait, within the memory of 1F1B.
 
     Rank ``r`` may have ``r`` weight gradients outstanding beside its ``ranks - r`` micro-batches in flight; they fill
@@ -80,32 +93,41 @@ SCHEDULES: dict[str, Generator] = {
     "gpipe": Generator(gpipe),
     "1f1b": Generator(one_forward_one_backward),
     "interleaved": Generator(interleaved, _whole_rounds),
-    "zb-h1": Generator(zb_h1),
+    "zb-h1": Generator(zb_h1, split=True),
+    "zb-v": Generator(zb_v, _two_chunks, wave_rank, split=True),
+    "hanayo": Generator(hanayo, _whole_waves, wave_rank, capped=True),
 }
 """By the name that specs use."""
 
 
-def check(name: str, ranks: int, micro_batches: int, chunks: int) -> str | None:
+def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> str | None:
     """Return why a schedule of these sizes cannot be made, or None if it can."""
     if name not in SCHEDULES:
         return f"there is no schedule {name!r}; known: {', '.join(SCHEDULES)}"
     if min(ranks, micro_batches, chunks) < 1:
         return "ranks, micro-batches and chunks must be at least 1"
+    if cap and not SCHEDULES[name].capped:
+        return f"{name}: the micro-batches in flight follow from the schedule and cannot be bounded"
+    if cap < 0:
+        return "the bound of micro-batches in flight must be at least 1 (0: none)"
     reason = SCHEDULES[name].refuses(ranks, micro_batches, chunks)
     return f"{name}: {reason}" if reason else None
 
 
 @lru_cache(maxsize=256)
-def order(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Order:
-    """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason."""
-    if reason := check(name, ranks, micro_batches, chunks):
+def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Order:
+    """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason.
+
+    ``cap`` bounds the micro-batches in flight on a rank (of all its stages together); 0 sets no bound.
+    """
+    if reason := check(name, ranks, micro_batches, chunks, cap):
         raise ValueError(reason)
-    return SCHEDULES[name].order(ranks, micro_batches, chunks)
+    return SCHEDULES[name].order(ranks, micro_batches, chunks, cap)
 
 
-def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Schedule:
     """Return a whole schedule, transfers included; raises ``ValueError`` where :func:`check` finds a reason."""
-    lists = order(name, ranks, micro_batches, chunks)
+    lists = order(name, ranks, micro_batches, chunks, cap)
     placement = tuple(SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks))
     return Schedule(name, ranks, micro_batches, chunks, placement, with_transfers(lists, placement))
 

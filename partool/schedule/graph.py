@@ -6,7 +6,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from partool.schedule.generators import SCHEDULES, Order, check, order
+from partool.schedule.actions import Order
+from partool.schedule.generators import SCHEDULES, check, order
 
 _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""

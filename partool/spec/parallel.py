@@ -11,7 +11,9 @@ from partool.spec._base import Auto, Section, shorthand
 Recompute = Literal["none", "attention", "selective", "full"]
 Compile = Literal["none", "block"]
 ZeroStage = Literal[0, 1, 2, 3]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "weipipe", "weipipe-naive", "weipipe-zb"
+]  # fmt: skip
 SequenceMethod = Literal["ulysses", "ring"]
 Host = Literal["none", "cpu"]
 
@@ -25,15 +27,28 @@ class DataParallel(Section):
     """Ranks that share one copy of the state; fewer than all data-parallel ranks is hybrid sharding (HSDP)."""
 
 
+class ScheduleFile(Section):
+    """A schedule of the user's own."""
+
+    file: str
+    """CSV with one row per rank and one action per cell, such as ``0F3``; relative to the spec."""
+
+
 class Pipeline(Section):
     """Pipeline parallelism."""
 
     stages: PositiveInt | Auto = "auto"
     """Ranks that the layers are split over."""
-    schedule: Schedule | Auto = "auto"
-    """Order of forward and backward passes; ``interleaved`` gives each rank several chunks of layers."""
+    schedule: Schedule | ScheduleFile | Auto = "auto"
+    """Order of forward and backward passes, by name or in a file."""
     chunks: PositiveInt | Auto = "auto"
-    """Chunks of layers per rank; more than one only with ``interleaved``."""
+    """Chunks of layers per rank; with ``interleaved`` two or more, with ``zb-v`` two, with ``hanayo`` two per wave."""
+    waves: PositiveInt | Auto = "auto"
+    """With ``hanayo``: how often a forward pass goes to and fro over the ranks."""
+    in_flight: PositiveInt | Auto = "auto"
+    """With ``hanayo`` and ``zb-v``: the most micro-batches whose activations a rank holds at once."""
+    layers: list[PositiveInt] | Auto = "auto"
+    """Layers of each stage, in the order of the model; one entry per rank and chunk."""
 
 
 class Sequence(Section):

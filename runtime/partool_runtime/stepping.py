@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -39,16 +40,64 @@ class StepResult:
     """True if the weights were left as they were because a gradient was not finite."""
 
 
-class Stepper:
-    """Runs optimizer steps. The loss is divided by the labels of the whole step, over all ranks and micro-batches.
+class Passes(Protocol):
+    """Forward and backward passes over a step's micro-batches, however they are spread over ranks and time."""
+
+    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        """Leave in every trained parameter's ``grad`` that of the token losses' sum times ``weight``, a scalar.
+
+        Return the sum of the token losses that this rank has seen, a float64 scalar: every token of the step counts on
+        one rank. ``batch`` are all micro-batches of this rank's data-parallel position.
+        """
+
+    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """Return this rank's sum of token losses like :meth:`step`, without gradients; None if ``stopping`` says so.
+
+        ``stopping`` is asked before each micro-batch and answers the same on all ranks.
+        """
+
+
+class PlainPasses:
+    """One micro-batch after the other through a whole model.
 
     ``model(tokens_BS, labels_BS)`` must return the sum of the token losses.
     """
 
+    def __init__(self, model: nn.Module, sync: GradSync, device: torch.device) -> None:
+        self._model, self._sync, self._device = model, sync, device
+
+    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        """See :class:`Passes`."""
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, micro in enumerate(batch):
+            self._sync.before_micro_batch(last=index == len(batch) - 1)
+            with timer("forward"):
+                tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
+                loss = self._model(tokens_BS, micro.labels_BS.to(self._device, non_blocking=True))
+                loss_sum += loss.detach()
+            with timer("backward"):
+                (loss * weight.to(loss.dtype)).backward()
+        return loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """See :class:`Passes`."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for micro in batches:
+            if stopping():
+                self._sync.release()
+                return None
+            total += self._model(micro.tokens_BS.to(self._device), micro.labels_BS.to(self._device)).double()
+        self._sync.release()
+        return total
+
+
+class Stepper:
+    """Runs optimizer steps. The loss is divided by the labels of the whole step, over all ranks and micro-batches."""
+
     def __init__(
         self,
-        model: nn.Module,
-        sync: GradSync,
+        passes: Passes,
         optimizer: AdamW,
         scaler: LossScaler,
         *,
@@ -57,8 +106,7 @@ class Stepper:
         spec: OptimizerSpec,
         kernels: Mode = "auto",
     ) -> None:
-        self._model = model
-        self._sync = sync
+        self._passes = passes
         self._optimizer = optimizer
         self._scaler = scaler
         self._ranks = ranks
@@ -78,7 +126,7 @@ class Stepper:
         with timer("overhead"):
             tokens = sum_over(self._count(batch), group)
             self._optimizer.clear_gradients()
-        loss_sum = self._accumulate(batch, self._scaler.scale / tokens.clamp(min=1), timer)
+        loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
             check = check_gradients(self._optimizer.gradients(), loss_sum, self._ranks, self._kernels)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
@@ -100,30 +148,18 @@ class Stepper:
         ``stopping`` is asked before each micro-batch and must answer the same on all ranks; None is returned if it
         says yes.
         """
-        device = self._ranks.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for micro in batches:
-            if stopping():
-                self._sync.release()
-                return None
-            sums[0] += self._model(micro.tokens_BS.to(device), micro.labels_BS.to(device)).double()
-            sums[1] += self._count([micro])
-        self._sync.release()
-        loss, tokens = sum_over(sums, self._ranks.dp.get_group()).tolist()
-        return loss / max(tokens, 1), int(tokens)
+        counted = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
 
-    def _accumulate(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        device = self._ranks.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        for index, micro in enumerate(batch):
-            self._sync.before_micro_batch(last=index == len(batch) - 1)
-            with timer("forward"):
-                tokens_BS = micro.tokens_BS.to(device, non_blocking=True)
-                loss = self._model(tokens_BS, micro.labels_BS.to(device, non_blocking=True))
-                loss_sum += loss.detach()
-            with timer("backward"):
-                (loss * weight.to(loss.dtype)).backward()
-        return loss_sum
+        def seen() -> Iterator[MicroBatch]:
+            for micro in batches:
+                yield micro
+                counted.add_(self._count([micro]))
+
+        loss_sum = self._passes.evaluate(seen(), stopping)
+        if loss_sum is None:
+            return None
+        loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.dp.get_group()).tolist()
+        return loss / max(tokens, 1), int(tokens)
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)

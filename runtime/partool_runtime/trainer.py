@@ -19,7 +19,7 @@ from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.saving import Saver
-from partool_runtime.stepping import Stepper, StepResult
+from partool_runtime.stepping import PlainPasses, Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, local_bytes
@@ -140,8 +140,7 @@ def _prepare(
     recorder.probe_memory("gradients", lambda: gradient_bytes(model))
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
-        model,
-        sync,
+        PlainPasses(model, sync, ranks.device),
         optimizer,
         scaler,
         ranks=ranks,

@@ -23,7 +23,7 @@ from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
 from partool_runtime.precision import LossScaler
-from partool_runtime.stepping import Stepper
+from partool_runtime.stepping import PlainPasses, Stepper
 
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2
 STEPS, SEQUENCES, LENGTH = 10, 12, 6
@@ -152,7 +152,13 @@ def build(case: Case, ranks: Ranks) -> tuple[Model, AdamW, Stepper]:
     optimizer = AdamW(trained_parameters(model), OPTIMIZER)
     training = TrainingSpec(steps=STEPS, precision=case.precision, max_nonfinite_steps=2)
     scaler = LossScaler(case.precision == "fp16")
-    return model, optimizer, Stepper(model, sync, optimizer, scaler, ranks=ranks, training=training, spec=OPTIMIZER)
+    return (
+        model,
+        optimizer,
+        Stepper(
+            PlainPasses(model, sync, ranks.device), optimizer, scaler, ranks=ranks, training=training, spec=OPTIMIZER
+        ),
+    )
 
 
 def no_timer(term: str) -> contextlib.AbstractContextManager[None]:

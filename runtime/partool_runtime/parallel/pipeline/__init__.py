@@ -1,0 +1,1 @@
+"""Pipelines: a schedule's lists executed over point-to-point transfers."""

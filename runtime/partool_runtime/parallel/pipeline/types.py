@@ -1,0 +1,62 @@
+"""What the executors of schedules share with the rest: a stage, its gradient exchange, the log of actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from partool.schedule import Action
+from partool_runtime.data.batches import MicroBatch
+
+
+class Stage(Protocol):
+    """Consecutive layers of a model: the first stage takes tokens, the last one yields the sum of token losses."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the parameters."""
+
+    def __call__(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden state ``[B, S, H]``, or on the last stage a scalar; the first stage gets no ``x_BSH``."""
+
+
+class StageSync(Protocol):
+    """What happens around actions to a stage's parameters and gradients: gathers, reductions, releases."""
+
+    def before(self, action: Action) -> None:
+        """Prepare a compute action."""
+
+    def after(self, action: Action) -> None:
+        """Follow up on a compute action: the last backward action of a stage is where gradients are reduced."""
+
+    def finish(self) -> None:
+        """End a step, or an evaluation: nothing stays gathered, all reductions are complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What crosses between stages: shape ``[B, S, H]``, type and device, the same at each boundary."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One executed action on the host's clock (``time.perf_counter``); on a GPU, of the device's work."""
+
+    action: Action
+    start_s: float
+    stop_s: float
+    """For compute, when it ended; for a receive, when its data were there; for a send, when it was handed over."""
+    waited_s: float = 0.0
+    """Before a compute action: how long the rank stood still for its input."""
+
+
+Watch = Callable[[Done], None]
+"""Told of every action once its times are known."""
