@@ -1,33 +1,41 @@
 """Pipeline schedules as data: lists of actions per rank, checked, timed and counted by pure functions."""
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
-from partool.schedule.generators import SCHEDULES, check, generate, order
+from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
 from partool.schedule.makespan import in_flight, makespan
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
 from partool.schedule.text import ScheduleTextError, cell, from_text, schedule_hash, to_text
+from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
 from partool.schedule.validate import validate
 
 __all__ = [
     "COMPUTE",
     "SCHEDULES",
     "Action",
+    "Cut",
     "Event",
     "Order",
     "Schedule",
     "ScheduleTextError",
     "StageTimes",
     "Timeline",
+    "after",
     "cell",
     "check",
+    "cut",
+    "forward_only",
     "from_text",
     "generate",
     "in_flight",
     "makespan",
+    "nearest",
     "order",
     "peer",
+    "remap",
     "schedule_hash",
     "simulate",
     "to_text",
     "validate",
     "with_transfers",
+    "without_backward",
 ]

@@ -114,6 +114,18 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
     return f"{name}: {reason}" if reason else None
 
 
+def nearest(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> int | None:
+    """Return the number of micro-batches nearest to the one given that a schedule takes, the larger of two.
+
+    None where the number is not what is wrong: no number will do.
+    """
+    for away in range(max(micro_batches, ranks * chunks) + 1):
+        for count in (micro_batches + away, micro_batches - away):
+            if check(name, ranks, count, chunks) is None:
+                return count
+    return None
+
+
 @lru_cache(maxsize=256)
 def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Order:
     """Return the compute actions of each rank; raises ``ValueError`` where :func:`check` finds a reason.

@@ -1,0 +1,189 @@
+"""Schedules made of schedules: forward passes alone, without frozen stages' backward passes, the rest of one elsewhere.
+
+All of these let activations travel; where weights do, ``ValueError`` is raised.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from partool.schedule.actions import COMPUTE, Action, Order, Schedule, with_transfers
+
+
+class Cut(NamedTuple):
+    """What lies between the actions that are done and those that are not."""
+
+    messages: tuple[Action, ...]
+    """Activations and gradients made but not used yet, under their receiver's name (``RECV_F`` or ``RECV_B`` of the
+    stage that uses them), wherever they are: with their maker, on the wire, received, or on one rank all along."""
+    held: tuple[tuple[int, int], ...]
+    """(stage, micro-batch) whose forward pass is done and whose last backward action is not."""
+
+
+def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
+    """Return the forward passes of that many micro-batches (0: as many) over the stages of a schedule: evaluation.
+
+    A rank takes the deepest stage whose input is there, so that few outputs wait. ``trained_from`` of the result is the
+    number of stages.
+    """
+    _travelling(schedule)
+    count = micro_batches or schedule.micro_batches
+    order = _forward_order(schedule.placement, schedule.ranks, count)
+    return replace(
+        schedule,
+        micro_batches=count,
+        lists=with_transfers(order, schedule.placement),
+        trained_from=schedule.stages,
+    )
+
+
+def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
+    """Return a schedule without the backward passes of the stages before ``trained_from``, and their gradients.
+
+    What is left keeps its order. ``trained_from`` counts stages; all of them frozen leave forward passes alone.
+    """
+    _travelling(schedule)
+    if not 0 <= trained_from <= schedule.stages:
+        raise ValueError(f"there is no stage {trained_from} of {schedule.stages} to train from")
+    # The first trained stage sends no gradient on: nobody would receive it.
+    lowest = {"B": 0, "I": 0, "W": 0, "RECV_B": 0, "SEND_B": 1}
+    lists = tuple(
+        tuple(action for action in actions if action.stage >= trained_from + lowest.get(action.kind, -trained_from))
+        for actions in schedule.lists
+    )
+    return replace(schedule, lists=lists, trained_from=max(trained_from, schedule.trained_from))
+
+
+def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
+    """Return how many actions each rank has done when all have done ``steps`` together, the earliest ones first.
+
+    Every rank can come to such a place alone: nothing before it needs anything behind it.
+    """
+    done = [0] * schedule.ranks
+    for rank, _ in _in_time(schedule.lists, schedule.placement, steps):
+        done[rank] += 1
+    return tuple(done)
+
+
+def cut(schedule: Schedule, done: Sequence[int]) -> Cut:
+    """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be."""
+    _travelling(schedule)
+    before = {action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[:count]}
+    backward = {(stage, batch) for kind, stage, batch in before if kind in ("B", "I")}
+    behind = [action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[count:]]
+    _reachable(schedule, before)
+    messages = []
+    held = set()
+    for kind, stage, batch in behind:
+        if kind == "F" and stage and Action("F", stage - 1, batch) in before:
+            messages.append(Action("RECV_F", stage, batch))
+        elif kind in ("B", "I") and (stage + 1, batch) in backward:
+            messages.append(Action("RECV_B", stage, batch))
+        if kind in ("B", "I", "W") and Action("F", stage, batch) in before:
+            held.add((stage, batch))
+    return Cut(tuple(sorted(messages)), tuple(sorted(held)))
+
+
+def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:
+    """Return what is left to do after each rank has done that many actions, with stages on other ranks.
+
+    Whoever continues hands over what :func:`cut` names before the first action: messages to the rank that now has their
+    stage, and what is held for backward passes. The lists transfer only what is made from here on. Each new rank works
+    in the order in which the old lists would have run if every action took one unit of time, so the lists finish.
+    Raises ``ValueError`` if the ranks cannot have come that far, or for a placement of other stages or ranks.
+    """
+    _travelling(schedule)
+    if len(placement) != schedule.stages or not set(placement) <= set(range(schedule.ranks)):
+        raise ValueError(f"{list(placement)} is no map of {schedule.stages} stages to {schedule.ranks} ranks")
+    cut(schedule, done)
+    rest = tuple(
+        tuple(action for action in actions[count:] if action.kind in COMPUTE)
+        for actions, count in zip(schedule.lists, done, strict=True)
+    )
+    order: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    for _, action in _in_time(rest, schedule.placement):
+        order[placement[action.stage]].append(action)
+    where = tuple(placement)
+    return replace(
+        schedule,
+        chunks=max(where.count(rank) for rank in where),
+        placement=where,
+        lists=with_transfers(tuple(map(tuple, order)), where),
+    )
+
+
+def _travelling(schedule: Schedule) -> None:
+    if schedule.moves != "activations":
+        raise ValueError(
+            f"{schedule.name} passes weights round: its lists have no forward or trained part of their own"
+        )
+
+
+def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> Order:
+    """Return forward passes by the clock: in every unit of time, each rank does the deepest that it can."""
+    waiting: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]  # Per rank: (-stage, micro-batch), a heap.
+    waiting[placement[0]] = [(0, batch) for batch in range(micro_batches)]
+    lists: list[list[Action]] = [[] for _ in range(ranks)]
+    while any(waiting):
+        ready = [(rank, heapq.heappop(heap)) for rank, heap in enumerate(waiting) if heap]
+        for rank, (deep, batch) in ready:
+            lists[rank].append(Action("F", -deep, batch))
+            if 1 - deep < len(placement):
+                heapq.heappush(waiting[placement[1 - deep]], (deep - 1, batch))
+    return tuple(map(tuple, lists))
+
+
+def _reachable(schedule: Schedule, before: set[Action]) -> None:
+    for action in before:
+        kind, stage, batch = action
+        if kind in COMPUTE or kind.startswith("SEND"):
+            continue
+        made = (Action("SEND_F", stage - 1, batch),) if kind == "RECV_F" else (Action("SEND_B", stage + 1, batch),)
+        if not before.issuperset(made):
+            raise ValueError(f"{tuple(action)} cannot be done before {tuple(made[0])}")
+
+
+def _in_time(lists: Order, placement: Sequence[int], steps: int | None = None) -> Iterator[tuple[int, Action]]:
+    """Yield (rank, action) in the order in which they start, one unit each; transfers take no time.
+
+    What no list makes is there from the beginning.
+    """
+    made = {action for actions in lists for action in actions}
+    stop: dict[Action, int] = {}
+    at = [0] * len(lists)
+    free = [0] * len(lists)
+    left = sum(map(len, lists)) if steps is None else min(steps, sum(map(len, lists)))
+    while left:
+        best: tuple[int, int] | None = None
+        for rank, actions in enumerate(lists):
+            if at[rank] == len(actions):
+                continue
+            needs = [need for need in _needed(actions[at[rank]], placement) if need in made]
+            if all(need in stop for need in needs):
+                start = max([free[rank], *(stop[need] for need in needs)])
+                best = min(best, (start, rank)) if best else (start, rank)
+        if best is None:
+            raise ValueError("the lists cannot go on: their ranks wait for each other")
+        start, rank = best
+        action = lists[rank][at[rank]]
+        stop[action] = free[rank] = start + (action.kind in COMPUTE)
+        at[rank] += 1
+        left -= 1
+        yield rank, action
+
+
+def _needed(action: Action, placement: Sequence[int]) -> list[Action]:
+    """Return what other ranks, or stages on the same rank, make for an action."""
+    kind, stage, batch = action
+    if kind == "RECV_F":
+        return [Action("SEND_F", stage - 1, batch)]
+    if kind == "RECV_B":
+        return [Action("SEND_B", stage + 1, batch)]
+    if kind == "F" and stage:
+        return [Action("F", stage - 1, batch)]
+    if kind in ("B", "I") and stage + 1 < len(placement):
+        return [Action("B", stage + 1, batch), Action("I", stage + 1, batch)]
+    return []
