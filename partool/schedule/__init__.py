@@ -4,7 +4,7 @@ from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, wit
 from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
 from partool.schedule.makespan import in_flight, makespan
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
-from partool.schedule.text import ScheduleTextError, cell, from_text, schedule_hash, to_text
+from partool.schedule.text import ScheduleTextError, cell, from_text, read_cell, schedule_hash, to_text
 from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
 from partool.schedule.validate import validate
 
@@ -31,6 +31,7 @@ __all__ = [
     "nearest",
     "order",
     "peer",
+    "read_cell",
     "remap",
     "schedule_hash",
     "simulate",

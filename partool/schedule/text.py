@@ -43,7 +43,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
     A stage belongs to the rank that computes it. The result may be unsound: see :func:`partool.schedule.validate`.
     """
     lists = tuple(
-        tuple(_action(entry.strip(), row, column) for column, entry in enumerate(cells, 1) if entry.strip())
+        tuple(read_cell(entry.strip(), row, column) for column, entry in enumerate(cells, 1) if entry.strip())
         for row, cells in enumerate(csv.reader(io.StringIO(text)), 1)
         if cells and not cells[0].lstrip().startswith("#")
     )
@@ -54,7 +54,8 @@ def from_text(text: str, name: str = "file") -> Schedule:
     return Schedule(name, len(lists), batches, max(map(placement.count, placement)), placement, lists)
 
 
-def _action(text: str, row: int, column: int) -> Action:
+def read_cell(text: str, row: int = 0, column: int = 0) -> Action:
+    """Read what :func:`cell` wrote; raises :class:`ScheduleTextError`."""
     found = _CELL.fullmatch(text)
     if found is None or found[2] not in get_args(Kind):
         raise ScheduleTextError(f"{text!r} is no action such as 0F3 or 1RECV_F0", row, column)
