@@ -2,11 +2,11 @@
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
 from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
-from partool.schedule.makespan import in_flight, makespan
+from partool.schedule.makespan import in_flight, makespan, span_s
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
 from partool.schedule.text import ScheduleTextError, cell, from_text, read_cell, schedule_hash, to_text
 from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
-from partool.schedule.validate import validate
+from partool.schedule.validate import Problem, problems, receive_depth, validate
 
 __all__ = [
     "COMPUTE",
@@ -15,6 +15,7 @@ __all__ = [
     "Cut",
     "Event",
     "Order",
+    "Problem",
     "Schedule",
     "ScheduleTextError",
     "StageTimes",
@@ -31,10 +32,13 @@ __all__ = [
     "nearest",
     "order",
     "peer",
+    "problems",
     "read_cell",
+    "receive_depth",
     "remap",
     "schedule_hash",
     "simulate",
+    "span_s",
     "to_text",
     "validate",
     "with_transfers",

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from partool.schedule.actions import Schedule
 from partool.schedule.generators import order
 from partool.schedule.graph import Graph, Step, base, graph, growth, repeating
-from partool.schedule.simulate import peak_held
+from partool.schedule.simulate import StageTimes, peak_held, simulate
 
 _EXACT = 1e-12
 """Relative error that counts as none."""
@@ -73,6 +74,14 @@ def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> tup
     start, later = (in_flight(name, ranks, count, chunks) for count in (first, first + by))
     times = (micro_batches - first) // by
     return tuple(one + (two - one) * times for one, two in zip(start, later, strict=True))
+
+
+def span_s(schedule: Schedule, times: StageTimes) -> float:
+    """Return the seconds from the first to the last action of any schedule, also of a list that has no generator.
+
+    Raises ``ValueError`` where actions wait for each other in a circle.
+    """
+    return simulate(schedule, times).makespan_s
 
 
 def _evaluate(steps: Graph, times: int, durations: list[Any], send_s: Any) -> Any:

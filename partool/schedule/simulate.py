@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partool.schedule.actions import COMPUTE, Action, Kind, Schedule
+from partool.schedule.actions import COMPUTE, Action, Schedule
+from partool.schedule.needs import Needs
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, times: StageTimes, blocking: bool) -> None:
         self.schedule, self.times, self.blocking = schedule, times, blocking
+        self.needs = Needs(schedule)
         self.at, self.free_s = [0] * schedule.ranks, [0.0] * schedule.ranks
         self.done_s: dict[Action, float] = {}
         """When compute is done, or data have arrived (under the receive's name)."""
@@ -124,7 +126,7 @@ class _Run:
 
     def _compute(self, rank: int, action: Action) -> bool:
         start = self.free_s[rank]
-        for need in needed(self.schedule, action):
+        for need in self.needs.of(action):
             when = self.done_s.get(need)
             if when is None:
                 return False
@@ -151,34 +153,18 @@ class _Run:
         return True
 
 
-def needed(schedule: Schedule, action: Action) -> list[Action]:
-    """Return what a compute action waits for: compute actions of its own rank, or receives."""
-    needs = []
-    for need, neighbour in inputs(action, schedule.stages, action.kind == "I"):
-        away = neighbour and schedule.placement[need.stage] != schedule.placement[action.stage]
-        arrival: Kind = "RECV_F" if action.kind == "F" else "RECV_B"
-        needs.append(Action(arrival, action.stage, action.micro_batch) if away else need)
-    return needs
-
-
-def inputs(action: Action, stages: int, halved: bool) -> list[tuple[Action, bool]]:
-    """Return what an action needs, each with whether it comes from the neighbouring stage."""
-    kind, stage, batch = action
-    if kind == "F":
-        return [(Action("F", stage - 1, batch), True)] if stage else []
-    if kind == "W":
-        return [(Action("I", stage, batch), False)]
-    needs = [(Action("F", stage, batch), False)]
-    if stage < stages - 1:
-        needs.append((Action("I" if halved else "B", stage + 1, batch), True))
-    return needs
-
-
 def peak_held(actions: Sequence[Action]) -> int:
-    """Return the most activations held at once: from a forward pass to the last action that reads them."""
-    last = "W" if any(action.kind == "W" for action in actions) else "B"
+    """Return the most activations held at once: from a forward pass to the last action that reads them.
+
+    Forward passes that no backward pass follows, as those of frozen stages and of evaluations, hold nothing.
+    """
+    halved = {(stage, batch) for kind, stage, batch in actions if kind == "W"}
+    read = halved | {(stage, batch) for kind, stage, batch in actions if kind == "B"}
     held = peak = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind == last)
+    for kind, stage, batch in actions:
+        if kind == "F":
+            held += (stage, batch) in read
+        elif kind == "W" or (kind == "B" and (stage, batch) not in halved):
+            held -= 1
         peak = max(peak, held)
     return peak

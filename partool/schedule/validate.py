@@ -3,106 +3,164 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
 
-from partool.schedule.actions import COMPUTE, Action, Kind, Schedule
-from partool.schedule.simulate import needed
+from partool.schedule.actions import COMPUTE, SHIFTS, Action, Schedule, peer
+from partool.schedule.needs import Needs
+from partool.schedule.simulate import peak_held
 
 Pair = tuple[int, int]
 """Sending and receiving rank."""
 
 
-def validate(schedule: Schedule) -> list[str]:
-    """Return what is wrong, in words; empty if the schedule is sound.
+class Problem(NamedTuple):
+    """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
 
-    Each stage works once on each micro-batch, on the rank that the placement names. For every ordered pair of ranks the
-    k-th send is the k-th receive, activations and gradients alike: the wire knows no names, and both have the same
-    shape, so a mismatch would go unseen. No rank computes on, or sends, what it does not have. The lists finish when
-    sends are buffered without limit, and when each pair has room for one message that is not received yet.
+    message: str
+    rank: int = -1
+    at: int = -1
+
+
+def validate(schedule: Schedule, cap: int | None = None, room: int | None = None) -> list[str]:
+    """Return what is wrong, in words; empty if the schedule is sound. See :func:`problems`."""
+    return [problem.message for problem in problems(schedule, cap, room)]
+
+
+def problems(schedule: Schedule, cap: int | None = None, room: int | None = None) -> list[Problem]:
+    """Return what is wrong; empty if the schedule is sound.
+
+    Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
+    on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
+    and gradients alike: the wire knows no names, and both have the same shape, so a mismatch would go unseen. No rank
+    computes on, or sends, what it does not have. The lists finish when sends are buffered without limit, or when each
+    ordered pair of ranks has ``room`` for that many messages that are not received yet (``None``: without limit;
+    :func:`receive_depth` tells how much they need). No rank holds the activations of more than ``cap`` micro-batches,
+    each as many stages as the rank has (``None`` or 0: no bound).
     """
-    found = [*_complete(schedule), *_on_their_ranks(schedule)]
-    if any("no stage" in problem for problem in found):
+    if broken := list(_misshapen(schedule)):
+        return broken
+    found = [*_incomplete(schedule), *_elsewhere(schedule)]
+    if any("no stage" in problem.message for problem in found):
         return found
-    found += _paired(schedule)
-    for room in () if found else (None, 1):
-        if stuck := _stuck(schedule, room):
-            how = "with buffered sends" if room is None else "with room for one message per pair of ranks"
-            found.append(f"the lists cannot finish {how}: {stuck}")
-            break
-    return found
+    found += _unpaired(schedule)
+    if not found and (stuck := _stuck(schedule, room)):
+        how = "with buffered sends" if room is None else f"with room for {_messages(room)} per pair of ranks"
+        where = ", ".join(f"rank {rank} at {tuple(schedule.lists[rank][at])}" for rank, at in stuck)
+        found.append(Problem(f"the lists cannot finish {how}: {where}", *stuck[0]))
+    return [*found, *(_too_full(schedule, cap) if cap else ())]
 
 
-def peer(schedule: Schedule, action: Action) -> Action:
-    """Return the other end of a transfer."""
-    kind, stage, batch = action
-    if kind == "SEND_F":
-        return Action("RECV_F", stage + 1, batch)
-    if kind == "SEND_B":
-        return Action("RECV_B", stage - 1, batch)
-    return Action("SEND_F", stage - 1, batch) if kind == "RECV_F" else Action("SEND_B", stage + 1, batch)
+def receive_depth(schedule: Schedule) -> int:
+    """Return the least room per ordered pair of ranks, in messages not received yet, with which the lists finish.
+
+    A rank that posts this many receives ahead for each peer cannot be the reason that a send waits for ever. Raises
+    ``ValueError`` where the lists cannot finish with any room.
+    """
+    if stuck := _stuck(schedule, None):
+        raise ValueError(f"the lists cannot finish: rank {stuck[0][0]} waits")
+    # More room never hurts, and no pair can have more messages under way than it has in all.
+    return next(room for room in count(1) if not _stuck(schedule, room))
 
 
-def _complete(schedule: Schedule) -> list[str]:
+def _messages(number: int) -> str:
+    return "one message" if number == 1 else f"{number} messages"
+
+
+def _misshapen(schedule: Schedule) -> Iterator[Problem]:
+    ranks, stages = schedule.ranks, schedule.stages
+    if len(schedule.lists) != ranks:
+        yield Problem(f"{len(schedule.lists)} lists for {ranks} ranks")
+    if min(ranks, stages, schedule.micro_batches) < 1:
+        yield Problem(f"{ranks} ranks, {stages} stages and {schedule.micro_batches} micro-batches: none may be missing")
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < ranks:
+            yield Problem(f"stage {stage} is on rank {rank}, which is not one of {ranks}")
+    if not 0 <= schedule.trained_from <= stages:
+        yield Problem(f"the first trained stage is {schedule.trained_from}, of {stages} stages")
+
+
+def _incomplete(schedule: Schedule) -> Iterator[Problem]:
     counts = Counter(action for actions in schedule.lists for action in actions)
-    computed = [action for action in counts if action.kind in COMPUTE]
-    found = []
-    for stage in range(schedule.stages):
-        halved = any(action.kind in ("I", "W") and action.stage == stage for action in computed)
+    for stage, rank in enumerate(schedule.placement):
         for batch in range(schedule.micro_batches):
-            for kind in ("F", "I", "W") if halved else ("F", "B"):
-                times = counts.pop(Action(kind, stage, batch), 0)
-                if times != 1:
-                    found.append(f"{kind} of stage {stage} on micro-batch {batch} runs {times} times")
-    found += [f"unknown action {tuple(action)}" for action in counts if action.kind in COMPUTE]
-    found += [f"{tuple(action)} is done {times} times" for action, times in counts.items() if times > 1]
-    return found
-
-
-def _on_their_ranks(schedule: Schedule) -> list[str]:
-    found = []
+            split = counts[Action("I", stage, batch)] or counts[Action("W", stage, batch)]
+            backward = () if stage < schedule.trained_from else ("I", "W") if split else ("B",)
+            for kind in ("F", *backward):
+                if (times := counts.pop(Action(kind, stage, batch), 0)) != 1:
+                    # Where weights travel, the rank of a micro-batch follows from the lists alone.
+                    blamed = rank if schedule.moves == "activations" else -1
+                    yield Problem(f"{kind} of stage {stage} on micro-batch {batch} runs {times} times", blamed)
     for rank, actions in enumerate(schedule.lists):
-        for action in actions:
-            ends = [action] if action.kind in COMPUTE else [action, peer(schedule, action)]
-            if any(not 0 <= end.stage < schedule.stages for end in ends):
-                found.append(f"rank {rank}: {tuple(action)} names no stage")
+        for at, action in enumerate(actions):
+            if action not in counts:
                 continue
-            ranks = [schedule.placement[end.stage] for end in ends]
-            if ranks[0] != rank:
-                found.append(f"rank {rank} runs {tuple(action)} of a stage that is not its own")
-            elif ranks[1:] == [rank]:
-                found.append(f"rank {rank}: {tuple(action)} transfers to itself")
-    return found
+            if action.kind in COMPUTE:
+                yield Problem(f"rank {rank}: unknown action {tuple(action)}", rank, at)
+            elif (times := counts[action]) > 1:
+                yield Problem(f"rank {rank}: {tuple(action)} is done {times} times", rank, at)
 
 
-def _paired(schedule: Schedule) -> list[str]:
-    sent: dict[Pair, list[Action]] = defaultdict(list)
-    received: dict[Pair, list[Action]] = defaultdict(list)
+def _elsewhere(schedule: Schedule) -> Iterator[Problem]:
+    """Yield actions that are not their rank's."""
+    batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
-        for action in actions:
+        for at, action in enumerate(actions):
+            if message := _misplaced(schedule, rank, action, batch_of):
+                yield Problem(f"rank {rank}{message}", rank, at)
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int, int]) -> str:
+    there, other = (rank, action) if action.kind in COMPUTE else peer(schedule, rank, action)
+    if not all(0 <= stage < schedule.stages for stage in (action.stage, other.stage)):
+        return f": {tuple(action)} names no stage"
+    if (action.kind in SHIFTS) != (schedule.moves == "weights") and action.kind not in COMPUTE:
+        return f": {tuple(action)} moves what stays in this schedule"
+    if schedule.moves == "activations" and schedule.placement[action.stage] != rank:
+        return f" runs {tuple(action)} of a stage that is not its own"
+    if schedule.moves == "weights" and action.kind in COMPUTE:
+        first = batch_of.setdefault(action.micro_batch, rank)
+        return f" runs {tuple(action)} of a micro-batch that rank {first} has begun" if first != rank else ""
+    if action.kind in ("SEND_B", "RECV_B") and min(action.stage, other.stage) < schedule.trained_from:
+        return f": {tuple(action)} takes a gradient to a stage that has no backward pass"
+    return f": {tuple(action)} transfers to itself" if action.kind not in COMPUTE and there == rank else ""
+
+
+def _unpaired(schedule: Schedule) -> Iterator[Problem]:
+    sent: dict[Pair, list[Action]] = defaultdict(list)
+    received: dict[Pair, list[tuple[Action, int]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.lists):
+        for at, action in enumerate(actions):
+            if action.kind in COMPUTE:
+                continue
+            there, other = peer(schedule, rank, action)
             if action.kind.startswith("SEND"):
-                sent[_pair(schedule, rank, action)].append(peer(schedule, action))
-            elif action.kind.startswith("RECV"):
-                received[_pair(schedule, rank, action)].append(action)
-    found = []
+                sent[rank, there].append(other)
+            else:
+                received[there, rank].append((action, at))
     for pair in sorted({*sent, *received}):
         out, into = sent[pair], received[pair]
-        at = next((k for k, (a, b) in enumerate(zip(out, into, strict=False)) if a != b), None)
-        if at is not None:
-            found.append(
-                f"from rank {pair[0]} to {pair[1]}: message {at} is sent for {tuple(out[at])}, "
-                f"received by {tuple(into[at])}"
-            )
+        wrong = next((k for k, (a, (b, _)) in enumerate(zip(out, into, strict=False)) if a != b), None)
+        name = f"from rank {pair[0]} to {pair[1]}"
+        if wrong is not None:
+            got, at = into[wrong]
+            message = f"{name}: message {wrong} is sent for {tuple(out[wrong])}, received by {tuple(got)}"
+            yield Problem(message, pair[1], at)
         elif len(out) != len(into):
-            found.append(f"from rank {pair[0]} to {pair[1]}: {len(out)} messages are sent, {len(into)} received")
-    return found
+            yield Problem(f"{name}: {_messages(len(out))} are sent, {len(into)} received", pair[1])
 
 
-def _pair(schedule: Schedule, rank: int, action: Action) -> Pair:
-    other = schedule.placement[peer(schedule, action).stage]
-    return (rank, other) if action.kind.startswith("SEND") else (other, rank)
+def _too_full(schedule: Schedule, cap: int) -> Iterator[Problem]:
+    for rank, actions in enumerate(schedule.lists):
+        share = len({action.stage for action in actions if action.kind in COMPUTE})
+        if (peak := peak_held(actions)) > cap * share:
+            held = f"activations of {peak} stages and micro-batches"
+            yield Problem(f"rank {rank} holds {held}, more than {cap} micro-batches of {share} stages", rank)
 
 
-def _stuck(schedule: Schedule, room: int | None) -> str:
-    """Run the lists; return where ranks wait for ever, empty if none does. A send waits while its pair has no room."""
+def _stuck(schedule: Schedule, room: int | None) -> list[tuple[int, int]]:
+    """Run the lists; return where ranks wait for ever: (rank, place). A send waits while its pair has no room."""
     wires = _Wires(schedule, room)
     at = [0] * schedule.ranks
     moved = True
@@ -112,15 +170,14 @@ def _stuck(schedule: Schedule, room: int | None) -> str:
             while at[rank] < len(actions) and wires.take(rank, actions[at[rank]]):
                 at[rank] += 1
                 moved = True
-    ends = [(rank, schedule.lists[rank][i]) for rank, i in enumerate(at) if i < len(schedule.lists[rank])]
-    return ", ".join(f"rank {rank} at {tuple(action)}" for rank, action in ends)
+    return [(rank, place) for rank, place in enumerate(at) if place < len(schedule.lists[rank])]
 
 
 class _Wires:
     """What is done, and how many messages each pair of ranks has under way."""
 
     def __init__(self, schedule: Schedule, room: int | None) -> None:
-        self.schedule, self.room = schedule, room
+        self.schedule, self.room, self.needs = schedule, room, Needs(schedule)
         self.done: set[Action] = set()
         self.under_way: Counter[Pair] = Counter()
 
@@ -128,17 +185,22 @@ class _Wires:
         """Do an action of a rank; return False if it has to wait."""
         kind, stage, batch = action
         if kind in COMPUTE:
-            ready = all(need in self.done for need in needed(self.schedule, action))
-        elif kind.startswith("SEND"):
-            made: tuple[Kind, ...] = ("F",) if kind == "SEND_F" else ("B", "I")
-            pair = _pair(self.schedule, rank, action)
-            ready = any(Action(what, stage, batch) in self.done for what in made)
-            ready = ready and (self.room is None or self.under_way[pair] < self.room)
+            ready = all(need in self.done for need in self.needs.of(action))
+            if ready:
+                self.done.add(action)
+            return ready
+        there, _ = peer(self.schedule, rank, action)
+        if kind.startswith("SEND"):
+            pair = rank, there
+            ready = self.room is None or self.under_way[pair] < self.room
+            if kind not in SHIFTS:
+                made = Action("F" if kind == "SEND_F" else self.needs.backward(stage, batch), stage, batch)
+                ready = ready and made in self.done
             self.under_way[pair] += ready
-        else:
-            pair = _pair(self.schedule, rank, action)
-            ready = self.under_way[pair] > 0
-            self.under_way[pair] -= ready
-        if ready:
+            return ready
+        pair = there, rank
+        ready = self.under_way[pair] > 0
+        self.under_way[pair] -= ready
+        if ready and kind not in SHIFTS:
             self.done.add(action)
         return ready

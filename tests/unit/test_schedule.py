@@ -199,7 +199,7 @@ def test_lists_that_need_more_room_than_one_message_are_found() -> None:
         tuple(Action(kind, stages[rank], batch) for kind, stages in phases for batch in range(4)) for rank in range(2)
     )
     schedule = generate("interleaved", 2, 4, 2)
-    found = validate(replace(schedule, lists=with_transfers(orders, schedule.placement)))
+    found = validate(replace(schedule, lists=with_transfers(orders, schedule.placement)), room=1)
     assert len(found) == 1
     assert "room for one message" in found[0]
 
