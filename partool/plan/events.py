@@ -9,6 +9,7 @@ EVENT_VERSION = 1
 EventKind = Literal[
     "start",  # attempt, world_size, plan_hash, resumed_from
     "step",  # step, loss, grad_norm, lr, tokens, step_time_s, terms_s, tokens_per_s, mfu, memory_bytes, skipped
+    "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens
     "checkpoint",  # step, path, write_s, blocked_s
     "nonfinite",  # step, consecutive

@@ -27,6 +27,7 @@ from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry._figures import Figures
 from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
+from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
 from partool_runtime.telemetry._run_row import write_run_row
 from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._tensorboard import TensorBoard
@@ -86,6 +87,7 @@ class Recorder:
         self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
         self._events = EventWriter(run_dir, rank)
         self._sampler = StepSampler(plan, self._spans)
+        self._pipeline = PipelineSteps(plan, self._spans, host)
         self._collectives = BlockingCollectives(self._spans, host) if device.type == "cpu" else None
         self._pending: list[_Step] = []
         self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY)
@@ -134,15 +136,26 @@ class Recorder:
             tokens = self._plan.training.global_batch * self._plan.training.sequence_length
         steady = self._steady and self._attempt_steps > WARMUP_STEPS
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        log = self.is_log_step(step)
+        if log and (ran := self._pipeline.log(step, steady=steady)) is not None:
+            self._events.write("pipeline", ran)
         self._pending.append(_Step(step, self._start, end, self._spans.take(), tokens, steady, values, skipped))
         self._start, self._steady = end, True
-        if self.is_log_step(step):
+        if log:
             self._flush(log=True)
         elif self._device.type != "cuda":
             self._flush(log=False)
         if self._attempt_steps == SAMPLED_STEP - 1:
             self._sampler.arm()
         self._spans.add("overhead", self._host, host_start, self._host.mark())
+
+    def pipeline(self, done: Ran) -> None:
+        """Take the executed actions of the step that is about to end, on the host's clock.
+
+        What they waited counts as ``pipeline_bubble``; on log steps they are written as an event. A function is called
+        on log steps only, where waiting for the device does no harm; then only these steps' waits count.
+        """
+        self._pipeline.take(done)
 
     def event(self, kind: EventKind, **data: Any) -> None:
         """Append an event.
@@ -259,6 +272,8 @@ class Recorder:
     def _time_measure(self, term: str) -> str:
         if term == TOTAL:
             return "timer, median step"
+        if term == BUBBLE:
+            return "waits for other stages"
         if self._collectives is None or self._world_size == 1:
             return "timer"
         if term in ("gradient_sync", "parameter_gather"):

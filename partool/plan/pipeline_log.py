@@ -1,0 +1,94 @@
+"""What a pipeline rank did in a step, and when: the event ``pipeline`` of its log.
+
+The data of the event are columns, one entry per executed action in the order in which they began:
+
+``step``       the step, counted from 1
+``steady``     false in an attempt's first steps, which allocate and compile
+``t``          Unix time in seconds of this rank's time 0, when it began the step's passes
+``actions``    the actions as cells of a schedule's text: ``2F0``, ``2SEND_F0``
+``start_us``   integer microseconds since time 0; of compute, when it began; of a send, when it was handed over; of a
+               receive, when it was posted
+``stop_us``    when compute ended; when a receive's data were there; when a send was complete, where that is known
+``waited_us``  how long the rank stood still for the action's input before ``start_us``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from partool.schedule import Action, cell, read_cell
+
+
+class Timed(Protocol):
+    """An executed action; all times are seconds on one clock of the rank."""
+
+    @property
+    def action(self) -> Action:
+        """What was done."""
+
+    @property
+    def start_s(self) -> float:
+        """See the module's ``start_us``."""
+
+    @property
+    def stop_s(self) -> float:
+        """See the module's ``stop_us``."""
+
+    @property
+    def waited_s(self) -> float:
+        """See the module's ``waited_us``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """An action that a rank has executed, in seconds since the step's time 0."""
+
+    action: Action
+    start_s: float
+    stop_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """A rank's actions of one step, in the order in which they began."""
+
+    step: int
+    steady: bool
+    unix_s: float
+    """Unix time of time 0."""
+    actions: tuple[Executed, ...]
+
+
+def pipeline_data(step: int, steady: bool, unix_less_clock_s: float, done: Iterable[Timed]) -> dict[str, Any]:
+    """Return the data of the event. ``unix_less_clock_s`` is Unix time less the clock of ``done``."""
+    ordered = sorted(done, key=lambda one: one.start_s)
+    zero_s = min((one.start_s - one.waited_s for one in ordered), default=0.0)
+    return {
+        "step": step,
+        "steady": steady,
+        "t": round(zero_s + unix_less_clock_s, 6),
+        "actions": [cell(one.action) for one in ordered],
+        "start_us": [_us(one.start_s - zero_s) for one in ordered],
+        "stop_us": [_us(one.stop_s - zero_s) for one in ordered],
+        "waited_us": [_us(one.waited_s) for one in ordered],
+    }
+
+
+def read_pipeline(data: dict[str, Any]) -> ExecutedStep:
+    """Read what :func:`pipeline_data` gave; raises ``ValueError`` where it is something else."""
+    try:
+        columns = [data[name] for name in ("actions", "start_us", "stop_us", "waited_us")]
+        rows = [
+            Executed(read_cell(text), start / 1e6, stop / 1e6, waited / 1e6)
+            for text, start, stop, waited in zip(*columns, strict=True)
+        ]
+        return ExecutedStep(int(data["step"]), bool(data["steady"]), float(data["t"]), tuple(rows))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not the data of a pipeline event: {error}") from error
+
+
+def _us(value_s: float) -> int:
+    return round(1e6 * value_s)

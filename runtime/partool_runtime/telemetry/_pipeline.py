@@ -1,0 +1,54 @@
+"""What a pipeline's passes tell of their actions: the rank's waits, and the event ``pipeline`` on log steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from partool.plan.pipeline_log import Timed, pipeline_data
+from partool.plan.types import Plan
+from partool_runtime.telemetry._timers import HostClock, Spans
+
+BUBBLE = "pipeline_bubble"
+Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
+"""Executed actions of a step; a function is called on log steps only, as it may wait for the device."""
+_ACTIONS_PER_LOG_STEP = 2000
+"""Actions written per log step, on average: about 40 kB."""
+_ACTIONS_PER_PASS = 6
+"""At most, of a micro-batch on a stage: F, I and W, a send or a receive of each of two, and their counterparts."""
+
+
+class PipelineSteps:
+    """Holds the actions of the step that is about to end."""
+
+    def __init__(self, plan: Plan, spans: Spans, host: HostClock) -> None:
+        self._spans, self._host = spans, host
+        count = plan.layout.accumulation * plan.layout.chunks * _ACTIONS_PER_PASS
+        self._every = math.ceil(count / _ACTIONS_PER_LOG_STEP)
+        self._log_steps = 0
+        self._last = plan.training.steps
+        self._done: Ran | None = None
+
+    def take(self, done: Ran) -> None:
+        """Take over a step's actions."""
+        self._done = done
+        if not callable(done):
+            self._add(done)
+
+    def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
+        """Return the data of a log step's event; None where there were no actions, or too many for every log step."""
+        done, self._done = self._done, None
+        if done is None:
+            return None
+        if callable(done):
+            done = done()
+            self._add(done)
+        self._log_steps += 1
+        if (self._log_steps - 1) % self._every and step != self._last:
+            return None
+        return pipeline_data(step, steady, time.time() - self._host.mark(), done)
+
+    def _add(self, done: Sequence[Timed]) -> None:
+        self._spans.add(BUBBLE, self._host, 0.0, sum(one.waited_s for one in done))
