@@ -27,12 +27,21 @@ class Ranks:
     state: DeviceMesh
     """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy."""
     dp: DeviceMesh
-    """Axis ``dp``: all data-parallel ranks, in the same order."""
+    """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the same order."""
+    pp: DeviceMesh
+    """Axis ``pp``: the ranks of one pipeline, which share their data."""
 
     @property
     def replicas(self) -> int:
         """Copies of the training state."""
         return self.state.size(0)
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """The group of all ranks, for what all must agree on."""
+        group = dist.group.WORLD
+        assert group is not None, "the process group was left"
+        return group
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
@@ -62,15 +71,21 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
 
 
 def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
-    """Lay the plan's data-parallel axes over the process group in use. ZeRO-0 keeps a whole copy on every rank."""
+    """Lay the plan's axes over the process group in use, the pipeline outermost.
+
+    ZeRO-0 keeps a whole copy of the training state on every data-parallel rank.
+    """
     mesh = plan.layout.mesh
     axes = (mesh.dp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard)
+    copies = init_device_mesh(device.type, (mesh.pp, *axes), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
+    flat = init_device_mesh(device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=device,
-        state=init_device_mesh(device.type, axes, mesh_dim_names=("dp_replicate", "dp_shard")),
-        dp=init_device_mesh(device.type, (mesh.dp,), mesh_dim_names=("dp",)),
+        state=copies["dp_replicate", "dp_shard"],
+        dp=flat["dp"],
+        pp=flat["pp"],
     )
 
 

@@ -89,7 +89,7 @@ class Saver:
         if not self._every_s:
             return False
         passed = self._ranks.rank == 0 and time.monotonic() - self._saved_at_s >= self._every_s
-        return maximum_over(int(passed), self._ranks.dp.get_group(), self._ranks.device) == 1
+        return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
         """Save the state after ``step`` steps, unless that was done; with ``wait`` it is complete on return."""

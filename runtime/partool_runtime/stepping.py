@@ -122,13 +122,14 @@ class Stepper:
         Raises ConfigurationError PT630, on all ranks, if gradients were not finite for ``max_nonfinite_steps`` in a
         row: starting again would only lead there again.
         """
-        group = self._ranks.dp.get_group()
         with timer("overhead"):
-            tokens = sum_over(self._count(batch), group)
+            # The ranks of a pipeline share their batch: each data-parallel group counts all of it.
+            tokens = sum_over(self._count(batch), self._ranks.dp.get_group())
             self._optimizer.clear_gradients()
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
-            check = check_gradients(self._optimizer.gradients(), loss_sum, self._ranks, self._kernels)
+            counted = self._optimizer.gradients(copies=False)
+            check = check_gradients(counted, loss_sum, self._ranks, self._kernels)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
             scale = self._scaler.scale
             norm = check.norm / scale
@@ -158,7 +159,8 @@ class Stepper:
         loss_sum = self._passes.evaluate(seen(), stopping)
         if loss_sum is None:
             return None
-        loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.dp.get_group()).tolist()
+        loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
+        tokens /= self._ranks.pp.size()  # the ranks of a pipeline have all counted the same ones
         return loss / max(tokens, 1), int(tokens)
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:

@@ -34,7 +34,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     """
     configure_process(plan)
     ranks = open_ranks(plan)
-    stop.use(lambda value: maximum_over(value, ranks.dp.get_group(), ranks.device))
+    stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
         stepper, saver, first = _prepare(plan, run_dir, ranks, recorder, data.fingerprint, resume=resume)

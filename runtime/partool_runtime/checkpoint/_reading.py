@@ -15,14 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
-from partool_runtime.checkpoint._plan import State
 from partool_runtime.errors import ConfigurationError
 
+Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of tensors, by name."""
 _METADATA = ".metadata"
 _NAMES_SHOWN = 5
 
 
-def tensor_shapes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensor_shapes(path: Path) -> Entries:
     """Return the shape and type of every tensor of a checkpoint's folder; raises ConfigurationError PT610, PT611."""
     return _shapes(_checked_metadata(path, read_manifest(path)))
 
@@ -32,7 +33,8 @@ def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None
 
     ``run`` is what errors call the run.
 
-    ``state`` may leave out whole groups of names (a group is what stands before the first dot), but not parts of one.
+    The ranks may hold different names. Together they may leave out whole groups of names (a group is what stands
+    before the first dot), but not parts of one.
     Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
     """
     ranks = ranks or Ranks(0, 1, timeout_s=0)
@@ -41,7 +43,9 @@ def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None
     except ConfigurationError as error:
         raise _with_older(path, error, ranks, run) from error
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
-    ranks.agree(lambda: _check_same_model(path, _shapes(metadata), state))
+    own = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
+    ranks.agree(lambda: _check_same_model(path, _shapes(metadata), whole))
     ranks.agree(lambda: _read(path, metadata, state))
     return manifest.extra
 
@@ -67,7 +71,7 @@ def _checked_metadata(path: Path, manifest: Manifest) -> Metadata:
     return metadata
 
 
-def _shapes(metadata: Metadata) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(metadata: Metadata) -> Entries:
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
@@ -93,15 +97,15 @@ def _newest_intact(folder: Path, before: int) -> int | None:
     return next((step for step in older if is_intact(step_folder(folder, step), content=True)), None)
 
 
-def _check_same_model(path: Path, saved: dict[str, tuple[tuple[int, ...], torch.dtype]], state: State) -> None:
-    groups = {name.partition(".")[0] for name in state}
+def _check_same_model(path: Path, saved: Entries, whole: Entries) -> None:
+    """Compare what is saved with what all ranks hold together."""
+    groups = {name.partition(".")[0] for name in whole}
     saved = {name: entry for name, entry in saved.items() if name.partition(".")[0] in groups}
-    differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - state.keys())]
-    differences += [f"{name} is not in the checkpoint" for name in sorted(state.keys() - saved.keys())]
-    for name in sorted(saved.keys() & state.keys()):
-        own = tuple(state[name].shape), state[name].dtype
-        if saved[name] != own:
-            differences.append(f"{name} is {_brief(*saved[name])} in the checkpoint and {_brief(*own)} here")
+    differences = [f"{name} is only in the checkpoint" for name in sorted(saved.keys() - whole.keys())]
+    differences += [f"{name} is not in the checkpoint" for name in sorted(whole.keys() - saved.keys())]
+    for name in sorted(saved.keys() & whole.keys()):
+        if saved[name] != whole[name]:
+            differences.append(f"{name} is {_brief(*saved[name])} in the checkpoint and {_brief(*whole[name])} here")
     if differences:
         shown = "; ".join(differences[:_NAMES_SHOWN])
         more = f"; and {len(differences) - _NAMES_SHOWN} more" if len(differences) > _NAMES_SHOWN else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -16,10 +16,15 @@ class AdamW:
 
     Parameters without a gradient in a step are taken to have a gradient of zero: their moments decay, so a step does
     not depend on how the model is spread. Moments have the type and the placement of their parameter.
+
+    ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, copies: Collection[str] = ()
+    ) -> None:
         self._parameters = dict(parameters)
+        self._copies = frozenset(copies)
         self._betas = (spec.betas[0], spec.betas[1])
         self._eps = spec.eps
         self._decays = {True: spec.weight_decay, False: 0.0}
@@ -38,9 +43,9 @@ class AdamW:
         state = {f"exp_avg.{name}": tensor for name, tensor in self._exp_avg.items()}
         return state | {f"exp_avg_sq.{name}": tensor for name, tensor in self._exp_avg_sq.items()}
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return this rank's shards of all gradients, empty ones left out."""
-        grads = (p.grad for p in self._parameters.values())
+    def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
+        """Return this rank's shards of all gradients, empty ones left out; copies only where they are asked for."""
+        grads = (p.grad for name, p in self._parameters.items() if copies or name not in self._copies)
         return [shard for grad in grads if grad is not None and (shard := local(grad)).numel() > 0]
 
     def clear_gradients(self) -> None:

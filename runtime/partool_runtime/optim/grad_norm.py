@@ -29,12 +29,12 @@ class GradientCheck:
 def check_gradients(shards: Sequence[torch.Tensor], loss_sum: torch.Tensor, ranks: Ranks, mode: Mode) -> GradientCheck:
     """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
 
-    One all-reduce of three float64 over all data-parallel ranks; replicas hold the same gradients, so their sum is
-    divided by their number.
+    One all-reduce of three float64 over all ranks; replicas hold the same gradients, so their sum is divided by their
+    number. ``shards`` leaves out what another pipeline rank counts.
     """
     squares, finite = _local_sums(shards, mode) if ranks.device.type == "cpu" else _device_sums(shards)
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
-    total, nonfinite, loss = sum_over(packed, ranks.dp.get_group()).tolist()
+    total, nonfinite, loss = sum_over(packed, ranks.world).tolist()
     # The sum of finite squares may overflow or a shard may hold an infinity: neither can be clipped.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
     return GradientCheck(math.sqrt(total / ranks.replicas) if good else math.nan, good, loss)
