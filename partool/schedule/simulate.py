@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from partool.schedule.actions import COMPUTE, Action, Schedule
-from partool.schedule.needs import Needs
+from partool.schedule.steps import KINDS, Pair, Step, link_times, steps_of
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each stage per micro-batch, and of one transfer between ranks."""
+    """Seconds of each stage per micro-batch, and of one transfer from rank to rank."""
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
     """Of whole backward passes; where a schedule halves them, of both halves together."""
     weight_s: Sequence[float] | None = None
     """Of the weights' half; None: half of the backward pass."""
-    send_s: float = 0.0
+    send_s: float | Mapping[Pair, float] = 0.0
+    """Of all transfers, or of those of each ordered pair of ranks; where weights travel, of one stage's weights."""
     input_s: Sequence[float] | None = None
     """Of the inputs' half; None: the backward pass without the weights' half."""
+    shared_links: bool = False
+    """Whether the messages of an ordered pair of ranks wait for each other; those of travelling weights always do."""
+
+    def columns(self, links: Sequence[Pair]) -> list[float]:
+        """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` for a link without a time."""
+        stages = range(len(self.forward_s))
+        found = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
+        return [*found, *link_times(self.send_s, links), 0.0]
 
     def of(self, action: Action) -> float:
         """Return the seconds of a compute action."""
@@ -71,86 +80,46 @@ class Timeline:
 def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> Timeline:
     """Return when every action runs.
 
-    A send leaves when its rank comes to it and has arrived ``send_s`` later; links are not shared. Sends do not hold
-    their rank up and receives are posted ahead, so a compute action waits for its own input only. With ``blocking`` a
-    rank works on nothing while it sends, and waits at each receive until the data are there. Raises ``ValueError``
-    where actions wait for each other in a circle.
+    A send leaves when its rank comes to it and has arrived ``send_s`` later. Sends do not hold their rank up and
+    receives are posted ahead, so a compute action waits for its own input only: what the neighbouring stage makes, or,
+    where weights travel, its stage's weights. With ``blocking`` a rank works on nothing while it sends, and waits at
+    each receive until the data are there. Raises ``ValueError`` where actions wait for each other in a circle.
     """
-    run = _Run(schedule, times, blocking)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(schedule.ranks):
-            while run.step(rank):
-                moved = True
-    left = [(rank, schedule.lists[rank][at]) for rank, at in enumerate(run.at) if at < len(schedule.lists[rank])]
-    if left:
-        waiting = ", ".join(f"rank {rank}: {tuple(action)}" for rank, action in left)
-        raise ValueError(f"the schedule cannot go on; waiting: {waiting}")
-    busy = tuple(sum(times.of(action) for action in rank if action.kind in COMPUTE) for rank in schedule.lists)
-    ordered = sorted(run.events, key=lambda event: (event.start_s, event.rank))
+    found = steps_of(schedule, blocking, times.shared_links)
+    durations = times.columns(found.links)
+    start, stop = _walk(found.steps, durations)
+    events = [
+        Event(*who, start_s, stop_s)
+        for who, start_s, stop_s in zip(found.of, start, stop, strict=True)
+        if who is not None
+    ]
+    for rank, action, after, column in found.sends:
+        events.append(Event(rank, action, stop[after], stop[after] + durations[column]))
+    ordered = sorted(events, key=lambda event: (event.start_s, event.rank))
+    busy = [0.0] * schedule.ranks
+    for event in ordered:
+        if event.action.kind in COMPUTE:
+            busy[event.rank] += times.of(event.action)
     return Timeline(
         events=tuple(event for event in ordered if event.action.kind in COMPUTE),
         transfers=tuple(event for event in ordered if event.action.kind not in COMPUTE),
-        makespan_s=max(run.free_s),
-        busy_s=busy,
+        makespan_s=max(stop, default=0.0),
+        busy_s=tuple(busy),
         in_flight=tuple(peak_held(rank) for rank in schedule.lists),
     )
 
 
-class _Run:
-    """The state of a simulation: how far each rank is, and when."""
-
-    def __init__(self, schedule: Schedule, times: StageTimes, blocking: bool) -> None:
-        self.schedule, self.times, self.blocking = schedule, times, blocking
-        self.needs = Needs(schedule)
-        self.at, self.free_s = [0] * schedule.ranks, [0.0] * schedule.ranks
-        self.done_s: dict[Action, float] = {}
-        """When compute is done, or data have arrived (under the receive's name)."""
-        self.events: list[Event] = []
-
-    def step(self, rank: int) -> bool:
-        """Take the next action of a rank; return False if it cannot be taken yet."""
-        actions = self.schedule.lists[rank]
-        if self.at[rank] == len(actions):
-            return False
-        action = actions[self.at[rank]]
-        if action.kind in COMPUTE:
-            ready = self._compute(rank, action)
-        elif action.kind.startswith("SEND"):
-            ready = self._send(rank, action)
-        else:
-            ready = self._receive(rank, action)
-        self.at[rank] += ready
-        return ready
-
-    def _compute(self, rank: int, action: Action) -> bool:
-        start = self.free_s[rank]
-        for need in self.needs.of(action):
-            when = self.done_s.get(need)
-            if when is None:
-                return False
-            start = max(start, when)
-        self.done_s[action] = self.free_s[rank] = start + self.times.of(action)
-        self.events.append(Event(rank, action, start, self.free_s[rank]))
-        return True
-
-    def _send(self, rank: int, action: Action) -> bool:
-        kind, stage, batch = action
-        start, stop = self.free_s[rank], self.free_s[rank] + self.times.send_s
-        there = Action("RECV_F", stage + 1, batch) if kind == "SEND_F" else Action("RECV_B", stage - 1, batch)
-        self.done_s[there] = stop
-        self.events.append(Event(rank, action, start, stop))
-        if self.blocking:
-            self.free_s[rank] = stop
-        return True
-
-    def _receive(self, rank: int, action: Action) -> bool:
-        if self.blocking:
-            if action not in self.done_s:
-                return False
-            self.free_s[rank] = max(self.free_s[rank], self.done_s[action])
-        return True
+def _walk(steps: Sequence[Step], durations: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return when each step starts and stops."""
+    start: list[float] = []
+    stop: list[float] = []
+    for here, (column, before, other, under_way) in enumerate(steps):
+        now = stop[here - before] if before else 0.0
+        if other:
+            now = max(now, stop[here - other] + durations[under_way])
+        start.append(now)
+        stop.append(now + durations[column])
+    return start, stop
 
 
 def peak_held(actions: Sequence[Action]) -> int:

@@ -1,0 +1,170 @@
+"""Any list of actions as steps that a clock can walk through: each starts when what it waits for has stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule, peer
+from partool.schedule.needs import Needs
+
+Pair = tuple[int, int]
+"""Sending and receiving rank."""
+Step = tuple[int, int, int, int]
+"""Column of the duration; how many steps back are what stands before it (0: nothing) and what arrives from elsewhere
+(0: nothing), and the column of the time that this is under way."""
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+"""Compute actions in the order of their columns."""
+_STREAMS = {"F": "FW", "B": "BW", "I": "BW"}
+"""The weights that a compute action works with where weights travel."""
+
+
+class Steps(NamedTuple):
+    """A schedule's actions in an order in which inputs come first.
+
+    Columns of durations: forward, backward, input and weight halves by stage, each link's transfer, and zero.
+    """
+
+    steps: tuple[Step, ...]
+    links: tuple[Pair, ...]
+    of: tuple[tuple[int, Action] | None, ...]
+    """Rank and action of each step; None for one that only waits for two things."""
+    sends: tuple[tuple[int, Action, int, int], ...]
+    """Transfers that are no steps: rank, action, the step after which they leave, column of the time under way."""
+
+
+@lru_cache(maxsize=64)
+def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -> Steps:
+    """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a circle.
+
+    With ``blocking`` a rank does nothing while it sends and waits at each receive. With ``shared`` the messages of an
+    ordered pair of ranks go one after the other; those of travelling weights always do: a turn's three are under way
+    together, and large.
+    """
+    walk = _Walk(schedule, blocking, shared or schedule.moves == "weights")
+    at, moved = [0] * schedule.ranks, True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.lists):
+            while at[rank] < len(actions) and walk.take(rank, actions[at[rank]]):
+                at[rank] += 1
+                moved = True
+    left = [(rank, schedule.lists[rank][place]) for rank, place in enumerate(at) if place < len(schedule.lists[rank])]
+    if left:
+        waiting = ", ".join(f"rank {rank}: {tuple(action)}" for rank, action in left)
+        raise ValueError(f"the schedule cannot go on; waiting: {waiting}")
+    return Steps(tuple(walk.steps), walk.links, tuple(walk.of), tuple(walk.sends))
+
+
+class _Walk:
+    """How far a walk through the lists has come; steps are named by their place."""
+
+    def __init__(self, schedule: Schedule, blocking: bool, shared: bool) -> None:
+        self.schedule, self.blocking, self.shared, self.needs = schedule, blocking, shared, Needs(schedule)
+        self.links = links_of(schedule)
+        first = 4 * schedule.stages
+        self.column = {pair: first + at for at, pair in enumerate(self.links)}
+        self.zero = first + len(self.links)
+        self.steps: list[Step] = []
+        self.of: list[tuple[int, Action] | None] = []
+        self.sends: list[tuple[int, Action, int, int]] = []
+        self.last = [-1] * schedule.ranks
+        self.wire: dict[Pair, int] = {}
+        """The step of the last message of a shared link."""
+        self.made: set[Action] = set()
+        self.arrives: dict[tuple[int, Action], tuple[int, int]] = {}
+        """By rank and receive: the step after which the message leaves, and the column of the time under way."""
+        self.carried: dict[tuple[int, str, int], tuple[int, Action]] = {}
+        """By rank, stream and stage: the receive that brought these weights or gradients last."""
+
+    def take(self, rank: int, action: Action) -> bool:
+        """Do an action of a rank; return False if what it waits for is not there."""
+        if action.kind in COMPUTE:
+            return self._compute(rank, action)
+        return self._send(rank, action) if action.kind.startswith("SEND") else self._receive(rank, action)
+
+    def _compute(self, rank: int, action: Action) -> bool:
+        waits = []
+        for need in self.needs.of(action):
+            if need.kind in COMPUTE:
+                if need not in self.made:
+                    return False
+            else:
+                waits.append((rank, need))
+        if brought := self.carried.get((rank, _STREAMS.get(action.kind, ""), action.stage)):
+            waits.append(brought)
+        if any(wait not in self.arrives for wait in waits):
+            return False
+        column = KINDS.index(action.kind) * self.schedule.stages + action.stage
+        self.last[rank] = self._add(column, self.last[rank], [self.arrives[wait] for wait in waits], (rank, action))
+        self.made.add(action)
+        return True
+
+    def _send(self, rank: int, action: Action) -> bool:
+        there, other = peer(self.schedule, rank, action)
+        pair = rank, there
+        waits = []
+        if action.kind in SHIFTS and (brought := self.carried.get((rank, _stream(action), action.stage))):
+            if brought not in self.arrives:
+                return False
+            waits.append(self.arrives[brought])
+        column, before = self.column[pair], self.last[rank]
+        if not (self.blocking or self.shared) and before >= 0:
+            self.arrives[there, other] = before, column
+            self.sends.append((rank, action, before, column))
+            return True
+        if self.shared and pair in self.wire:
+            waits.append((self.wire[pair], self.zero))
+        self.wire[pair] = self._add(column, before, waits, (rank, action))
+        self.arrives[there, other] = self.wire[pair], self.zero
+        if self.blocking:
+            self.last[rank] = self.wire[pair]
+        return True
+
+    def _receive(self, rank: int, action: Action) -> bool:
+        if self.blocking:
+            if (rank, action) not in self.arrives:
+                return False
+            self.last[rank] = self._add(self.zero, self.last[rank], [self.arrives[rank, action]], None)
+        if action.kind in SHIFTS:
+            self.carried[rank, _stream(action), action.stage] = rank, action
+        return True
+
+    def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
+        """Append a step and return its place. A step has one arrival: for each more, one of no time stands before."""
+        for other, under_way in waits[:-1]:
+            before = self._append(self.zero, before, other, under_way, None)
+        other, under_way = waits[-1] if waits else (-1, self.zero)
+        return self._append(column, before, other, under_way, of)
+
+    def _append(self, column: int, before: int, other: int, under_way: int, of: tuple[int, Action] | None) -> int:
+        here = len(self.steps)
+        self.steps.append((column, here - before if before >= 0 else 0, here - other if other >= 0 else 0, under_way))
+        self.of.append(of)
+        return here
+
+
+def links_of(schedule: Schedule) -> tuple[Pair, ...]:
+    """Return the ordered pairs of ranks between which a schedule sends."""
+    pairs = {
+        (rank, peer(schedule, rank, action)[0])
+        for rank, actions in enumerate(schedule.lists)
+        for action in actions
+        if action.kind.startswith("SEND")
+    }
+    return tuple(sorted(pairs))
+
+
+def link_times(send_s: Any, links: Sequence[Pair]) -> list[Any]:
+    """Return the time of a transfer over each link, from one for all or a mapping; ``ValueError`` if one is missing."""
+    if not isinstance(send_s, Mapping):
+        return [send_s] * len(links)
+    if missing := [pair for pair in links if pair not in send_s]:
+        raise ValueError(f"there is no transfer time from rank {missing[0][0]} to rank {missing[0][1]}")
+    return [send_s[pair] for pair in links]
+
+
+def _stream(action: Action) -> str:
+    return action.kind.partition("_")[2]
