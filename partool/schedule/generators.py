@@ -94,7 +94,7 @@ SCHEDULES: dict[str, Generator] = {
     "1f1b": Generator(one_forward_one_backward),
     "interleaved": Generator(interleaved, _whole_rounds),
     "zb-h1": Generator(zb_h1, split=True),
-    "zb-v": Generator(zb_v, _two_chunks, wave_rank, split=True),
+    "zb-v": Generator(zb_v, _two_chunks, wave_rank, split=True, capped=True),
     "hanayo": Generator(hanayo, _whole_waves, wave_rank, capped=True),
 }
 """By the name that specs use."""
