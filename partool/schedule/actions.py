@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -22,7 +23,8 @@ SHIFTS: frozenset[str] = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW", 
 class Action(NamedTuple):
     """One action of one stage on one micro-batch. A transfer names the stage that sends or receives.
 
-    Shifts have no micro-batch: they count turns in its place, and name the stage whose weights or gradients move.
+    Shifts have no micro-batch: they count turns in its place, and name the stage whose weights or gradients move. Both
+    ends of a shift have the same number, and no other shift of its kind and stage has it.
     """
 
     kind: Kind
@@ -61,20 +63,23 @@ class Schedule:
         """Return the stages of a rank, in order."""
         return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
+    @cached_property
+    def shift_ranks(self) -> dict[Action, int]:
+        """The rank of each shift; of one that several ranks have, the last."""
+        return {action: rank for rank, actions in enumerate(self.lists) for action in actions if action.kind in SHIFTS}
+
 
 def peer(schedule: Schedule, rank: int, action: Action) -> tuple[int, Action]:
     """Return the other end of a rank's transfer: its rank and action.
 
-    Activations and gradients go to the ranks of neighbouring stages. Shifts go to the next rank of the ring; those of
-    turn 0 deal the owned stages out, from rank ``r`` to ``(1 - r) mod ranks``. The other end of a transfer that names
-    no stage is on rank -1.
+    Activations and gradients go to the ranks of neighbouring stages, shifts to the rank whose list has their other end.
+    The other end of a transfer that names no stage, or of a shift that has none, is on rank -1.
     """
     kind, stage, batch = action
     other: Kind = kind.replace("SEND", "RECV") if kind.startswith("SEND") else kind.replace("RECV", "SEND")  # type: ignore[assignment]
     if kind in SHIFTS:
-        step = 1 if kind.startswith("SEND") else -1
-        where = (1 - rank if batch == 0 else rank + step) % schedule.ranks
-        return where, Action(other, stage, batch)
+        end = Action(other, stage, batch)
+        return schedule.shift_ranks.get(end, -1), end
     step = 1 if kind in ("SEND_F", "RECV_B") else -1
     there = stage + step
     return schedule.placement[there] if 0 <= there < schedule.stages else -1, Action(other, there, batch)

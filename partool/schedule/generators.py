@@ -9,6 +9,7 @@ from typing import Literal
 
 from partool.schedule.actions import Action, Order, Schedule, with_transfers
 from partool.schedule.waves import hanayo, wave_rank, zb_v
+from partool.schedule.weipipe import order_of, owner, weipipe
 
 
 def _one_chunk(ranks: int, micro_batches: int, chunks: int) -> str | None:
@@ -96,6 +97,9 @@ SCHEDULES: dict[str, Generator] = {
     "zb-h1": Generator(zb_h1, split=True),
     "zb-v": Generator(zb_v, _two_chunks, wave_rank, split=True, capped=True),
     "hanayo": Generator(hanayo, _whole_waves, wave_rank, capped=True),
+    "weipipe": Generator(order_of("weipipe"), _whole_rounds, owner, moves="weights"),
+    "weipipe-naive": Generator(order_of("weipipe-naive"), _whole_rounds, owner, moves="weights"),
+    "weipipe-zb": Generator(order_of("weipipe-zb"), _whole_rounds, owner, split=True, moves="weights"),
 }
 """By the name that specs use."""
 
@@ -140,6 +144,8 @@ def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int =
 def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Schedule:
     """Return a whole schedule, transfers included; raises ``ValueError`` where :func:`check` finds a reason."""
     lists = order(name, ranks, micro_batches, chunks, cap)
+    if SCHEDULES[name].moves == "weights":
+        return weipipe(name, ranks, micro_batches, chunks)
     placement = tuple(SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks))
     return Schedule(name, ranks, micro_batches, chunks, placement, with_transfers(lists, placement))
 

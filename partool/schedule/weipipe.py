@@ -1,0 +1,257 @@
+"""WeiPipe: micro-batches stay on their rank, stages' weights and gradients travel (Lin et al., PPoPP'25).
+
+Micro-batch ``m`` runs through all stages on rank ``m mod ranks``. Each stage has an owner, rank ``(stage + 1) mod
+ranks``, that keeps its parameters and optimizer states. A schedule is a sequence of *turns*, the same on every rank; a
+turn has at most one pass with graph and one without, each over one stage. For a pass the stage's weights come to rank 0
+from their owner and go on from rank to rank; each rank passes them on at once, so the ranks do the same turn a little
+after one another. Gradients follow the backward pass from rank to rank, each adding its own; they end at their owner,
+and those of the ranks behind it go home from the last rank.
+
+What the paper's ring moves in vain is left out, so each pass moves ``ranks - 1`` copies instead of ``ranks`` and more:
+owners are not sent their own weights, gradients of nothing are not sent, nothing circulates before the first and after
+the last pass, and a stage that the neighbouring turn works on as well stays until then.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from partool.schedule.actions import Action, Kind, Order, Schedule
+
+
+class Pass(NamedTuple):
+    """What every rank does in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
+
+    kind: Literal["F", "B", "I", "W"]
+    stage: int
+    round: int
+
+
+Turn = tuple[Pass, ...]
+Turns = Callable[[int, int], list[Turn]]
+"""The turns of so many stages and rounds."""
+
+
+def owner(stage: int, ranks: int) -> int:
+    """Return the rank that keeps a stage's parameters."""
+    return (stage + 1) % ranks
+
+
+def interleave(stages: int, rounds: int) -> list[Turn]:
+    """Return WeiPipe-Interleave: a turn has the backward pass of one round and the forward pass of the next."""
+    found: list[Turn] = []
+    for turn in range(stages * (rounds + 1)):
+        number, place = divmod(turn, stages)
+        back = (Pass("B", stages - 1 - place, number - 1),) if number else ()
+        found.append((*back, *((Pass("F", place, number),) if number < rounds else ())))
+    return found
+
+
+def naive(stages: int, rounds: int) -> list[Turn]:
+    """Return WeiPipe-Naive: a round's forward passes, then its backward passes, then the next round."""
+    up, down = range(stages), reversed(range(stages))
+    ways = [("F", stage) for stage in up] + [("B", stage) for stage in down]
+    return [(Pass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
+
+
+def zero_bubble(stages: int, rounds: int) -> list[Turn]:
+    """Return the zero-bubble variant: forward passes, gradients of inputs downwards, gradients of weights upwards.
+
+    Only the last third waits for gradients on their way, and it needs no weights: what a layer's product needs is kept.
+    """
+    up, down = range(stages), reversed(range(stages))
+    ways = [("F", stage) for stage in up] + [("I", stage) for stage in down] + [("W", stage) for stage in up]
+    return [(Pass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
+
+
+def forward(stages: int, rounds: int) -> list[Turn]:
+    """Return forward passes alone: evaluation."""
+    return [(Pass("F", stage, number),) for number in range(rounds) for stage in range(stages)]
+
+
+VARIANTS: dict[str, Turns] = {"weipipe": interleave, "weipipe-naive": naive, "weipipe-zb": zero_bubble}
+"""By the name that specs use."""
+
+
+def order_of(name: str) -> Callable[[int, int, int, int], Order]:
+    """Return a variant's compute actions as a function of (ranks, micro_batches, chunks, cap)."""
+
+    def order(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
+        return _computed(VARIANTS[name](ranks * chunks, -(-micro_batches // ranks)), ranks, micro_batches)
+
+    return order
+
+
+@lru_cache(maxsize=64)
+def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_from: int = 0) -> Schedule:
+    """Return a variant's whole schedule with its shifts.
+
+    Stages before ``trained_from`` only run forward; if that is all of them, the schedule is an evaluation's, and the
+    micro-batches need not be a multiple of the ranks.
+    """
+    stages = ranks * chunks
+    make = forward if trained_from >= stages else VARIANTS[name]
+    turns = [
+        tuple(one for one in turn if one.kind == "F" or one.stage >= trained_from)
+        for turn in make(stages, -(-micro_batches // ranks))
+    ]
+    placement = tuple(owner(stage, ranks) for stage in range(stages))
+    lists = with_shifts([turn for turn in turns if turn], ranks, micro_batches)
+    return Schedule(name, ranks, micro_batches, chunks, placement, lists, "weights", min(trained_from, stages))
+
+
+def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
+    """Return the lists of compute actions with the shifts of weights and gradients.
+
+    A shift's third number is the turn at which it would arrive if ranks worked in step, each a turn behind the one
+    before: that names every shift once. Before a turn stand the shifts of the next turn's weights, receives before
+    sends; an owner hands its own to rank 0 ``ranks`` turns ahead, since it is that far behind at most. After a
+    backward pass come the gradients of the rank before, then the sum goes on; what comes home from the last rank is
+    taken a turn later.
+    """
+    behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
+    weights, dealt = _weights(turns, ranks)
+    gradients, homes = _gradients(turns, ranks)
+    computed = [
+        [
+            [Action(one.kind, one.stage, one.round * ranks + rank) for one in turn]
+            for turn in turns
+        ]
+        for rank in range(ranks)
+    ]  # fmt: skip
+    for rank in range(ranks):
+        for at in range(-1, len(turns) + 1):
+            step = behind[rank][at]
+            step += dealt[rank, at] + weights[rank, at + 1]
+            for action in computed[rank][at] if 0 <= at < len(turns) else ():
+                if action.micro_batch < micro_batches:
+                    step.append(action)
+                if action.kind in ("B", "W"):
+                    step += gradients[rank, at, action.stage]
+            step += homes[rank, at - 1]
+    return tuple(tuple(action for at in sorted(steps) for action in steps[at]) for steps in behind.values())
+
+
+def trains(turns: Sequence[Turn]) -> list[tuple[int, Kind, int]]:
+    """Return (turn, pass, stage) of each journey of weights: none where the turn before works on the stage as well."""
+    last: dict[int, int] = {}
+    found: list[tuple[int, Kind, int]] = []
+    for at, turn in enumerate(turns):
+        for kind, stage, _ in turn:
+            if kind == "W":
+                continue
+            if last.get(stage, -2) < at - 1:
+                found.append((at, kind, stage))
+            last[stage] = at
+    return found
+
+
+Placed = defaultdict[tuple[int, int], list[Action]]
+"""Shifts by (rank, turn)."""
+
+
+def _weights(turns: Sequence[Turn], ranks: int) -> tuple[Placed, Placed]:
+    """Return the shifts of weights by the turn that needs them, and what owners deal to rank 0 by when they do."""
+    shifts: Placed = defaultdict(list)
+    dealt: Placed = defaultdict(list)
+    sends: Placed = defaultdict(list)
+    for at, kind, stage in trains(turns):
+        way = "FW" if kind == "F" else "BW"
+        home = owner(stage, ranks)
+        if home != 0:
+            dealt[home, max(-1, at - 1 - ranks)].append(_shift("SEND", way, stage, at))
+            shifts[0, at].append(_shift("RECV", way, stage, at))
+        for rank in range(1, ranks):
+            if rank != home:
+                sends[rank - 1, at].append(_shift("SEND", way, stage, at + rank))
+                shifts[rank, at].append(_shift("RECV", way, stage, at + rank))
+    for place, found in sends.items():
+        shifts[place] += found
+    return shifts, dealt
+
+
+def _gradients(turns: Sequence[Turn], ranks: int) -> tuple[defaultdict[tuple[int, int, int], list[Action]], Placed]:
+    """Return the shifts of gradients after a backward pass, by (rank, turn, stage), and those that come home later."""
+    shifts: defaultdict[tuple[int, int, int], list[Action]] = defaultdict(list)
+    homes: Placed = defaultdict(list)
+    for at, turn in enumerate(turns):
+        for kind, stage, _ in turn:
+            if kind not in ("B", "W"):
+                continue
+            home = owner(stage, ranks)
+            for rank in range(ranks):
+                if rank and rank - 1 != home:
+                    shifts[rank, at, stage].append(Action("RECV_G", stage, at + rank))
+                if rank not in (home, ranks - 1):
+                    shifts[rank, at, stage].append(Action("SEND_G", stage, at + rank + 1))
+            if home != ranks - 1:
+                shifts[ranks - 1, at, stage].append(Action("SEND_G", stage, at + ranks))
+                homes[home, at].append(Action("RECV_G", stage, at + ranks))
+    return shifts, homes
+
+
+def _computed(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
+    return tuple(
+        tuple(
+            Action(kind, stage, number * ranks + rank)
+            for turn in turns
+            for kind, stage, number in turn
+            if number * ranks + rank < micro_batches
+        )
+        for rank in range(ranks)
+    )
+
+
+def _shift(end: Literal["SEND", "RECV"], way: str, stage: int, turn: int) -> Action:
+    return Action(f"{end}_{way}", stage, turn)  # type: ignore[arg-type]
+
+
+def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, ...]:
+    """Return what each rank sends in a step, given the size of each stage's weights and gradients (bytes, elements).
+
+    All ranks together send ``ranks - 1`` times the weights of each of :func:`trains` and ``ranks - 1`` times the
+    gradients of each backward pass of a round.
+    """
+    return tuple(
+        sum(
+            (gradients if action.kind == "SEND_G" else weights)[action.stage]
+            for action in actions
+            if action.kind in ("SEND_FW", "SEND_BW", "SEND_G")
+        )
+        for actions in schedule.lists
+    )
+
+
+class Room(NamedTuple):
+    """Most stages whose flat copies a rank holds at once, beside its own."""
+
+    weights: int
+    gradients: int
+
+
+def room(schedule: Schedule, rank: int) -> Room:
+    """Return how many weights a rank holds, from when they are received until nothing reads them, and gradients.
+
+    Gradients are a rank's own of a stage until they are sent, and what it receives to add to them.
+    """
+    actions = schedule.lists[rank]
+    last: dict[int, int] = {}
+    ends: defaultdict[int, int] = defaultdict(int)
+    for at in reversed(range(len(actions))):
+        kind, stage, _ = actions[at]
+        if schedule.placement[stage] == rank or kind in ("W", "RECV_G", "SEND_G"):
+            continue
+        if kind in ("RECV_FW", "RECV_BW"):
+            ends[last.pop(stage, at)] += 1
+        else:
+            last.setdefault(stage, at)
+    held = most = 0
+    for at, action in enumerate(actions):
+        held += action.kind in ("RECV_FW", "RECV_BW")
+        most = max(most, held)
+        held -= ends[at]
+    summed = any(action.kind in ("B", "W") for action in actions)
+    return Room(most, 2 * summed)
