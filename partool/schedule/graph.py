@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
-from partool.schedule.actions import Order
-from partool.schedule.generators import SCHEDULES, check, order
+from partool.schedule.actions import COMPUTE, Order, Schedule, peer
+from partool.schedule.generators import SCHEDULES, check, generate, order
+from partool.schedule.steps import Pair, Step, steps_of
 
 _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
-
-Step = tuple[int, int, int]
-"""Column of the duration; how many steps back are the action before on the rank and the input from the neighbouring
-stage (0: none). Inputs made on the same rank need no entry: they stand earlier in its list."""
+_WHOLE = 20_000
+"""Compute actions up to which lists that a search finds are made whole."""
 
 
 class Graph(NamedTuple):
@@ -26,15 +27,52 @@ class Graph(NamedTuple):
     reach: int
     """The furthest that any step looks back."""
     ends: tuple[int, ...]
-    """The last action of each rank, counted from the end."""
+    """The last action of each rank, and the last message on each link that has steps, counted from the end."""
+    links: tuple[Pair, ...]
+    """Ordered pairs of ranks with transfers, in the order of their columns."""
 
 
 @lru_cache(maxsize=512)
-def graph(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph:
+def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> Graph:
     """Return the whole graph, with no repeating stretch."""
-    steps, last = _sorted(name, ranks, micro_batches, chunks)
-    reach = max((max(before, other) for _, before, other in steps), default=0)
-    return Graph(tuple(steps), (), (), reach, tuple(len(steps) - index for index in last))
+    if SCHEDULES[name].moves == "weights":
+        return graph_of(generate(name, ranks, micro_batches, chunks, cap))
+    places = [SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks)]
+    links = _links(places)
+    steps, last = _sorted(order(name, ranks, micro_batches, chunks, cap), places, micro_batches, links)
+    return _graph(steps, last, links)
+
+
+@lru_cache(maxsize=64)
+def graph_of(schedule: Schedule, shared: bool = False) -> Graph:
+    """Return the graph of any list, with no repeating stretch; see :func:`partool.schedule.steps.steps_of`."""
+    found = steps_of(schedule, shared=shared)
+    last: dict[tuple[int, int], int] = {}
+    for at, who in enumerate(found.of):
+        if who is not None:
+            rank, action = who
+            last[rank, -1 if action.kind in COMPUTE else peer(schedule, rank, action)[0]] = at
+    return _graph(found.steps, last.values(), found.links)
+
+
+def _graph(steps: Sequence[Step], last: Iterable[int], links: tuple[Pair, ...]) -> Graph:
+    reach = max((max(before, other) for _, before, other, _ in steps), default=0)
+    return Graph(tuple(steps), (), (), reach, tuple(len(steps) - index for index in last), links)
+
+
+def _links(places: Sequence[int]) -> tuple[Pair, ...]:
+    beside = [pair for pair in pairwise(places) if pair[0] != pair[1]]
+    return tuple(sorted({*beside, *((there, here) for here, there in beside)}))
+
+
+def longest(name: str, ranks: int, chunks: int) -> int:
+    """Return the most micro-batches of which a schedule without a repeating pattern is made whole; 0 if it has one."""
+    generator = SCHEDULES[name]
+    # Only lists that a search finds can be held within a bound.
+    if not generator.capped and generator.moves == "activations":
+        return 0
+    each = (3 if generator.split else 2) * ranks * chunks
+    return max(4 * ranks, _WHOLE // each // ranks * ranks)
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:
@@ -70,29 +108,32 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
     cut = best_start + best + length
     # What follows may look back into the stretch, and one stretch into the one before it, but no further.
     # Each stage's every action must be in it alike (all of GPipe's steady forward passes look the same).
-    each = Counter(column for column, _, _ in steps[cut - length : cut])
+    each = Counter(column for column, *_ in steps[cut - length : cut])
     if best < length or whole.reach > cut - best_start or set(each.values()) != {by} or len(each) * by != length:
         return None
-    return Graph(steps[:cut], steps[cut - length : cut], steps[cut:], whole.reach, whole.ends)
+    return Graph(steps[:cut], steps[cut - length : cut], steps[cut:], whole.reach, whole.ends, whole.links)
 
 
-def _sorted(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[list[Step], list[int]]:
+def _sorted(
+    lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Pair, ...]
+) -> tuple[list[Step], list[int]]:
     """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one.
 
     Actions are numbers here (kind by kind, stage by stage): a search builds graphs of 10,000 actions by the dozen.
+    Inputs made on the same rank need no entry: they stand earlier in its list.
     """
-    stages = ranks * chunks
-    lists = _numbered(order(name, ranks, micro_batches, chunks), stages, micro_batches)
-    found = _started(name, lists, stages, micro_batches)
-    rank_of = [SCHEDULES[name].rank_of(stage, ranks) for stage in range(stages)]
+    stages = len(places)
+    found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
+    column = {pair: 4 * stages + at for at, pair in enumerate(links)}
     index = [0] * (4 * stages * micro_batches)
     steps: list[Step] = []
-    last = [-1] * ranks
+    last = [-1] * len(lists)
     for here, (_, rank, number, need) in enumerate(sorted(found)):
         previous = last[rank]
-        away = need >= 0 and rank_of[need // micro_batches % stages] != rank
-        other = here - index[need] if away else 0
-        steps.append((number // micro_batches, here - previous if previous >= 0 else 0, other))
+        other = under_way = 0
+        if need >= 0 and (there := places[need // micro_batches % stages]) != rank:
+            other, under_way = here - index[need], column[there, rank]
+        steps.append((number // micro_batches, here - previous if previous >= 0 else 0, other, under_way))
         index[number] = last[rank] = here
     return steps, last
 
@@ -102,7 +143,7 @@ def _numbered(lists: Order, stages: int, micro_batches: int) -> list[list[int]]:
     return [[first[kind] + stage * micro_batches + batch for kind, stage, batch in actions] for actions in lists]
 
 
-def _started(name: str, lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
+def _started(lists: list[list[int]], stages: int, micro_batches: int) -> list[tuple[int, int, int, int]]:
     """Return (start in units, rank, action, its input from the neighbouring stage or -1), ranks acting in turn."""
     each = stages * micro_batches
     stop = [0] * (4 * each)
@@ -127,7 +168,7 @@ def _started(name: str, lists: list[list[int]], stages: int, micro_batches: int)
                 position += 1
             at[rank], free[rank] = position, now
         if len(found) == before:
-            raise ValueError(f"{name} cannot go on: its {len(lists)} ranks wait for each other")
+            raise ValueError(f"the schedule cannot go on: its {len(lists)} ranks wait for each other")
     return found
 
 

@@ -9,19 +9,23 @@ That bounds the error of stopping early, and the walk goes on until the bound is
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 import numpy as np
 
 from partool.schedule.actions import Schedule
 from partool.schedule.generators import order
-from partool.schedule.graph import Graph, Step, base, graph, growth, repeating
-from partool.schedule.simulate import StageTimes, peak_held, simulate
+from partool.schedule.graph import Graph, base, graph, graph_of, growth, longest, repeating
+from partool.schedule.simulate import StageTimes, peak_held
+from partool.schedule.steps import Step, link_times
 
 _EXACT = 1e-12
 """Relative error that counts as none."""
 _STEPS = 200_000
 """Actions after which the walk through the steady stretch stops although the bound is not there yet."""
+_TOGETHER = 1024
+"""Cases that numpy takes at once: what they look back on stays in the processor's cache."""
 _FEW = 5
 """Cases up to which one after the other is quicker than numpy over all: measured about 4 for 2 ranks, 10 for 8."""
 
@@ -31,6 +35,7 @@ def makespan(
     ranks: int,
     micro_batches: int,
     chunks: int,
+    cap: int = 0,
     *,
     forward_s: Any,
     backward_s: Any,
@@ -41,39 +46,60 @@ def makespan(
     """Return the seconds from the first to the last action: a number, or an array with one entry per case.
 
     Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two halves
-    (``input_s`` None: the rest of the whole); ``send_s`` is a number or [cases]. The result is that of
-    :func:`partool.schedule.simulate`: to rounding, unless more than 200,000 actions pass before the schedule is steady;
-    what is left of such a schedule is taken at its latest pace (0.7 % off at worst with that limit set to 1,000).
+    (``input_s`` None: the rest of the whole); ``send_s`` is a number or [cases], or a mapping from ordered pairs of
+    ranks to such. The result is that of :func:`partool.schedule.simulate`: to rounding, unless more than 200,000
+    actions pass before the schedule is steady; what is left of such a schedule is taken at its latest pace (0.7 % off
+    at worst with that limit set to 1,000). Lists that a search finds are taken whole up to about 20,000 actions; what
+    is left of longer ones is taken at the pace of their second half.
     """
     durations = [np.asarray(part, dtype=float) for part in (forward_s, backward_s, weight_s)]
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))
+
+    def whole(count: int) -> Any:
+        return _evaluate(graph(name, ranks, count, chunks, cap), 0, durations, send_s)
+
+    if most := longest(name, ranks, chunks):
+        if micro_batches <= most:
+            return whole(micro_batches)
+        later, earlier = _shorter(micro_batches, ranks, most)
+        stop_s = whole(later)
+        return stop_s + (stop_s - whole(earlier)) * ((micro_batches - later) / (later - earlier))
     first = base(name, ranks, micro_batches, chunks)
     by = growth(name, ranks, micro_batches, chunks)
     times = (micro_batches - first) // by
     if times < 3:
-        return _evaluate(graph(name, ranks, micro_batches, chunks), 0, durations, send_s)
+        return whole(micro_batches)
     if (short := repeating(name, ranks, first, chunks)) is not None:
         return _evaluate(short, times, durations, send_s)
     # No single stretch repeats: GPipe, whose two phases are flow lines, exactly linear from the first micro-batch on.
-    start = _evaluate(graph(name, ranks, first, chunks), 0, durations, send_s)
-    later = _evaluate(graph(name, ranks, first + by, chunks), 0, durations, send_s)
-    return later + (later - start) * (times - 1)
+    start, later_s = whole(first), whole(first + by)
+    return later_s + (later_s - start) * (times - 1)
 
 
 @lru_cache(maxsize=4096)
-def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
+def in_flight(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> tuple[int, ...]:
     """Return the most activations that each rank holds at once, in micro-batches of one stage, from the lists.
 
     Held from the forward pass until nothing reads them: the backward pass, or the weights' half of it. Beyond four
-    rounds of micro-batches they stay the same, or (GPipe) grow by as much with each more.
+    rounds of micro-batches they stay the same, or (GPipe) grow by as much with each more; of lists that a search finds,
+    beyond about 20,000 actions, they are taken to grow as in the second half.
     """
+    most = longest(name, ranks, chunks)
     by, enough = growth(name, ranks, micro_batches, chunks), 4 * ranks
-    if micro_batches <= enough + 2 * by:
-        return tuple(peak_held(actions) for actions in order(name, ranks, micro_batches, chunks))
-    first = enough + (micro_batches - enough) % by
-    start, later = (in_flight(name, ranks, count, chunks) for count in (first, first + by))
-    times = (micro_batches - first) // by
-    return tuple(one + (two - one) * times for one, two in zip(start, later, strict=True))
+    if micro_batches <= (most or enough + 2 * by):
+        lists = order(name, ranks, micro_batches, chunks, cap)
+        return tuple(peak_held(actions) for actions in lists)
+    later, earlier = _shorter(micro_batches, ranks, most) if most else (enough + (micro_batches - enough) % by + by, 0)
+    earlier = earlier or later - by
+    start, stop = (in_flight(name, ranks, count, chunks, cap) for count in (earlier, later))
+    times = (micro_batches - later) / (later - earlier)
+    return tuple(two + max(0, ceil((two - one) * times)) for one, two in zip(start, stop, strict=True))
+
+
+def _shorter(micro_batches: int, ranks: int, most: int) -> tuple[int, int]:
+    """Return two numbers of micro-batches up to ``most``, as far into a round of all ranks as the one given."""
+    later = most - (most - micro_batches) % ranks
+    return later, later - max(1, most // (2 * ranks)) * ranks
 
 
 def span_s(schedule: Schedule, times: StageTimes) -> float:
@@ -81,32 +107,35 @@ def span_s(schedule: Schedule, times: StageTimes) -> float:
 
     Raises ``ValueError`` where actions wait for each other in a circle.
     """
-    return simulate(schedule, times).makespan_s
+    found = graph_of(schedule, times.shared_links)
+    return float(_follow(found, 0, times.columns(found.links)))
 
 
 def _evaluate(steps: Graph, times: int, durations: list[Any], send_s: Any) -> Any:
-    if all(part.ndim == 1 for part in durations) and np.ndim(send_s) == 0:
-        return _follow(steps, times, np.concatenate(durations).tolist(), float(send_s))
-    cases = max([np.size(send_s), *(part.shape[0] for part in durations if part.ndim == 2)])
-    wide = np.concatenate([np.broadcast_to(part, (cases, part.shape[-1])) for part in durations], axis=1)
-    send = np.broadcast_to(np.asarray(send_s, dtype=float), (cases,))
+    sends = [np.asarray(part, dtype=float) for part in link_times(send_s, steps.links)]
+    if all(part.ndim == 1 for part in durations) and all(part.ndim == 0 for part in sends):
+        return _follow(steps, times, [*np.concatenate(durations).tolist(), *map(float, sends), 0.0])
+    cases = max([*(part.size for part in sends), *(part.shape[0] for part in durations if part.ndim == 2)])
+    rows = [np.broadcast_to(part, (cases, part.shape[-1])).T for part in durations]
+    wide = np.concatenate([*rows, *(np.broadcast_to(part, (1, cases)) for part in sends), np.zeros((1, cases))])
     if cases <= _FEW:
-        return np.array([_follow(steps, times, wide[case].tolist(), float(send[case])) for case in range(cases)])
-    return _follow(steps, times, np.ascontiguousarray(wide.T), send)
+        return np.array([_follow(steps, times, wide[:, case].tolist()) for case in range(cases)])
+    parts = [np.ascontiguousarray(wide[:, at : at + _TOGETHER]) for at in range(0, cases, _TOGETHER)]
+    return np.concatenate([_follow(steps, times, part) for part in parts])
 
 
-def _follow(steps: Graph, times: int, durations: Any, send_s: Any) -> Any:
+def _follow(steps: Graph, times: int, durations: Any) -> Any:
     """Return the latest stop of a graph with ``times`` more stretches; durations [columns] or [columns, cases]."""
     walk = _walk if isinstance(durations, list) else _walk_cases
     stop: list[Any] = []
-    walk(stop, steps.before, durations, send_s)
+    walk(stop, steps.before, durations)
     extra: Any = 0.0
     left, most, pause = times, _STEPS, 2
     size, reach = len(steps.stretch), steps.reach
     while left:
         turns = min(pause, left)
         for _ in range(turns):
-            walk(stop, steps.stretch, durations, send_s)
+            walk(stop, steps.stretch, durations)
         left, most, pause = left - turns, most - turns * size, pause + pause // 2
         grown = np.array(stop[-reach:]) - np.array(stop[-reach - size : -size])
         low, high = grown.min(axis=0), grown.max(axis=0)
@@ -115,27 +144,27 @@ def _follow(steps: Graph, times: int, durations: Any, send_s: Any) -> Any:
         elif most <= 0:
             half = len(stop) // (2 * size) * size
             extra, left = (stop[-1] - stop[-1 - half]) * (size / half * left), 0
-    walk(stop, steps.after, durations, send_s)
+    walk(stop, steps.after, durations)
     return np.max([stop[-end] for end in steps.ends], axis=0) + extra
 
 
-def _walk(stop: list[float], steps: tuple[Step, ...], durations: list[float], send_s: float) -> None:
+def _walk(stop: list[float], steps: tuple[Step, ...], durations: list[float]) -> None:
     """Append the stop time of each step; the first on its rank starts at 0."""
     add = stop.append
-    for column, before, other in steps:
+    for column, before, other, under_way in steps:
         start = stop[-before] if before else 0.0
         if other:
-            arrives = stop[-other] + send_s
+            arrives = stop[-other] + durations[under_way]
             if arrives > start:  # noqa: PLR1730 - max() takes as long as the rest of the loop.
                 start = arrives
         add(start + durations[column])
 
 
-def _walk_cases(stop: list[Any], steps: tuple[Step, ...], durations: Any, send_s: Any) -> None:
+def _walk_cases(stop: list[Any], steps: tuple[Step, ...], durations: Any) -> None:
     """Append the stop times [cases] of each step."""
-    for column, before, other in steps:
+    for column, before, other, under_way in steps:
         if other:
-            start = stop[-other] + send_s
+            start = stop[-other] + durations[under_way]
             if before:
                 np.maximum(start, stop[-before], out=start)
             start += durations[column]
