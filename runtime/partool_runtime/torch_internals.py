@@ -50,13 +50,22 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def _fsdp_parameters(model: nn.Module) -> list[Any]:
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    # Modules that are gathered together share one state.
+    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
     found = []
-    for state in states:
+    for state in states.values():
         one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
         groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
         found += [parameter for group in groups for parameter in group.fsdp_params]
     return found
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Do what FSDP2 does where a backward pass through ``root`` ends: reduce gradients, release parameters, as set.
+
+    It hangs that onto autograd only, and gradients that are computed by other means need it too.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[no-untyped-call]
 
 
 def group_size(process_group: Any) -> int:
@@ -119,3 +128,8 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
     b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and handles hold a storage, in Python, in C++ and in autograd graphs."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from partool_runtime.deferral import linear
 from partool_runtime.model._wide import wide_dtype
 
 IGNORED = -100
@@ -34,7 +35,7 @@ def loss(
 
 
 def _logits(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor) -> torch.Tensor:
-    return F.linear(hidden_TH, head_weight_VH).to(wide_dtype(hidden_TH.dtype))
+    return linear(hidden_TH, head_weight_VH).to(wide_dtype(hidden_TH.dtype))
 
 
 def _cross_entropy(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:

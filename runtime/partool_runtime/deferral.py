@@ -1,0 +1,105 @@
+"""Weight gradients that wait: a backward pass may leave them to be computed later.
+
+Pipelines that halve their backward passes (Qi et al., arXiv 2401.10241) run the gradients of inputs first and those of
+weights in time that would be idle. A matrix product inside :func:`splitting` keeps what its weight's gradient needs;
+inside :func:`collecting` its backward pass hands over the rest of the work instead of doing it.
+
+The state is one per process and not per thread: on a GPU backward passes run on a thread of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+Work = Callable[[], None]
+
+
+class _State:
+    splitting = False
+    sink: list[Work] | None = None
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """Let :func:`linear` keep what it needs to put its weight's gradient off."""
+    before, _State.splitting = _State.splitting, True
+    try:
+        yield
+    finally:
+        _State.splitting = before
+
+
+@contextmanager
+def collecting(sink: list[Work]) -> Iterator[None]:
+    """Gather in ``sink`` what backward passes put off."""
+    before, _State.sink = _State.sink, sink
+    try:
+        yield
+    finally:
+        _State.sink = before
+
+
+def defer(work: Work) -> bool:
+    """Put work of a backward pass off; False, and nothing done, if nobody collects it: then it is due now."""
+    if _State.sink is None:
+        return False
+    _State.sink.append(work)
+    return True
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``x @ weight.T + bias`` as ``F.linear`` does; inside :func:`splitting` it can be put off."""
+    if _State.splitting and torch.is_grad_enabled() and weight.requires_grad:
+        out: torch.Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return out
+    return F.linear(x, weight, bias)
+
+
+def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add to a parameter's ``grad``, as a backward pass would."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` whose backward pass can leave the gradients of weight and bias for later."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
+        ctx.weight, ctx.bias = weight, bias  # type: ignore[attr-defined]
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        needs_weight, needs_bias = ctx.needs_input_grad[1:]
+        if not weight.is_leaf or not defer(partial(_later, ctx.weight, ctx.bias if needs_bias else None, x, grad)):
+            return grad_x, _of_weight(x, grad) if needs_weight else None, _of_bias(grad) if needs_bias else None
+        return grad_x, None, None
+
+
+def _later(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, grad: torch.Tensor) -> None:
+    add_gradient(weight, _of_weight(x, grad))
+    if bias is not None:
+        add_gradient(bias, _of_bias(grad))
+
+
+def _of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def _of_bias(grad: torch.Tensor) -> torch.Tensor:
+    return grad.flatten(0, -2).sum(0)
