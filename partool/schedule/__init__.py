@@ -4,7 +4,7 @@ from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, wit
 from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
 from partool.schedule.makespan import in_flight, makespan, span_s
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
-from partool.schedule.text import ScheduleTextError, cell, from_text, read_cell, schedule_hash, to_text
+from partool.schedule.text import ScheduleTextError, cell, diff, from_text, read_cell, rows_of, schedule_hash, to_text
 from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
 from partool.schedule.validate import Problem, problems, receive_depth, validate
 
@@ -24,6 +24,7 @@ __all__ = [
     "cell",
     "check",
     "cut",
+    "diff",
     "forward_only",
     "from_text",
     "generate",
@@ -36,6 +37,7 @@ __all__ = [
     "read_cell",
     "receive_depth",
     "remap",
+    "rows_of",
     "schedule_hash",
     "simulate",
     "span_s",

@@ -33,7 +33,7 @@ Rule = Callable[[Choice], tuple[int, ...]]
 
 
 def backward_first(choice: Choice) -> tuple[int, ...]:
-    """Prefer backward passes, then the deepest forward pass (Liu et al., Hanayo, SC'23); weight gradients fill what is left.
+    """Prefer backward passes, then the deepest forward pass (Liu et al., Hanayo, SC'23), then weight gradients.
 
     Ties go to the lowest micro-batch.
     """
@@ -54,7 +54,7 @@ def forward_first(choice: Choice) -> tuple[int, ...]:
 
 
 def in_groups(choice: Choice) -> tuple[int, ...]:
-    """Prefer all passes of a group of as many micro-batches as ranks before those of the next, as interleaved 1F1B does."""
+    """Prefer groups of as many micro-batches as ranks, one after the other, as interleaved 1F1B does."""
     kind, stage, batch, _, ranks = choice
     return (kind == "W", batch // ranks, kind == "F", -stage, batch)
 

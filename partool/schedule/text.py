@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import re
-from typing import get_args
+from difflib import SequenceMatcher
+from itertools import zip_longest
+from typing import NamedTuple, get_args
 
 from partool.schedule.actions import COMPUTE, Action, Kind, Order, Schedule, with_transfers
 
-_CELL = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{1,9})")
+_HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
+_MOST = 100_000
+"""Micro-batches that a comment may name."""
+_IDLE = "-"
+"""Row of a rank that does nothing."""
 
 
 class ScheduleTextError(ValueError):
@@ -21,14 +26,34 @@ class ScheduleTextError(ValueError):
         self.row, self.column = row, column
 
 
+class _Cell(NamedTuple):
+    action: Action
+    row: int
+    column: int
+
+
 def cell(action: Action) -> str:
     """Return an action as text: stage, kind, micro-batch."""
     return f"{action.stage}{action.kind}{action.micro_batch}"
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return the lists as CSV, transfers included."""
-    return "".join(",".join(cell(action) for action in actions) + "\n" for actions in schedule.lists)
+    """Return the lists as CSV, transfers included; what they do not tell stands before them in comments.
+
+    That is ``# moves=weights``, ``# placement=1 2 0`` (the rank of each stage, where weights travel or a stage has
+    nothing to do), ``# trained_from=1`` and ``# micro_batches=4`` (where little is left to do). A rank
+    without actions has the one cell ``-``.
+    """
+    head = ["# moves=weights"] if schedule.moves == "weights" else []
+    last = max((action.micro_batch for row in schedule.lists for action in row if _computes(action)), default=-1)
+    if last + 1 != schedule.micro_batches or last >= sum(map(len, schedule.lists)):
+        head.append(f"# micro_batches={schedule.micro_batches}")
+    computed = {(action.stage, rank) for rank, row in enumerate(schedule.lists) for action in row if _computes(action)}
+    if computed != set(zip(range(schedule.stages), schedule.placement, strict=True)):
+        head.append(f"# placement={' '.join(map(str, schedule.placement))}")
+    head += [f"# trained_from={schedule.trained_from}"] if schedule.trained_from else []
+    rows = [",".join(cell(action) for action in actions) or _IDLE for actions in schedule.lists]
+    return "".join(f"{line}\n" for line in (*head, *rows))
 
 
 def schedule_hash(schedule: Schedule) -> str:
@@ -40,37 +65,153 @@ def schedule_hash(schedule: Schedule) -> str:
 def from_text(text: str, name: str = "file") -> Schedule:
     """Read a schedule; lists without any transfer get theirs. Raises :class:`ScheduleTextError`.
 
-    A stage belongs to the rank that computes it. The result may be unsound: see :func:`partool.schedule.validate`.
+    Rows are ranks; empty rows and cells, and rows that begin with ``#``, count for nothing but what :func:`to_text`
+    writes into them. A stage belongs to the rank that computes it unless a comment says otherwise. The result may be
+    unsound: see :func:`partool.schedule.validate`.
     """
-    lists = tuple(
-        tuple(read_cell(entry.strip(), row, column) for column, entry in enumerate(cells, 1) if entry.strip())
-        for row, cells in enumerate(csv.reader(io.StringIO(text)), 1)
-        if cells and not cells[0].lstrip().startswith("#")
-    )
-    placement = _placement(lists)
-    if not any(action.kind not in COMPUTE for actions in lists for action in actions):
+    head, numbered = _rows(text)
+    rows = [row for _, row in numbered]
+    cells = [entry for row in rows for entry in row]
+    if not cells:
+        raise ScheduleTextError("there are no actions")
+    lists: Order = tuple(tuple(entry.action for entry in row) for row in rows)
+    weights = _of_head(head, "moves", "activations") == "weights"
+    placement = _placement(rows, head, weights)
+    batches = _micro_batches(head, cells)
+    wrong = next((entry for entry in cells if entry.action.stage >= len(placement)), None)
+    if wrong:
+        raise ScheduleTextError(f"no rank computes stage {wrong.action.stage}", wrong.row, wrong.column)
+    if not weights and all(_computes(entry.action) for entry in cells):
         lists = with_transfers(lists, placement)
-    batches = 1 + max(action.micro_batch for actions in lists for action in actions)
-    return Schedule(name, len(lists), batches, max(map(placement.count, placement)), placement, lists)
+    return Schedule(
+        name,
+        ranks=len(lists),
+        micro_batches=batches,
+        chunks=max(map(placement.count, placement)),
+        placement=placement,
+        lists=lists,
+        moves="weights" if weights else "activations",
+        trained_from=_number(head, "trained_from", 0, len(placement)),
+    )
+
+
+def rows_of(text: str) -> tuple[int, ...]:
+    """Return the row of each rank's list in a text, from 1; raises :class:`ScheduleTextError` for broken cells."""
+    return tuple(number for number, _ in _rows(text)[1])
+
+
+def diff(one: Schedule, other: Schedule) -> list[str]:
+    """Return what differs, a line each: sizes, stages' ranks, and cells (from 1) of each rank's list."""
+    found = [
+        f"{what}: {getattr(one, field)} -> {getattr(other, field)}"
+        for what, field in (
+            ("what moves", "moves"),
+            ("ranks", "ranks"),
+            ("stages", "stages"),
+            ("micro-batches", "micro_batches"),
+            ("first trained stage", "trained_from"),
+        )
+        if getattr(one, field) != getattr(other, field)
+    ]
+    for stage, (old, new) in enumerate(zip(one.placement, other.placement, strict=False)):
+        found += [f"stage {stage}: rank {old} -> rank {new}"] if old != new else []
+    for rank, (before, now) in enumerate(zip_longest(one.lists, other.lists, fillvalue=())):
+        old_cells, new_cells = list(map(cell, before)), list(map(cell, now))
+        matcher = SequenceMatcher(a=old_cells, b=new_cells, autojunk=False)
+        for what, start, stop, begin, end in matcher.get_opcodes():
+            if what != "equal":
+                place = f"cell {start + 1}" if stop - start <= 1 else f"cells {start + 1}-{stop}"
+                place = f"before {place}" if start == stop else place
+                parts = " ".join(old_cells[start:stop]) or "nothing", " ".join(new_cells[begin:end]) or "nothing"
+                found.append(f"rank {rank}, {place}: {' -> '.join(parts)}")
+    return found
+
+
+def _computes(action: Action) -> bool:
+    return action.kind in COMPUTE
+
+
+def _rows(text: str) -> tuple[dict[str, tuple[str, int]], list[tuple[int, list[_Cell]]]]:
+    """Return what comments say, by key with its row, and each rank's row and cells."""
+    head: dict[str, tuple[str, int]] = {}
+    rows: list[tuple[int, list[_Cell]]] = []
+    for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1):
+        columns = enumerate((entry.strip().strip('"') for entry in line.split(",")), 1)
+        entries = [(entry, column) for column, entry in columns if entry]
+        if line.lstrip().startswith("#"):
+            if found := _HEAD.fullmatch(line.strip()):
+                head[found[1]] = found[2].strip(), number
+        elif entries:
+            alone = [entry for entry, _ in entries] == [_IDLE]
+            cells = [] if alone else [_Cell(read_cell(entry, number, at), number, at) for entry, at in entries]
+            rows.append((number, cells))
+    return head, rows
 
 
 def read_cell(text: str, row: int = 0, column: int = 0) -> Action:
     """Read what :func:`cell` wrote; raises :class:`ScheduleTextError`."""
     found = _CELL.fullmatch(text)
     if found is None or found[2] not in get_args(Kind):
-        raise ScheduleTextError(f"{text!r} is no action such as 0F3 or 1RECV_F0", row, column)
+        raise ScheduleTextError(f"{text[:40]!r} is no action such as 0F3 or 1RECV_F0", row, column)
     return Action(found[2], int(found[1]), int(found[3]))  # type: ignore[arg-type]
 
 
-def _placement(lists: Order) -> tuple[int, ...]:
+def _of_head(head: dict[str, tuple[str, int]], key: str, default: str) -> str:
+    value, row = head.get(key, (default, 0))
+    if key == "moves" and value not in ("activations", "weights"):
+        raise ScheduleTextError(f"what moves is activations or weights, not {value[:40]!r}", row)
+    return value
+
+
+def _number(head: dict[str, tuple[str, int]], key: str, default: int, most: int) -> int:
+    value, row = head.get(key, (str(default), 0))
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) > most:
+        raise ScheduleTextError(f"{key}: {value[:40]!r} is no number up to {most}", row)
+    return int(value)
+
+
+def _micro_batches(head: dict[str, tuple[str, int]], cells: list[_Cell]) -> int:
+    """Return the number of micro-batches; refuses numbers that somebody would count up to without coming back."""
+    last = max(
+        (entry for entry in cells if _computes(entry.action)), key=lambda entry: entry.action.micro_batch, default=None
+    )
+    named = "micro_batches" in head
+    count = _number(head, "micro_batches", 0, _MOST) if named else len(cells)
+    if last and last.action.micro_batch >= count:
+        raise ScheduleTextError(f"{cell(last.action)}: there are fewer micro-batches than that", last.row, last.column)
+    return count if named or not last else last.action.micro_batch + 1
+
+
+def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weights: bool) -> tuple[int, ...]:
     where: dict[int, int] = {}
-    for rank, actions in enumerate(lists):
-        for kind, stage, _ in actions:
-            if kind in COMPUTE and where.setdefault(stage, rank) != rank:
+    for rank, cells in enumerate(rows):
+        for action, row, column in cells:
+            if not _computes(action):
+                continue
+            if where.setdefault(action.stage, rank) != rank and not weights:
                 raise ScheduleTextError(
-                    f"stage {stage} is computed on rank {where[stage]} and on rank {rank}", rank + 1
+                    f"stage {action.stage} is computed on rank {where[action.stage]} and on rank {rank}", row, column
                 )
-    missing = sorted(set(range(max(where, default=0) + 1)) - where.keys())
-    if missing:
-        raise ScheduleTextError(f"no rank computes stage {missing[0]}" if where else "there are no actions")
+    if "placement" in head:
+        return _named(*head["placement"], where, len(rows), weights)
+    if weights:
+        raise ScheduleTextError("where weights move, the rank that owns each stage is missing: # placement=1 2 0")
+    missing = next((stage for stage in range(len(where)) if stage not in where), None)
+    if missing is not None or not where:
+        raise ScheduleTextError(f"no rank computes stage {missing or 0}")
     return tuple(where[stage] for stage in range(len(where)))
+
+
+def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: bool) -> tuple[int, ...]:
+    """Return the placement that a comment names."""
+    if not re.fullmatch("[0-9]{1,9}( +[0-9]{1,9})*", value):
+        raise ScheduleTextError(f"{value[:40]!r} names no rank for each stage, such as 1 2 0", row)
+    found = tuple(map(int, value.split()))
+    if max(found) >= ranks or max(where, default=0) >= len(found):
+        raise ScheduleTextError(
+            f"{value[:40]!r} places {len(found)} stages on ranks up to {max(found)} of {ranks}", row
+        )
+    wrong = next((stage for stage, rank in where.items() if found[stage] != rank and not weights), None)
+    if wrong is not None:
+        raise ScheduleTextError(f"stage {wrong} is computed on rank {where[wrong]}, not on rank {found[wrong]}", row)
+    return found

@@ -1,6 +1,6 @@
 """Schedules made of schedules: forward passes alone, without frozen stages' backward passes, the rest of one elsewhere.
 
-All of these let activations travel; where weights do, ``ValueError`` is raised.
+Where weights travel, the first two are made anew, and a schedule cannot be cut: ``ValueError``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, with_transfers
+from partool.schedule.weipipe import VARIANTS, weipipe
 
 
 class Cut(NamedTuple):
@@ -29,8 +30,9 @@ def forward_only(schedule: Schedule, micro_batches: int = 0) -> Schedule:
     A rank takes the deepest stage whose input is there, so that few outputs wait. ``trained_from`` of the result is the
     number of stages.
     """
-    _travelling(schedule)
     count = micro_batches or schedule.micro_batches
+    if schedule.moves == "weights":
+        return _round(schedule, count, schedule.stages)
     order = _forward_order(schedule.placement, schedule.ranks, count)
     return replace(
         schedule,
@@ -45,9 +47,10 @@ def without_backward(schedule: Schedule, trained_from: int) -> Schedule:
 
     What is left keeps its order. ``trained_from`` counts stages; all of them frozen leave forward passes alone.
     """
-    _travelling(schedule)
     if not 0 <= trained_from <= schedule.stages:
         raise ValueError(f"there is no stage {trained_from} of {schedule.stages} to train from")
+    if schedule.moves == "weights":
+        return _round(schedule, schedule.micro_batches, max(trained_from, schedule.trained_from))
     # The first trained stage sends no gradient on: nobody would receive it.
     lowest = {"B": 0, "I": 0, "W": 0, "RECV_B": 0, "SEND_B": 1}
     lists = tuple(
@@ -70,7 +73,7 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
 def cut(schedule: Schedule, done: Sequence[int]) -> Cut:
     """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be."""
-    _travelling(schedule)
+    _staying(schedule)
     before = {action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[:count]}
     backward = {(stage, batch) for kind, stage, batch in before if kind in ("B", "I")}
     behind = [action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[count:]]
@@ -95,7 +98,7 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
     in the order in which the old lists would have run if every action took one unit of time, so the lists finish.
     Raises ``ValueError`` if the ranks cannot have come that far, or for a placement of other stages or ranks.
     """
-    _travelling(schedule)
+    _staying(schedule)
     if len(placement) != schedule.stages or not set(placement) <= set(range(schedule.ranks)):
         raise ValueError(f"{list(placement)} is no map of {schedule.stages} stages to {schedule.ranks} ranks")
     cut(schedule, done)
