@@ -118,11 +118,16 @@ def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> 
     )
 
 
-def _travelling(schedule: Schedule) -> None:
+def _round(schedule: Schedule, micro_batches: int, trained_from: int) -> Schedule:
+    """Return a schedule that passes weights round anew: what travels follows from what is computed."""
+    if schedule.name not in VARIANTS:
+        raise ValueError(f"{schedule.name} is none of {', '.join(VARIANTS)}: what a part of it moves is not known")
+    return weipipe(schedule.name, schedule.ranks, micro_batches, schedule.chunks, trained_from)
+
+
+def _staying(schedule: Schedule) -> None:
     if schedule.moves != "activations":
-        raise ValueError(
-            f"{schedule.name} passes weights round: its lists have no forward or trained part of their own"
-        )
+        raise ValueError(f"{schedule.name} passes weights round: there is no place to cut it")
 
 
 def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> Order:
