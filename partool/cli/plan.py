@@ -58,8 +58,8 @@ def command(
         bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
     ] = False,
     show: Annotated[
-        Literal["gemms", "layout", "environment"] | None,
-        typer.Option("--show", help="Matrix products of a rank, the stages, or each variable with its origin."),
+        Literal["gemms", "layout", "environment", "timeline"] | None,
+        typer.Option("--show", help="Matrix products of a rank, stages, variables with origin, the pipeline in time."),
     ] = None,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
@@ -106,10 +106,18 @@ def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> Non
         tables.render_layout(plan, console)
     elif show == "environment":
         environment.render_environment(plan, console)
+    elif show == "timeline":
+        _print_timeline(plan, console)
     elif breakdown:
         tables.render_breakdown(plan, console)
     else:
         render_plan(plan, console, source=source)
+
+
+def _print_timeline(plan: Plan, console: Console) -> None:
+    from partool.report.terminal_timeline import render_plan_timeline
+
+    render_plan_timeline(plan, console)
 
 
 def _as_json(plan: Plan, show: str | None) -> str:
@@ -121,6 +129,10 @@ def _as_json(plan: Plan, show: str | None) -> str:
         return json.dumps(plan.layout.model_dump(mode="json"), indent=2) + "\n"
     if show == "environment":
         return json.dumps(environment.as_data(plan), indent=2) + "\n"
+    if show == "timeline":
+        from partool.report.trace import plan_trace
+
+        return json.dumps(plan_trace(plan)) + "\n"
     return plan.to_json()
 
 
@@ -164,9 +176,9 @@ def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: st
 
         _write(render_html(plan, source), html)
     if timeline is not None:
-        from partool.report.timeline import timeline_json
+        from partool.report.trace import plan_trace
 
-        _write(json.dumps(timeline_json(plan)) + "\n", timeline)
+        _write(json.dumps(plan_trace(plan)) + "\n", timeline)
 
 
 def _write(text: str, path: Path) -> None:

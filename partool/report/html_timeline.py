@@ -1,12 +1,14 @@
-"""The pipeline's timeline as SVG: a row per rank, a box per action."""
+"""Timelines as SVG: a row per rank, a box per action."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partool.plan.types import Plan
+from partool.report.drawing import KINDS, Drawing, Window, inside, shown_rows, windows
 from partool.report.html_svg import Picture, tag, text, tick_label, ticks
-from partool.report.timeline import KINDS, Simulated, shift, simulated
+from partool.report.timeline import planned, without_pipeline
 from partool.report.units import seconds
 from partool.schedule import Event
 
@@ -31,79 +33,71 @@ class TimelinePart:
 
 @dataclass(frozen=True)
 class TimelineView:
-    """What the page shows of the schedule."""
+    """What a page shows of a timeline."""
 
+    name: str = ""
+    """Of the schedule."""
     parts: tuple[TimelinePart, ...] = ()
     kinds: tuple[tuple[str, str], ...] = ()
     """Letter and meaning of the kinds of actions that occur."""
+    pale: bool = False
+    """Whether ranks have stages in a lighter tone."""
     bubble: float = 0.0
     span_s: float = 0.0
     note: str = ""
 
 
 def timeline_view(plan: Plan) -> TimelineView:
-    """Return the pictures of the schedule, or a note that says why there are none."""
-    if plan.layout.mesh.pp == 1:
-        k = plan.layout.accumulation
-        batches = f"{k} micro-batches, one after the other" if k > 1 else "one micro-batch"
-        return TimelineView(note=f"No pipeline: every rank runs all layers on {batches}, forward then backward.")
+    """Return the pictures of a plan's schedule, or a note that says why there are none."""
+    if note := without_pipeline(plan):
+        return TimelineView(note=note)
     try:
-        found = simulated(plan, _ACTIONS)
+        return drawing_view(planned(plan, _ACTIONS), "timeline")
     except ValueError as error:
         return TimelineView(note=f"The schedule cannot be drawn: {error}.")
-    ranks = found.schedule.ranks
-    rows = list(range(ranks)) if ranks <= _ROWS else [*range(_ROWS // 2), *range(ranks - _ROWS // 2, ranks)]
-    seen = {event.action.kind for event in found.events}
+
+
+def drawing_view(drawing: Drawing, identifier: str, span_s: float = 0.0) -> TimelineView:
+    """Return the pictures of a timeline; ``identifier`` begins the ids of its pictures, which must be unique in a page.
+
+    Pictures with the same ``span_s``, if that is longer than the timeline, have the same scale.
+    """
+    rows = shown_rows(drawing.ranks, _ROWS)
+    parts = windows(drawing, rows, min(_PER_ROW, _BOXES // len(rows)))
+    whole = len(parts) == 1
+    if whole and span_s > drawing.span_s:
+        parts = [Window(parts[0].title, 0.0, span_s)]
+    names = ["all"] if whole else ["first", "last"]
     return TimelineView(
-        parts=tuple(_parts(plan, found, rows)),
-        kinds=tuple((kind, words) for kind, words in KINDS.items() if kind in seen),
-        bubble=found.bubble,
-        span_s=found.span_s,
+        name=drawing.name,
+        parts=tuple(
+            TimelinePart(part.title, _picture(drawing, part, rows, f"{identifier}-{name}"))
+            for part, name in zip(parts, names, strict=True)
+        ),
+        kinds=drawing.kinds,
+        pale=bool(drawing.pale),
+        bubble=drawing.bubble,
+        span_s=drawing.span_s,
     )
 
 
-def _parts(plan: Plan, found: Simulated, rows: list[int]) -> list[TimelinePart]:
-    kept = set(rows)
-    events = [event for event in found.events if event.rank in kept]
-    m = plan.layout.accumulation
-    limit = min(_BOXES, _PER_ROW * len(rows))
-    fewer = limit * 2 // max(len(str(m - 1)), 2)  # Longer numbers need wider boxes.
-    if len(events) <= 1.25 * limit and not found.skipped:
-        title = f"The whole step: {m} micro-batches"
-        return [TimelinePart(title, _picture(found, events, rows, (0.0, found.span_s), ("timeline-all", title)))]
-    until_s = events[limit].start_s
-    from_s = sorted(event.stop_s for event in events)[-fewer - 1]
-    shown_s = found.span_s - found.skipped_s
-    late = found.skipped_s
-    first = [event for event in events if event.start_s < until_s]
-    last = [event for event in events if event.stop_s > from_s]
-    titles = (f"The first {seconds(until_s)}", f"The last {seconds(shown_s - from_s)}")
-    return [
-        TimelinePart(titles[0], _picture(found, first, rows, (0.0, until_s), ("timeline-first", titles[0]))),
-        TimelinePart(
-            titles[1], _picture(found, last, rows, (from_s + late, found.span_s), ("timeline-last", titles[1]))
-        ),
-    ]
-
-
-def _picture(
-    found: Simulated, events: list[Event], rows: list[int], window: tuple[float, float], named: tuple[str, str]
-) -> str:
-    low, high = window
-    identifier, title = named
+def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: str) -> str:
+    low, high = window.from_s, window.to_s
     scale = (_WIDTH - _LEFT - 8) / (high - low)
     bottom = _ROW * len(rows)
     gap = next((index for index in range(1, len(rows)) if rows[index] != rows[index - 1] + 1), None)
-    words = f"{found.schedule.name} schedule of {found.schedule.ranks} pipeline ranks, {len(events)} actions drawn"
-    picture = Picture(_WIDTH, bottom + 46, title, words, class_="timeline")
+    place = {rank: index for index, rank in enumerate(rows)}
+    boxes = [box for box in inside(drawing, window) if box.rank in place]
+    words = f"{drawing.name} schedule of {drawing.ranks} pipeline ranks, {len(boxes)} actions drawn"
+    picture = Picture(_WIDTH, bottom + 46, window.title, words, class_="timeline")
     for index, rank in enumerate(rows):
         y = _ROW * index
         picture.add("rect", class_="idle", x=_LEFT, y=y + 2, width=_WIDTH - _LEFT - 8, height=_ROW - 4)
         picture.add("text", f"rank {rank}", class_="label", x=_LEFT - 8, y=y + 17, text_anchor="end")
     if gap is not None:
         picture.add("line", class_="gap", x1=0, x2=_WIDTH, y1=_ROW * gap, y2=_ROW * gap)
-    for event in events:
-        _box(picture, found, event, _ROW * rows.index(event.rank), (low, high, scale))
+    for box in boxes:
+        _box(picture, box, _ROW * place[box.rank], (low, high, scale), pale=box.action.stage in drawing.pale)
     for value in ticks(low, high, 9):
         x = _LEFT + (value - low) * scale
         picture.add("line", class_="axis", x1=x, x2=x, y1=bottom, y2=bottom + 5)
@@ -112,19 +106,18 @@ def _picture(
     return picture.markup(identifier)
 
 
-def _box(picture: Picture, found: Simulated, event: Event, y: float, window: tuple[float, float, float]) -> None:
+def _box(picture: Picture, box: Event, y: float, window: tuple[float, float, float], *, pale: bool) -> None:
     """Draw one action, cut off at the window's edges; its number stands in it where there is room."""
     low, high, scale = window
-    late_s, later = shift(found, event)
-    start, stop = max(event.start_s + late_s, low), min(event.stop_s + late_s, high)
-    kind, stage, batch = event.action
+    start, stop = max(box.start_s, low), min(box.stop_s, high)
+    kind, stage, batch = box.action
     x, width = _LEFT + (start - low) * scale, (stop - start) * scale
     if width <= 0.0:
         return
-    label = str(batch + later)
-    took = seconds(event.stop_s - event.start_s)
-    words = f"rank {event.rank}: {KINDS[kind]} of stage {stage}, micro-batch {label}, {took}"
-    odd = " odd" if (stage // found.schedule.ranks) % 2 else ""
+    label = str(batch)
+    took = seconds(box.stop_s - box.start_s)
+    words = f"rank {box.rank}: {KINDS[kind]} of stage {stage}, micro-batch {label}, {took}"
+    odd = " odd" if pale else ""
     parts = [
         tag("title", text(words)),
         tag("rect", class_=f"a{kind}{odd}", x=x, y=y + 2, width=max(width - 0.6, 0.4), height=_ROW - 4),

@@ -15,7 +15,8 @@ from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.report.html import render_html
 from partool.report.html_svg import log_ticks, tick_label, ticks
-from partool.report.timeline import shift, simulated, timeline_json
+from partool.report.timeline import planned
+from partool.report.trace import plan_trace
 from partool.report.units import gib, seconds
 from partool.spec import load_text
 
@@ -151,7 +152,7 @@ def test_hostile_text_stays_text(plan: Plan) -> None:
     assert HOSTILE in page.words
     assert page.words.count(HOSTILE) >= 8
     assert "<script>alert" not in source
-    assert timeline_json(bad)["otherData"]["plan"] == HOSTILE
+    assert plan_trace(bad)["otherData"]["plan"] == HOSTILE
 
 
 def trace_rows(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
@@ -163,7 +164,7 @@ def trace_rows(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 
 def test_the_trace_holds_every_action_once_and_none_overlap(plan: Plan) -> None:
-    trace = json.loads(json.dumps(timeline_json(plan)))
+    trace = json.loads(json.dumps(plan_trace(plan)))
     rows, m = trace_rows(trace), plan.layout.accumulation
     assert sorted(rows) == [0, 1, 2, 3]
     for rank, events in rows.items():
@@ -173,7 +174,7 @@ def test_the_trace_holds_every_action_once_and_none_overlap(plan: Plan) -> None:
         ends = [event["ts"] + event["dur"] for event in events]
         assert all(later["ts"] >= end - 0.01 for end, later in zip(ends, events[1:], strict=False))
     last = max(event["ts"] + event["dur"] for events in rows.values() for event in events)
-    assert last == pytest.approx(1e6 * simulated(plan, 10**6).span_s, rel=1e-6)
+    assert last == pytest.approx(1e6 * planned(plan, 10**6).span_s, rel=1e-6)
     terms = [event["dur"] for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 1]
     assert sum(terms) == pytest.approx(1e6 * plan.prediction.time.step_time_s, rel=1e-6)
 
@@ -181,17 +182,51 @@ def test_the_trace_holds_every_action_once_and_none_overlap(plan: Plan) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe", "interleaved"])
 def test_a_shortened_schedule_keeps_its_span_and_its_order(name: str) -> None:
     plan = plan_of(SPEC.replace("SCHEDULE", name).replace("global_batch: 64", "global_batch: 768"))
-    whole, short = simulated(plan, 10**6), simulated(plan, 100)
-    assert whole.skipped == 0 < short.skipped
+    whole, short = planned(plan, 10**6), planned(plan, 100)
+    assert whole.left_out is None
+    assert short.left_out is not None
+    assert short.left_out.micro_batches == 180
+    assert (short.micro_batches, short.in_flight) == (whole.micro_batches, whole.in_flight)
     assert short.span_s == pytest.approx(whole.span_s, rel=5e-3)
     assert short.bubble == pytest.approx(whole.bubble, abs=6e-3)
-    last = {event.action for event in whole.events if event.rank == 0 and event.stop_s == whole.span_s}
-    moved = [event for event in short.events if event.rank == 0 and shift(short, event) != (0.0, 0)]
-    found = max(moved, key=lambda event: event.stop_s)
-    late_s, later = shift(short, found)
-    assert found.action._replace(micro_batch=found.action.micro_batch + later) in last
-    assert found.stop_s + late_s == pytest.approx(whole.span_s, rel=5e-3)
+    for rank in range(4):
+        first = [next(box.action for box in found.boxes if box.rank == rank) for found in (short, whole)]
+        last = [[box.action for box in found.boxes if box.rank == rank][-1] for found in (short, whole)]
+        assert first[0] == first[1]
+        assert last[0] == last[1]
+    ends = [max(box.stop_s for box in found.boxes if box.rank == 0) for found in (short, whole)]
+    assert ends[0] == pytest.approx(ends[1], rel=5e-3)
+    middle = [box for box in short.boxes if short.left_out.from_s < box.start_s < short.left_out.to_s]
+    assert middle == []
     assert len(render_html(plan)) < 600_000
+
+
+PIPELINES = {
+    "hanayo": "{stages: 4, schedule: hanayo, waves: 2}",
+    "zb-v": "{stages: 4, schedule: zb-v}",
+    "gpipe": "{stages: 4, schedule: gpipe}",
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_kind_of_schedule_is_drawn(name: str) -> None:
+    plan = plan_of(SPEC.replace("{stages: 4, schedule: SCHEDULE}", PIPELINES[name]))
+    drawing = planned(plan, 10**6)
+    assert len(drawing.boxes) == plan.layout.accumulation * len(plan.layout.stages) * (3 if name == "zb-v" else 2)
+    source = render_html(plan)
+    page = Page(source)
+    assert f"Schedule {name}: {seconds(drawing.span_s)}" in " ".join(page.words)
+    drawn = {attributes["class"] for attributes in page.of("rect") if (attributes.get("class") or "")[:1] == "a"}
+    kinds = "FIW" if name == "zb-v" else "FB"
+    pale = [""] if name == "gpipe" else ["", " odd"]
+    assert drawn == {f"a{kind}{odd}" for kind in kinds for odd in pale}
+    assert ("pale: every second stage" in source) == (name != "gpipe")
+    trace = plan_trace(plan)
+    assert {row: len(events) for row, events in trace_rows(trace).items()} == dict.fromkeys(
+        range(4), len(drawing.boxes) // 4
+    )
+    arrows = [event for event in trace["traceEvents"] if event["ph"] in "sf"]
+    assert len(arrows) == 2 * len(drawing.transfers) > 0
 
 
 def test_plans_without_a_pipeline_or_candidates_or_ranks(plan: Plan) -> None:

@@ -1,0 +1,117 @@
+"""A schedule in time as every picture of it needs it: boxes of ranks, in seconds since the step began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partool.report.units import seconds
+from partool.schedule import Event, Schedule, Timeline
+
+KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+"""Compute actions by the letter of :mod:`partool.schedule`."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The middle of a long step, which repeats the same pattern and is not followed."""
+
+    from_s: float
+    to_s: float
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A step's schedule in time."""
+
+    name: str
+    ranks: int
+    micro_batches: int
+    chunks: int
+    """Stages per rank."""
+    boxes: tuple[Event, ...]
+    """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
+    transfers: tuple[Event, ...]
+    """Sends, from when they leave to when the data have arrived."""
+    span_s: float
+    """From the step's begin to the end of the last action, of all micro-batches."""
+    busy_s: tuple[float, ...]
+    """Per rank: seconds of compute, of all micro-batches."""
+    in_flight: tuple[int, ...]
+    """Per rank: most micro-batches (of one stage each) whose activations exist at once."""
+    pale: frozenset[int]
+    """Stages in a lighter tone: every second one of its rank."""
+    left_out: LeftOut | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all ranks."""
+        return max(0.0, 1.0 - sum(self.busy_s) / (self.ranks * self.span_s)) if self.span_s else 0.0
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str], ...]:
+        """Letter and meaning of the kinds of actions that occur."""
+        seen = {box.action.kind for box in self.boxes}
+        return tuple((kind, words) for kind, words in KINDS.items() if kind in seen)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a step that fits into one picture."""
+
+    title: str
+    from_s: float
+    to_s: float
+
+
+def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
+    """Return the picture of a whole simulated step."""
+    return Drawing(
+        name=schedule.name,
+        ranks=schedule.ranks,
+        micro_batches=schedule.micro_batches,
+        chunks=schedule.chunks,
+        boxes=timeline.events,
+        transfers=timeline.transfers,
+        span_s=timeline.makespan_s,
+        busy_s=timeline.busy_s,
+        in_flight=timeline.in_flight,
+        pale=pale_stages(schedule),
+    )
+
+
+def pale_stages(schedule: Schedule) -> frozenset[int]:
+    """Return every second stage of each rank; where weights travel, every second stage, as all come to every rank."""
+    if schedule.moves == "weights":
+        return frozenset(range(1, schedule.stages, 2))
+    return frozenset(stage for rank in range(schedule.ranks) for stage in schedule.on_rank(rank)[1::2])
+
+
+def shown_rows(ranks: int, most: int) -> list[int]:
+    """Return which ranks are drawn: all, or of many the first and the last."""
+    return list(range(ranks)) if ranks <= most else [*range(most // 2), *range(ranks - most // 2, ranks)]
+
+
+def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]:
+    """Return the whole step if it has about ``per_row`` boxes in a row, else its beginning and its end."""
+    kept = set(rows)
+    boxes = [box for box in drawing.boxes if box.rank in kept]
+    limit = per_row * len(rows)
+    if len(boxes) <= 1.25 * limit and drawing.left_out is None:
+        return [Window(f"The whole step: {drawing.micro_batches} micro-batches", 0.0, drawing.span_s)]
+    # Numbers grow: boxes at the end of the step need more room for theirs.
+    fewer = limit * 2 // max(len(str(drawing.micro_batches - 1)), 2)
+    until_s = min(box.start_s for box in boxes[min(limit, len(boxes) - 1) :])
+    from_s = sorted(box.stop_s for box in boxes)[max(len(boxes) - fewer - 1, 0)]
+    if drawing.left_out is not None:
+        until_s, from_s = min(until_s, drawing.left_out.from_s), max(from_s, drawing.left_out.to_s)
+    return [
+        Window(f"The first {seconds(until_s)}", 0.0, until_s),
+        Window(f"The last {seconds(drawing.span_s - from_s)}", from_s, drawing.span_s),
+    ]
+
+
+def inside(drawing: Drawing, window: Window) -> list[Event]:
+    """Return the boxes that are seen in a window, if only in part."""
+    return [box for box in drawing.boxes if box.start_s < window.to_s and box.stop_s > window.from_s]

@@ -1,0 +1,181 @@
+"""Timelines on a terminal: a line per rank, a coloured box per action; without colours, letters."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from rich.console import Console
+from rich.text import Text
+
+from partool.plan.types import Plan
+from partool.report.drawing import Drawing, Window, inside, shown_rows
+from partool.report.html_svg import tick_label, ticks
+from partool.report.timeline import planned, without_pipeline
+from partool.report.units import seconds
+from partool.schedule import Event
+
+_ROWS = 16
+"""Lines drawn; of more ranks, the first and the last."""
+_COLOURS = {
+    "F": ("#6fbdea", "#b3dcf4"),
+    "B": ("#2fb38a", "#8fd8c0"),
+    "I": ("#f0c419", "#f8e189"),
+    "W": ("#e08a5b", "#f0bda2"),
+}
+"""By kind of action: of the rank's stages in turn. The same as on the pages."""
+_INK = "#111111"
+_ACTIONS = 20_000
+"""Actions followed for the picture."""
+_PARTS = 3
+"""Parts in which a step is drawn one below the other; of a longer one, only the first and the last."""
+_TIGHTER = 0.3
+"""By how much a part may hold more than fits well."""
+_LEAST = 40
+"""Columns of the boxes at least, however narrow the terminal."""
+
+
+def render_timeline(drawing: Drawing, console: Console, *, unit: str = "s", span_s: float = 0.0) -> None:
+    """Print a timeline; without ``unit``, its times are plain numbers.
+
+    Timelines with the same ``span_s``, if that is longer than the drawing's, have the same scale.
+    """
+    colour = _has_colour(console)
+    rows = shown_rows(drawing.ranks, _ROWS)
+    name = len(f"rank {drawing.ranks - 1}")
+    sides = _sides(drawing)
+    width = max(console.width - name - 2 - max(map(len, sides)), _LEAST)
+    label = len(str(drawing.micro_batches - 1)) + (not colour)
+    parts = _windows(drawing, width, label + 1)
+    if len(parts) == 1 and span_s > drawing.span_s:
+        parts = [Window(parts[0].title, 0.0, span_s)]
+    for part in parts:
+        if part.title:
+            console.print(Text(" " * (name + 1) + part.title, "dim"))
+        for index, rank in enumerate(rows):
+            if index and rank != rows[index - 1] + 1:
+                console.print(Text(f"{'…':>{name}}", "dim"))
+            line = Text().append(f"rank {rank}".rjust(name) + " ", "dim")
+            line.append_text(_line(drawing, part, rank, width, colour=colour))
+            line.append(" " + sides[rank], "dim")
+            console.print(line, no_wrap=True, overflow="crop", crop=True)
+        console.print(Text(" " * (name + 1) + _axis(part, width, unit), "dim"), no_wrap=True, overflow="crop")
+    console.print(_legend(drawing, colour=colour))
+
+
+def render_plan_timeline(plan: Plan, console: Console) -> None:
+    """Print the schedule of a plan in time, or why there is none."""
+    if note := without_pipeline(plan):
+        console.print(Text(note))
+        return
+    try:
+        drawing = planned(plan, _ACTIONS)
+    except ValueError as error:
+        console.print(Text(f"The schedule cannot be drawn: {error}."))
+        return
+    console.print(Text(summary(drawing), "bold"))
+    render_timeline(drawing, console)
+
+
+def _has_colour(console: Console) -> bool:
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def _sides(drawing: Drawing) -> list[str]:
+    """Return what stands at the right of each rank: its idle share, its activations in micro-batches of all stages."""
+    found = []
+    for busy_s, held in zip(drawing.busy_s, drawing.in_flight, strict=True):
+        idle = max(0.0, 1.0 - busy_s / drawing.span_s) if drawing.span_s else 0.0
+        found.append(f"{idle:>4.0%} idle" + (f", holds {held / drawing.chunks:.3g}" if held else ""))
+    return found
+
+
+def _windows(drawing: Drawing, width: int, columns: int) -> list[Window]:
+    """Return the parts of a step in which boxes of usual length get some columns: all of it, or both its ends."""
+    lengths = sorted(box.stop_s - box.start_s for box in drawing.boxes)
+    fit_s = width / columns * lengths[len(lengths) // 10] if lengths else 0.0
+    whole_s, left_out = drawing.span_s, drawing.left_out
+    count = math.ceil(whole_s / fit_s - _TIGHTER) if fit_s else 1
+    if count <= _PARTS and left_out is None:
+        ends = [whole_s * index / max(count, 1) for index in range(max(count, 1) + 1)]
+        return [Window("", low, high) for low, high in pairwise(ends)]
+    if left_out is not None:
+        fit_s = min(fit_s, left_out.from_s, whole_s - left_out.to_s)
+    return [Window("the first part", 0.0, fit_s), Window("the last part", whole_s - fit_s, whole_s)]
+
+
+def _line(drawing: Drawing, window: Window, rank: int, width: int, *, colour: bool) -> Text:
+    scale = width / (window.to_s - window.from_s)
+    line, at = Text(), 0
+    for box in inside(drawing, window):
+        if box.rank != rank:
+            continue
+        left = max(at, round((box.start_s - window.from_s) * scale))
+        right = min(width, round((box.stop_s - window.from_s) * scale))
+        if right <= left:
+            continue
+        line.append((" " if colour else "·") * (left - at))
+        line.append_text(
+            _box(box, right - left, box.action.stage in drawing.pale) if colour else _letters(box, right - left)
+        )
+        at = right
+    return line.append((" " if colour else "·") * (width - at))
+
+
+def _box(box: Event, columns: int, pale: bool) -> Text:
+    """Return a coloured box: a thin line at its left edge where there is room beside the number."""
+    style = f"{_INK} on {_COLOURS[box.action.kind][pale]}"
+    label = str(box.action.micro_batch)
+    if columns > len(label):
+        return Text("▏" + label.center(columns - 1), style)
+    return Text(label if columns == len(label) else "▏" + " " * (columns - 1), style)
+
+
+def _letters(box: Event, columns: int) -> Text:
+    """Return a box without colours: ``F3``, filled up, with an edge where there is room."""
+    kind, _, batch = box.action
+    label = f"{kind}{batch}"
+    if columns <= len(label):
+        return Text(label if columns == len(label) else kind * columns)
+    return Text(label.ljust(columns - 1, {"F": " ", "B": "-", "I": "~", "W": "="}[kind]) + "|")
+
+
+def _axis(window: Window, width: int, unit: str) -> str:
+    """Return round times under the columns where they are."""
+    scale = width / (window.to_s - window.from_s)
+    line = [" "] * (width + 12)
+    free = 0
+    for value in ticks(window.from_s, window.to_s, max(2, width // 12)):
+        at = round((value - window.from_s) * scale)
+        label = "▏" + _time(value, unit)
+        if at >= free and at + len(label) <= len(line):
+            line[at : at + len(label)] = label
+            free = at + len(label) + 1
+    return "".join(line).rstrip()
+
+
+def _time(value: float, unit: str) -> str:
+    return seconds(value).replace(" ", "") if unit and value else tick_label(value)
+
+
+def _legend(drawing: Drawing, *, colour: bool) -> Text:
+    line = Text()
+    for kind, words in drawing.kinds:
+        if colour:
+            line.append("  ", f"on {_COLOURS[kind][0]}")
+        else:
+            line.append(kind)
+        line.append(f" {words}   ")
+    if colour and drawing.pale:
+        line.append("pale: every second stage   ", "dim")
+    line.append("numbers: micro-batches", "dim")
+    return line
+
+
+def summary(drawing: Drawing, unit: str = "s") -> str:
+    """Return a timeline in a line."""
+    span = seconds(drawing.span_s) if unit else f"{drawing.span_s:.4g} forward passes of a rank"
+    return (
+        f"{drawing.name}, {drawing.ranks} ranks, {drawing.micro_batches} micro-batches: {span}, "
+        f"ranks idle {drawing.bubble:.1%} of it"
+    )

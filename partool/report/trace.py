@@ -1,0 +1,102 @@
+"""Timelines as files for trace viewers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from partool.plan.terms import TIME_TERMS
+from partool.plan.types import Plan
+from partool.report.drawing import KINDS, Drawing
+from partool.report.timeline import planned
+from partool.schedule import Event
+
+TRACE_ACTIONS = 200_000
+"""Actions above which a trace leaves out the middle of a step: viewers grow slow, and it only repeats."""
+_ARROWS = 20_000
+"""Transfers above which they are left out."""
+Trace = dict[str, Any]
+
+
+def plan_trace(plan: Plan) -> Trace:
+    """Return one step in the Chrome trace format, which Perfetto and chrome://tracing open.
+
+    One row per pipeline rank with its micro-batches, and one with the step by term. Times are microseconds. Raises
+    ``ValueError`` where the plan's schedule cannot be made.
+    Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+    """
+    found = planned(plan, TRACE_ACTIONS)
+    events = process(found, f"{plan.name}: pipeline ({found.name})", 0)
+    events += [_named("process_name", 1, 0, f"{plan.name}: step by term"), _named("thread_name", 1, 0, "terms")]
+    at_s, terms_s = 0.0, plan.prediction.time.terms_s
+    for name in TIME_TERMS:
+        if (value_s := terms_s.get(name, 0.0)) > 0.0:
+            events.append({"name": name, "ph": "X", "pid": 1, "tid": 0, "ts": _us(at_s), "dur": _us(value_s)})
+            at_s += value_s
+    about = {"plan": plan.name, "plan_hash": plan.hash, "partool_version": plan.partool_version}
+    if found.left_out:
+        skipped = found.left_out.micro_batches
+        about["left_out"] = f"{skipped} micro-batches in the middle of the step, which repeat the same pattern"
+    return trace(events, about)
+
+
+def trace(events: list[Trace], about: dict[str, Any]) -> Trace:
+    """Return a whole file of events; ``about`` is told by viewers beside it."""
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+def process(drawing: Drawing, title: str, number: int) -> list[Trace]:
+    """Return a timeline as a process of its own: a row per rank, and an arrow per transfer."""
+    events = [_named("process_name", number, 0, title)]
+    events.append({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
+    events += [_named("thread_name", number, rank, f"pipeline rank {rank}") for rank in range(drawing.ranks)]
+    events += [_complete(box, number) for box in drawing.boxes]
+    return events + (_arrows(drawing, number) if len(drawing.transfers) <= _ARROWS else [])
+
+
+def _complete(box: Event, number: int) -> Trace:
+    kind, stage, batch = box.action
+    return {
+        "name": f"{kind} {batch}",
+        "cat": KINDS[kind],
+        "ph": "X",
+        "pid": number,
+        "tid": box.rank,
+        "ts": _us(box.start_s),
+        "dur": _us(box.stop_s - box.start_s),
+        "args": {"stage": stage, "micro_batch": batch},
+    }
+
+
+def _arrows(drawing: Drawing, number: int) -> list[Trace]:
+    """Return arrows from the action that made a message to the action that needs it."""
+    boxes: dict[tuple[str, int, int], Event] = {}
+    for box in drawing.boxes:
+        kind, stage, batch = box.action
+        boxes["B" if kind == "I" else kind, stage, batch] = box
+    found: list[Trace] = []
+    for index, send in enumerate(drawing.transfers):
+        kind, stage, batch = send.action
+        if kind in ("SEND_F", "SEND_B"):
+            what, there = ("F", stage + 1) if kind == "SEND_F" else ("B", stage - 1)
+            tail, head = boxes.get((what, stage, batch)), boxes.get((what, there, batch))
+            if tail is not None and head is not None:
+                found += _arrow(tail, head, number, f"{number}.{index}")
+    return found
+
+
+def _arrow(tail: Event, head: Event, number: int, identifier: str) -> Sequence[Trace]:
+    common = {"name": "transfer", "cat": "transfer", "pid": number, "id": identifier}
+    # A viewer ties an arrow to the box that surrounds its time: the very end would already be outside.
+    return (
+        {**common, "ph": "s", "tid": tail.rank, "ts": _us(0.25 * tail.start_s + 0.75 * tail.stop_s)},
+        {**common, "ph": "f", "bp": "e", "tid": head.rank, "ts": _us(head.start_s)},
+    )
+
+
+def _named(what: str, process: int, thread: int, name: str) -> Trace:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _us(value_s: float) -> float:
+    return round(value_s * 1e6, 3)
