@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from partool.schedule.actions import COMPUTE, Order, Schedule, peer
 from partool.schedule.generators import SCHEDULES, check, generate, order
-from partool.schedule.steps import Pair, Step, steps_of
+from partool.schedule.steps import Link, Step, steps_of
 
 _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
@@ -28,8 +28,8 @@ class Graph(NamedTuple):
     """The furthest that any step looks back."""
     ends: tuple[int, ...]
     """The last action of each rank, and the last message on each link that has steps, counted from the end."""
-    links: tuple[Pair, ...]
-    """Ordered pairs of ranks with transfers, in the order of their columns."""
+    links: tuple[Link, ...]
+    """What is sent between which ranks, in the order of the columns."""
 
 
 @lru_cache(maxsize=512)
@@ -55,14 +55,14 @@ def graph_of(schedule: Schedule, shared: bool = False) -> Graph:
     return _graph(found.steps, last.values(), found.links)
 
 
-def _graph(steps: Sequence[Step], last: Iterable[int], links: tuple[Pair, ...]) -> Graph:
+def _graph(steps: Sequence[Step], last: Iterable[int], links: tuple[Link, ...]) -> Graph:
     reach = max((max(before, other) for _, before, other, _ in steps), default=0)
     return Graph(tuple(steps), (), (), reach, tuple(len(steps) - index for index in last), links)
 
 
-def _links(places: Sequence[int]) -> tuple[Pair, ...]:
-    beside = [pair for pair in pairwise(places) if pair[0] != pair[1]]
-    return tuple(sorted({*beside, *((there, here) for here, there in beside)}))
+def _links(places: Sequence[int]) -> tuple[Link, ...]:
+    beside = {pair for pair in pairwise(places) if pair[0] != pair[1]}
+    return tuple(sorted((here, there, False) for here, there in beside | {pair[::-1] for pair in beside}))
 
 
 def longest(name: str, ranks: int, chunks: int) -> int:
@@ -115,7 +115,7 @@ def repeating(name: str, ranks: int, micro_batches: int, chunks: int) -> Graph |
 
 
 def _sorted(
-    lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Pair, ...]
+    lists: Order, places: Sequence[int], micro_batches: int, links: tuple[Link, ...]
 ) -> tuple[list[Step], list[int]]:
     """Return the steps, sorted by their starts if each takes one unit, and the index of each rank's last one.
 
@@ -124,7 +124,7 @@ def _sorted(
     """
     stages = len(places)
     found = _started(_numbered(lists, stages, micro_batches), stages, micro_batches)
-    column = {pair: 4 * stages + at for at, pair in enumerate(links)}
+    column = {link[:2]: 4 * stages + at for at, link in enumerate(links)}
     index = [0] * (4 * stages * micro_batches)
     steps: list[Step] = []
     last = [-1] * len(lists)

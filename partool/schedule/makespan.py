@@ -42,21 +42,24 @@ def makespan(
     weight_s: Any,
     send_s: Any,
     input_s: Any = None,
+    gradient_send_s: Any = None,
 ) -> Any:
     """Return the seconds from the first to the last action: a number, or an array with one entry per case.
 
     Times are arrays [stages] or [cases, stages]: of the forward pass, of the whole backward pass, and of its two halves
     (``input_s`` None: the rest of the whole); ``send_s`` is a number or [cases], or a mapping from ordered pairs of
-    ranks to such. The result is that of :func:`partool.schedule.simulate`: to rounding, unless more than 200,000
-    actions pass before the schedule is steady; what is left of such a schedule is taken at its latest pace (0.7 % off
-    at worst with that limit set to 1,000). Lists that a search finds are taken whole up to about 20,000 actions; what
-    is left of longer ones is taken at the pace of their second half.
+    ranks to such; ``gradient_send_s`` is that of travelling weights' gradients (None: as of the weights). The result is
+    that of :func:`partool.schedule.simulate`: to rounding, unless more than 200,000 actions pass before the schedule is
+    steady; what is left of such a schedule is taken at its latest pace (0.7 % off at worst with that limit set to
+    1,000). Lists that a search finds are taken whole up to about 20,000 actions; what is left of longer ones is taken
+    at the pace of their second half.
     """
     durations = [np.asarray(part, dtype=float) for part in (forward_s, backward_s, weight_s)]
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))
+    sends = send_s, gradient_send_s
 
     def whole(count: int) -> Any:
-        return _evaluate(graph(name, ranks, count, chunks, cap), 0, durations, send_s)
+        return _evaluate(graph(name, ranks, count, chunks, cap), 0, durations, sends)
 
     if most := longest(name, ranks, chunks):
         if micro_batches <= most:
@@ -70,7 +73,7 @@ def makespan(
     if times < 3:
         return whole(micro_batches)
     if (short := repeating(name, ranks, first, chunks)) is not None:
-        return _evaluate(short, times, durations, send_s)
+        return _evaluate(short, times, durations, sends)
     # No single stretch repeats: GPipe, whose two phases are flow lines, exactly linear from the first micro-batch on.
     start, later_s = whole(first), whole(first + by)
     return later_s + (later_s - start) * (times - 1)
@@ -111,13 +114,13 @@ def span_s(schedule: Schedule, times: StageTimes) -> float:
     return float(_follow(found, 0, times.columns(found.links)))
 
 
-def _evaluate(steps: Graph, times: int, durations: list[Any], send_s: Any) -> Any:
-    sends = [np.asarray(part, dtype=float) for part in link_times(send_s, steps.links)]
-    if all(part.ndim == 1 for part in durations) and all(part.ndim == 0 for part in sends):
-        return _follow(steps, times, [*np.concatenate(durations).tolist(), *map(float, sends), 0.0])
-    cases = max([*(part.size for part in sends), *(part.shape[0] for part in durations if part.ndim == 2)])
+def _evaluate(steps: Graph, times: int, durations: list[Any], sends: tuple[Any, Any]) -> Any:
+    under_way = [np.asarray(part, dtype=float) for part in link_times(*sends, steps.links)]
+    if all(part.ndim == 1 for part in durations) and all(part.ndim == 0 for part in under_way):
+        return _follow(steps, times, [*np.concatenate(durations).tolist(), *map(float, under_way), 0.0])
+    cases = max([*(part.size for part in under_way), *(part.shape[0] for part in durations if part.ndim == 2)])
     rows = [np.broadcast_to(part, (cases, part.shape[-1])).T for part in durations]
-    wide = np.concatenate([*rows, *(np.broadcast_to(part, (1, cases)) for part in sends), np.zeros((1, cases))])
+    wide = np.concatenate([*rows, *(np.broadcast_to(part, (1, cases)) for part in under_way), np.zeros((1, cases))])
     if cases <= _FEW:
         return np.array([_follow(steps, times, wide[:, case].tolist()) for case in range(cases)])
     parts = [np.ascontiguousarray(wide[:, at : at + _TOGETHER]) for at in range(0, cases, _TOGETHER)]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from partool.schedule.actions import Action, Kind, Schedule
 
 
 class Needs:
-    """The inputs of each compute action of a schedule, as the actions that make or bring them."""
+    """The inputs of each compute action of a schedule, as the actions that make or bring them.
 
-    def __init__(self, schedule: Schedule) -> None:
+    ``before`` are compute actions done before the lists.
+    """
+
+    def __init__(self, schedule: Schedule, before: Set[Action] = frozenset()) -> None:
         self._stages = schedule.stages
         # Where weights travel, a micro-batch stays on its rank: no input of a stage comes from another one.
         self._placement = schedule.placement if schedule.moves == "activations" else (0,) * schedule.stages
         self._halved = {
-            (action.stage, action.micro_batch) for actions in schedule.lists for action in actions if action.kind == "I"
+            (stage, batch) for actions in (before, *schedule.lists) for kind, stage, batch in actions if kind == "I"
         }
 
     def of(self, action: Action) -> list[Action]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from partool.schedule.actions import COMPUTE, Action, Schedule
-from partool.schedule.steps import KINDS, Pair, Step, link_times, steps_of
+from partool.schedule.steps import KINDS, Link, Pair, Step, link_times, steps_of
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,16 @@ class StageTimes:
     """Of all transfers, or of those of each ordered pair of ranks; where weights travel, of one stage's weights."""
     input_s: Sequence[float] | None = None
     """Of the inputs' half; None: the backward pass without the weights' half."""
+    gradient_send_s: float | Mapping[Pair, float] | None = None
+    """Where weights travel, of one stage's gradients; None: as long as its weights take."""
     shared_links: bool = False
     """Whether the messages of an ordered pair of ranks wait for each other; those of travelling weights always do."""
 
-    def columns(self, links: Sequence[Pair]) -> list[float]:
+    def columns(self, links: Sequence[Link]) -> list[float]:
         """Return the durations of :class:`partool.schedule.steps.Steps`; ``ValueError`` for a link without a time."""
         stages = range(len(self.forward_s))
         found = [self.of(Action(kind, stage, 0)) for kind in KINDS for stage in stages]
-        return [*found, *link_times(self.send_s, links), 0.0]
+        return [*found, *link_times(self.send_s, self.gradient_send_s, links), 0.0]
 
     def of(self, action: Action) -> float:
         """Return the seconds of a compute action."""

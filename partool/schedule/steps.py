@@ -17,18 +17,18 @@ Step = tuple[int, int, int, int]
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 """Compute actions in the order of their columns."""
-_STREAMS = {"F": "FW", "B": "BW", "I": "BW"}
-"""The weights that a compute action works with where weights travel."""
+Link = tuple[int, int, bool]
+"""Sending and receiving rank, and whether it is the gradients of travelling weights that are sent."""
 
 
 class Steps(NamedTuple):
     """A schedule's actions in an order in which inputs come first.
 
-    Columns of durations: forward, backward, input and weight halves by stage, each link's transfer, and zero.
+    Columns of durations: forward, backward, input and weight halves by stage, transfers by link, and zero.
     """
 
     steps: tuple[Step, ...]
-    links: tuple[Pair, ...]
+    links: tuple[Link, ...]
     of: tuple[tuple[int, Action] | None, ...]
     """Rank and action of each step; None for one that only waits for two things."""
     sends: tuple[tuple[int, Action, int, int], ...]
@@ -65,7 +65,7 @@ class _Walk:
         self.schedule, self.blocking, self.shared, self.needs = schedule, blocking, shared, Needs(schedule)
         self.links = links_of(schedule)
         first = 4 * schedule.stages
-        self.column = {pair: first + at for at, pair in enumerate(self.links)}
+        self.column = {link: first + at for at, link in enumerate(self.links)}
         self.zero = first + len(self.links)
         self.steps: list[Step] = []
         self.of: list[tuple[int, Action] | None] = []
@@ -76,8 +76,8 @@ class _Walk:
         self.made: set[Action] = set()
         self.arrives: dict[tuple[int, Action], tuple[int, int]] = {}
         """By rank and receive: the step after which the message leaves, and the column of the time under way."""
-        self.carried: dict[tuple[int, str, int], tuple[int, Action]] = {}
-        """By rank, stream and stage: the receive that brought these weights or gradients last."""
+        self.carried: dict[tuple[int, bool, int], tuple[int, Action]] = {}
+        """By rank, whether it is gradients, and stage: the receive that brought these weights or gradients last."""
 
     def take(self, rank: int, action: Action) -> bool:
         """Do an action of a rank; return False if what it waits for is not there."""
@@ -93,7 +93,8 @@ class _Walk:
                     return False
             else:
                 waits.append((rank, need))
-        if brought := self.carried.get((rank, _STREAMS.get(action.kind, ""), action.stage)):
+        # Gradients of weights alone need no weights.
+        if action.kind != "W" and (brought := self.carried.get((rank, False, action.stage))):
             waits.append(brought)
         if any(wait not in self.arrives for wait in waits):
             return False
@@ -106,11 +107,11 @@ class _Walk:
         there, other = peer(self.schedule, rank, action)
         pair = rank, there
         waits = []
-        if action.kind in SHIFTS and (brought := self.carried.get((rank, _stream(action), action.stage))):
+        if action.kind in SHIFTS and (brought := self.carried.get((rank, action.kind == "SEND_G", action.stage))):
             if brought not in self.arrives:
                 return False
             waits.append(self.arrives[brought])
-        column, before = self.column[pair], self.last[rank]
+        column, before = self.column[(*pair, action.kind == "SEND_G")], self.last[rank]
         if not (self.blocking or self.shared) and before >= 0:
             self.arrives[there, other] = before, column
             self.sends.append((rank, action, before, column))
@@ -129,7 +130,7 @@ class _Walk:
                 return False
             self.last[rank] = self._add(self.zero, self.last[rank], [self.arrives[rank, action]], None)
         if action.kind in SHIFTS:
-            self.carried[rank, _stream(action), action.stage] = rank, action
+            self.carried[rank, action.kind == "RECV_G", action.stage] = rank, action
         return True
 
     def _add(self, column: int, before: int, waits: list[tuple[int, int]], of: tuple[int, Action] | None) -> int:
@@ -146,25 +147,33 @@ class _Walk:
         return here
 
 
-def links_of(schedule: Schedule) -> tuple[Pair, ...]:
-    """Return the ordered pairs of ranks between which a schedule sends."""
-    pairs = {
-        (rank, peer(schedule, rank, action)[0])
+def wire(schedule: Schedule, rank: int, action: Action) -> Link:
+    """Return what a transfer goes over; the messages of each keep their order."""
+    there, _ = peer(schedule, rank, action)
+    sends = action.kind.startswith("SEND")
+    return rank if sends else there, there if sends else rank, action.kind.endswith("_G")
+
+
+def links_of(schedule: Schedule) -> tuple[Link, ...]:
+    """Return what is sent between which ordered pairs of ranks."""
+    found = {
+        wire(schedule, rank, action)
         for rank, actions in enumerate(schedule.lists)
         for action in actions
         if action.kind.startswith("SEND")
     }
-    return tuple(sorted(pairs))
+    return tuple(sorted(found))
 
 
-def link_times(send_s: Any, links: Sequence[Pair]) -> list[Any]:
-    """Return the time of a transfer over each link, from one for all or a mapping; ``ValueError`` if one is missing."""
-    if not isinstance(send_s, Mapping):
-        return [send_s] * len(links)
-    if missing := [pair for pair in links if pair not in send_s]:
-        raise ValueError(f"there is no transfer time from rank {missing[0][0]} to rank {missing[0][1]}")
-    return [send_s[pair] for pair in links]
+def link_times(send_s: Any, gradient_s: Any, links: Sequence[Link]) -> list[Any]:
+    """Return the time of a transfer over each link, from one for all or a mapping; ``ValueError`` if one is missing.
 
-
-def _stream(action: Action) -> str:
-    return action.kind.partition("_")[2]
+    ``gradient_s`` is that of travelling weights' gradients; None: as long as the weights take.
+    """
+    found = []
+    for here, there, gradients in links:
+        times = gradient_s if gradients and gradient_s is not None else send_s
+        if isinstance(times, Mapping) and (here, there) not in times:
+            raise ValueError(f"there is no transfer time from rank {here} to rank {there}")
+        found.append(times[here, there] if isinstance(times, Mapping) else times)
+    return found

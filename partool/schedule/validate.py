@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import count
 from typing import NamedTuple
 
 from partool.schedule.actions import COMPUTE, SHIFTS, Action, Schedule, peer
 from partool.schedule.needs import Needs
 from partool.schedule.simulate import peak_held
-
-Pair = tuple[int, int]
-"""Sending and receiving rank."""
+from partool.schedule.steps import Link, wire
+from partool.schedule.travelling import gradients_lost, weights_missing
 
 
 class Problem(NamedTuple):
@@ -23,45 +22,60 @@ class Problem(NamedTuple):
     at: int = -1
 
 
-def validate(schedule: Schedule, cap: int | None = None, room: int | None = None) -> list[str]:
+def validate(
+    schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
+) -> list[str]:
     """Return what is wrong, in words; empty if the schedule is sound. See :func:`problems`."""
-    return [problem.message for problem in problems(schedule, cap, room)]
+    return [problem.message for problem in problems(schedule, cap, room, done)]
 
 
-def problems(schedule: Schedule, cap: int | None = None, room: int | None = None) -> list[Problem]:
+def problems(
+    schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
+) -> list[Problem]:
     """Return what is wrong; empty if the schedule is sound.
 
     Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
     on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
-    and gradients alike: the wire knows no names, and both have the same shape, so a mismatch would go unseen. No rank
+    and gradients alike: the wire knows no names, and both have the same shape, so a mismatch would go unseen (only the
+    gradients of travelling weights have wires of their own, as they may be of another type). No rank
     computes on, or sends, what it does not have. The lists finish when sends are buffered without limit, or when each
     ordered pair of ranks has ``room`` for that many messages that are not received yet (``None``: without limit;
     :func:`receive_depth` tells how much they need). No rank holds the activations of more than ``cap`` micro-batches,
     each as many stages as the rank has (``None`` or 0: no bound).
+
+    Where weights travel, a micro-batch stays on one rank, which needs the weights of each stage that it works on, and
+    every gradient comes home to the stage's owner once.
+
+    ``done`` are compute actions before the lists, whose results are where they are needed: the lists are the rest of a
+    schedule that has been interrupted.
     """
     if broken := list(_misshapen(schedule)):
         return broken
-    found = [*_incomplete(schedule), *_elsewhere(schedule)]
+    before = frozenset(action for action in done if action.kind in COMPUTE)
+    found = [*_incomplete(schedule, before), *_elsewhere(schedule)]
     if any("no stage" in problem.message for problem in found):
         return found
     found += _unpaired(schedule)
-    if not found and (stuck := _stuck(schedule, room)):
+    if not found and (stuck := _stuck(schedule, room, before)):
         how = "with buffered sends" if room is None else f"with room for {_messages(room)} per pair of ranks"
         where = ", ".join(f"rank {rank} at {tuple(schedule.lists[rank][at])}" for rank, at in stuck)
         found.append(Problem(f"the lists cannot finish {how}: {where}", *stuck[0]))
+    if schedule.moves == "weights" and not found:
+        found += [Problem(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
     return [*found, *(_too_full(schedule, cap) if cap else ())]
 
 
-def receive_depth(schedule: Schedule) -> int:
+def receive_depth(schedule: Schedule, done: Iterable[Action] = ()) -> int:
     """Return the least room per ordered pair of ranks, in messages not received yet, with which the lists finish.
 
-    A rank that posts this many receives ahead for each peer cannot be the reason that a send waits for ever. Raises
-    ``ValueError`` where the lists cannot finish with any room.
+    A rank that posts this many receives ahead for each peer cannot be the reason that a send waits for ever.
+    ``done`` is that of :func:`problems`. Raises ``ValueError`` where the lists cannot finish with any room.
     """
-    if stuck := _stuck(schedule, None):
+    before = frozenset(action for action in done if action.kind in COMPUTE)
+    if stuck := _stuck(schedule, None, before):
         raise ValueError(f"the lists cannot finish: rank {stuck[0][0]} waits")
     # More room never hurts, and no pair can have more messages under way than it has in all.
-    return next(room for room in count(1) if not _stuck(schedule, room))
+    return next(room for room in count(1) if not _stuck(schedule, room, before))
 
 
 def _messages(number: int) -> str:
@@ -81,8 +95,8 @@ def _misshapen(schedule: Schedule) -> Iterator[Problem]:
         yield Problem(f"the first trained stage is {schedule.trained_from}, of {stages} stages")
 
 
-def _incomplete(schedule: Schedule) -> Iterator[Problem]:
-    counts = Counter(action for actions in schedule.lists for action in actions)
+def _incomplete(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
+    counts = Counter(action for actions in (before, *schedule.lists) for action in actions)
     for stage, rank in enumerate(schedule.placement):
         for batch in range(schedule.micro_batches):
             split = counts[Action("I", stage, batch)] or counts[Action("W", stage, batch)]
@@ -128,27 +142,25 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
 
 
 def _unpaired(schedule: Schedule) -> Iterator[Problem]:
-    sent: dict[Pair, list[Action]] = defaultdict(list)
-    received: dict[Pair, list[tuple[Action, int]]] = defaultdict(list)
+    sent: dict[Link, list[Action]] = defaultdict(list)
+    received: dict[Link, list[tuple[Action, int]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.lists):
         for at, action in enumerate(actions):
-            if action.kind in COMPUTE:
-                continue
-            there, other = peer(schedule, rank, action)
             if action.kind.startswith("SEND"):
-                sent[rank, there].append(other)
-            else:
-                received[there, rank].append((action, at))
-    for pair in sorted({*sent, *received}):
-        out, into = sent[pair], received[pair]
+                sent[wire(schedule, rank, action)].append(peer(schedule, rank, action)[1])
+            elif action.kind not in COMPUTE:
+                received[wire(schedule, rank, action)].append((action, at))
+    for link in sorted({*sent, *received}):
+        out, into = sent[link], received[link]
         wrong = next((k for k, (a, (b, _)) in enumerate(zip(out, into, strict=False)) if a != b), None)
-        name = f"from rank {pair[0]} to {pair[1]}"
+        name = f"from rank {link[0]} to {link[1]}"
         if wrong is not None:
             got, at = into[wrong]
             message = f"{name}: message {wrong} is sent for {tuple(out[wrong])}, received by {tuple(got)}"
-            yield Problem(message, pair[1], at)
+            yield Problem(message, link[1], at)
         elif len(out) != len(into):
-            yield Problem(f"{name}: {_messages(len(out))} are sent, {len(into)} received", pair[1])
+            counted = "1 message is" if len(out) == 1 else f"{len(out)} messages are"
+            yield Problem(f"{name}: {counted} sent, {len(into)} received", link[1])
 
 
 def _too_full(schedule: Schedule, cap: int) -> Iterator[Problem]:
@@ -159,9 +171,9 @@ def _too_full(schedule: Schedule, cap: int) -> Iterator[Problem]:
             yield Problem(f"rank {rank} holds {held}, more than {cap} micro-batches of {share} stages", rank)
 
 
-def _stuck(schedule: Schedule, room: int | None) -> list[tuple[int, int]]:
+def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:
     """Run the lists; return where ranks wait for ever: (rank, place). A send waits while its pair has no room."""
-    wires = _Wires(schedule, room)
+    wires = _Wires(schedule, room, before)
     at = [0] * schedule.ranks
     moved = True
     while moved:
@@ -173,13 +185,19 @@ def _stuck(schedule: Schedule, room: int | None) -> list[tuple[int, int]]:
     return [(rank, place) for rank, place in enumerate(at) if place < len(schedule.lists[rank])]
 
 
-class _Wires:
-    """What is done, and how many messages each pair of ranks has under way."""
+def _message(made: Action) -> Action:
+    """Return the receive of what an action makes."""
+    forward = made.kind == "F"
+    return Action("RECV_F" if forward else "RECV_B", made.stage + (1 if forward else -1), made.micro_batch)
 
-    def __init__(self, schedule: Schedule, room: int | None) -> None:
-        self.schedule, self.room, self.needs = schedule, room, Needs(schedule)
-        self.done: set[Action] = set()
-        self.under_way: Counter[Pair] = Counter()
+
+class _Wires:
+    """What is done, and how many messages each wire has under way."""
+
+    def __init__(self, schedule: Schedule, room: int | None, before: Set[Action]) -> None:
+        self.schedule, self.room, self.needs = schedule, room, Needs(schedule, before)
+        self.done = {*before, *map(_message, before)}
+        self.under_way: Counter[Link] = Counter()
 
     def take(self, rank: int, action: Action) -> bool:
         """Do an action of a rank; return False if it has to wait."""
@@ -189,18 +207,16 @@ class _Wires:
             if ready:
                 self.done.add(action)
             return ready
-        there, _ = peer(self.schedule, rank, action)
+        link = wire(self.schedule, rank, action)
         if kind.startswith("SEND"):
-            pair = rank, there
-            ready = self.room is None or self.under_way[pair] < self.room
+            ready = self.room is None or self.under_way[link] < self.room
             if kind not in SHIFTS:
                 made = Action("F" if kind == "SEND_F" else self.needs.backward(stage, batch), stage, batch)
                 ready = ready and made in self.done
-            self.under_way[pair] += ready
+            self.under_way[link] += ready
             return ready
-        pair = there, rank
-        ready = self.under_way[pair] > 0
-        self.under_way[pair] -= ready
+        ready = self.under_way[link] > 0
+        self.under_way[link] -= ready
         if ready and kind not in SHIFTS:
             self.done.add(action)
         return ready

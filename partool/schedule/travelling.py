@@ -1,0 +1,73 @@
+"""What must hold where weights travel: nobody works with weights it has not, and each gradient comes home once."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from partool.schedule.actions import COMPUTE, Action, Schedule, peer
+
+Fault = tuple[str, int, int]
+"""Words, rank, place in its list."""
+
+
+def weights_missing(schedule: Schedule) -> Iterator[Fault]:
+    """Yield passes over a stage, and shifts of its weights, on ranks that neither own nor have received them.
+
+    Weights do not change within a step, so once received they are good until its end. Gradients of weights alone need
+    none: what a layer's product needs is kept.
+    """
+    for rank, actions in enumerate(schedule.lists):
+        has = set(schedule.on_rank(rank))
+        for at, action in enumerate(actions):
+            if action.kind in ("RECV_FW", "RECV_BW"):
+                has.add(action.stage)
+            elif action.kind not in ("W", "SEND_G", "RECV_G") and action.stage not in has:
+                yield f"rank {rank}: {tuple(action)} without the weights of stage {action.stage}", rank, at
+
+
+def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
+    """Yield what is wrong with the sums of gradients of sound lists.
+
+    A rank's sum of a stage takes up its own micro-batches and what it receives, and is empty once it is sent. At the
+    end the owner's has every micro-batch once, and nobody else has one.
+    """
+    sums: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    wires: defaultdict[tuple[int, int], deque[list[int]]] = defaultdict(deque)
+    for rank, at, action in _in_order(schedule):
+        kind, stage, batch = action
+        if kind in ("B", "W"):
+            sums[rank, stage].append(batch)
+        elif kind == "SEND_G":
+            if not (content := sums.pop((rank, stage), [])):
+                yield f"rank {rank}: {tuple(action)} without a gradient of stage {stage}", rank, at
+            wires[rank, peer(schedule, rank, action)[0]].append(content)
+        elif kind == "RECV_G":
+            sums[rank, stage] += wires[peer(schedule, rank, action)[0], rank].popleft()
+    for stage, home in enumerate(schedule.placement):
+        wanted = list(range(schedule.micro_batches)) if stage >= schedule.trained_from else []
+        if (got := sorted(sums.pop((home, stage), []))) != wanted:
+            yield f"the owner of stage {stage} has gradients of micro-batches {got} in the end", home, -1
+    for (rank, stage), batches in sorted(sums.items()):
+        if batches:
+            yield f"rank {rank} keeps gradients of stage {stage}, micro-batches {sorted(batches)}", rank, -1
+
+
+def _in_order(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
+    """Yield (rank, place, action), receives after their sends, of lists that finish."""
+    at, sent = [0] * schedule.ranks, set[tuple[int, Action]]()
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.lists):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                if action.kind not in COMPUTE:
+                    there, other = peer(schedule, rank, action)
+                    if action.kind.startswith("SEND"):
+                        sent.add((there, other))
+                    elif (rank, action) not in sent:
+                        break
+                yield rank, at[rank], action
+                at[rank] += 1
+                moved = True
