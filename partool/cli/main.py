@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("partool.cli.cancel", "Stop a run, with a checkpoint."),
     "doctor": ("partool.cli.doctor", "Check whether runs can be launched, and where not, why."),
     "export": ("partool.cli.export", "Write a run's weights for other tools."),
+    "schedule": ("partool.cli.schedule", "Print, draw, check and compare pipeline schedules."),
     "calibrate": ("partool.cli.calibrate", "Measure this machine, or learn from its finished runs."),
     "explain": ("partool.cli.explain", "Explain a rule code such as PT203."),
     "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partool.cli._files import write_or_exit
 from partool.cli._load import (
     Output,
     answer_or_exit,
@@ -18,7 +17,6 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
-from partool.cli._runs import fail
 from partool.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def command(
         changes += answer_or_exit(spec, changes, "smallest" if smallest else largest or "")
     plan = load_plan_or_exit(spec, changes, output, strict, trace=trace)
     if out is not None:
-        _write(plan.to_json(), out)
+        write_or_exit(plan.to_json(), out)
     _reports(plan, html, timeline, source=str(out or spec))
     if previous is not None:
         _against(previous, plan, output)
@@ -174,21 +172,8 @@ def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: st
     if html is not None:
         from partool.report.html import render_html
 
-        _write(render_html(plan, source), html)
+        write_or_exit(render_html(plan, source), html)
     if timeline is not None:
         from partool.report.trace import plan_trace
 
-        _write(json.dumps(plan_trace(plan)) + "\n", timeline)
-
-
-def _write(text: str, path: Path) -> None:
-    """Write a file in one step: a reader sees the old file or the new one."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except OSError as error:
-        fail("PT002", f"{path} cannot be written: {error.strerror}", "choose another file", 3)
+        write_or_exit(json.dumps(plan_trace(plan)) + "\n", timeline)

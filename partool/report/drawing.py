@@ -28,8 +28,8 @@ class Drawing:
     name: str
     ranks: int
     micro_batches: int
-    chunks: int
-    """Stages per rank."""
+    stages_per_pass: int
+    """Stages that a rank runs on one micro-batch: its own, or all where weights travel."""
     boxes: tuple[Event, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
     transfers: tuple[Event, ...]
@@ -71,7 +71,7 @@ def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
         name=schedule.name,
         ranks=schedule.ranks,
         micro_batches=schedule.micro_batches,
-        chunks=schedule.chunks,
+        stages_per_pass=schedule.stages if schedule.moves == "weights" else schedule.chunks,
         boxes=timeline.events,
         transfers=timeline.transfers,
         span_s=timeline.makespan_s,

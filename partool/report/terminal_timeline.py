@@ -86,7 +86,7 @@ def _sides(drawing: Drawing) -> list[str]:
     found = []
     for busy_s, held in zip(drawing.busy_s, drawing.in_flight, strict=True):
         idle = max(0.0, 1.0 - busy_s / drawing.span_s) if drawing.span_s else 0.0
-        found.append(f"{idle:>4.0%} idle" + (f", holds {held / drawing.chunks:.3g}" if held else ""))
+        found.append(f"{idle:>4.0%} idle" + (f", holds {held / drawing.stages_per_pass:.3g}" if held else ""))
     return found
 
 

@@ -1,0 +1,189 @@
+"""``partool schedule``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from partool.cli._runs import fail
+from partool.schedule import SCHEDULES, Schedule
+
+if TYPE_CHECKING:
+    from partool.report.drawing import Drawing
+
+_ERRORS, _USAGE, _DIFFERENT = 1, 2, 10
+
+
+def command(
+    name: Annotated[
+        str, typer.Argument(metavar="[NAME|FILE]", help="A named schedule, or a file of lists; without it, the names.")
+    ] = "",
+    *,
+    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Pipeline ranks (4).")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", min=1, help="Micro-batches of a step (8).")
+    ] = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Stages per rank: interleaved.")] = None,
+    waves: Annotated[int | None, typer.Option("--waves", min=1, help="Waves: hanayo.")] = None,
+    in_flight: Annotated[
+        int | None, typer.Option("--in-flight", min=1, help="Most micro-batches that a rank keeps.")
+    ] = None,
+    backward: Annotated[float, typer.Option("--backward", min=0.0, help="Backward pass, in forward passes.")] = 2.0,
+    send: Annotated[float, typer.Option("--send", min=0.0, help="A transfer, in a rank's forward passes.")] = 0.0,
+    check: Annotated[bool, typer.Option("--check", help="Only what is wrong, and the exit code.")] = False,
+    diff: Annotated[str, typer.Option("--diff", help="Show what differs from this one; exit 10 if it does.")] = "",
+    output: Annotated[
+        Literal["text", "csv", "json"], typer.Option("--output", help="Picture, lists, or data.")
+    ] = "text",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the lists to this file.")] = None,
+    timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write a trace, for Perfetto.")] = None,
+) -> None:
+    """Print, draw, check and compare pipeline schedules."""
+    if not name:
+        _list(output)
+        return
+    sizes = _Sizes(ranks, micro_batches, chunks, waves, in_flight)
+    given = sizes != _Sizes(None, None, None, None, None)
+    if given and Path(name).exists() and not {name, diff} & SCHEDULES.keys():
+        raise typer.BadParameter(f"{name} says itself how many ranks, stages and micro-batches there are")
+    schedule = _schedule(name, sizes)
+    if check:
+        typer.echo(f"{name}: the schedule is sound", err=True)
+        return
+    if diff:
+        _diff(schedule, _schedule(diff, sizes), output)
+        return
+    from partool.report.schedule import in_units
+
+    drawing = in_units(schedule, backward, send)
+    _write(schedule, drawing, out, timeline)
+    _show(schedule, drawing, output)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes on the command line; those that were not given are None."""
+
+    ranks: int | None
+    micro_batches: int | None
+    chunks: int | None
+    waves: int | None
+    in_flight: int | None
+
+    def stages_per_rank(self, name: str) -> int:
+        """Return the stages per rank of a named schedule: those asked for, or the fewest that it takes."""
+        if self.waves is not None:
+            if name != "hanayo" or self.chunks is not None:
+                raise typer.BadParameter("--waves belongs to hanayo, and goes without --chunks")
+            return 2 * self.waves
+        return self.chunks or (2 if name in ("interleaved", "zb-v", "hanayo") else 1)
+
+
+def _schedule(name: str, sizes: _Sizes) -> Schedule:
+    """Return a named schedule or one in a file; ends the command if there is none, or it is not sound."""
+    if name in SCHEDULES:
+        return _named(name, sizes)
+    path = Path(name)
+    if path.suffix == ".csv" or path.exists():
+        return _from_file(path)
+    import difflib
+
+    near = difflib.get_close_matches(name, SCHEDULES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SCHEDULES)}; or a file"
+    typer.echo(f"error: there is no schedule {name!r}\n  help: {hint}", err=True)
+    raise typer.Exit(_USAGE)
+
+
+def _named(name: str, sizes: _Sizes) -> Schedule:
+    from partool.schedule import check, generate, nearest
+
+    ranks, micro_batches, cap = sizes.ranks or 4, sizes.micro_batches or 8, sizes.in_flight or 0
+    chunks = sizes.stages_per_rank(name)
+    if reason := check(name, ranks, micro_batches, chunks, cap):
+        count = nearest(name, ranks, micro_batches, chunks)
+        other = count not in (None, micro_batches)
+        fail("PT430", reason, f"the nearest that works: --micro-batches {count}" if other else "", _ERRORS)
+    return generate(name, ranks, micro_batches, chunks, cap)
+
+
+def _from_file(path: Path) -> Schedule:
+    """Read and check the user's own lists."""
+    from partool.schedule import ScheduleTextError, from_text, problems, rows_of
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        schedule = from_text(text, path.stem)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        fail("PT432", f"{path} cannot be read: {reason}", "", _ERRORS)
+    except ScheduleTextError as error:
+        place = f"{path}, row {error.row}" if error.row else str(path)
+        place += f", cell {error.column}" if error.column else ""
+        fail("PT432", f"{place}: {error}", "cells such as 0F3, 1B0, 0SEND_F3; one row per rank", _ERRORS)
+    found = problems(schedule)
+    rows = rows_of(text)
+    for problem in found:
+        place = f"{path}, row {rows[problem.rank]}" if problem.rank >= 0 else str(path)
+        place += f", cell {problem.at + 1}" if problem.at >= 0 else ""
+        typer.echo(f"error[PT433]: {place}: {problem.message}", err=True)
+    if found:
+        typer.echo(f"{path}: not sound; partool explain PT433", err=True)
+        raise typer.Exit(_ERRORS)
+    return schedule
+
+
+def _list(output: str) -> None:
+    from rich.console import Console
+
+    from partool.report.schedule import KNOWN, render_known
+
+    if output == "json":
+        typer.echo(json.dumps({name: vars(known) for name, known in KNOWN.items()}, indent=2))
+    else:
+        render_known(Console())
+
+
+def _diff(old: Schedule, new: Schedule, output: str) -> None:
+    from partool.schedule import diff
+
+    lines = diff(new, old)
+    if output == "json":
+        typer.echo(json.dumps({"same": not lines, "differences": lines}, indent=2))
+    else:
+        typer.echo("\n".join(lines) if lines else "the schedules are the same", err=not lines)
+    if lines:
+        raise typer.Exit(_DIFFERENT)
+
+
+def _write(schedule: Schedule, drawing: Drawing, out: Path | None, timeline: Path | None) -> None:
+    from partool.cli._files import write_or_exit
+
+    if out is not None:
+        from partool.schedule import to_text
+
+        write_or_exit(to_text(schedule), out)
+    if timeline is not None:
+        from partool.report.trace import process, trace
+
+        title = f"{schedule.name}: times in forward passes of a rank, as seconds"
+        write_or_exit(json.dumps(trace(process(drawing, title, 0), {"schedule": schedule.name})) + "\n", timeline)
+
+
+def _show(schedule: Schedule, drawing: Drawing, output: str) -> None:
+    if output == "csv":
+        from partool.schedule import to_text
+
+        typer.echo(to_text(schedule), nl=False)
+        return
+    from partool.report.schedule import render_schedule, schedule_data
+
+    if output == "json":
+        typer.echo(json.dumps(schedule_data(schedule, drawing)))
+        return
+    from rich.console import Console
+
+    render_schedule(schedule, drawing, Console())

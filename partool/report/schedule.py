@@ -1,0 +1,102 @@
+"""What a terminal shows of schedules by themselves: which there are, one in numbers and as a picture, as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.report.drawing import Drawing, drawn
+from partool.report.terminal_timeline import render_timeline, summary
+from partool.schedule import Schedule, StageTimes, cell, receive_depth, schedule_hash, simulate
+
+
+@dataclass(frozen=True)
+class Known:
+    """A named schedule in words."""
+
+    stages: str
+    """Per rank."""
+    micro_batches: str
+    words: str
+    source: str
+
+
+KNOWN = {
+    "gpipe": Known("1", "any", "all forward passes, then all backward passes", "arXiv 1811.06965"),
+    "1f1b": Known(
+        "1", "any", "a forward and a backward pass in turn; keeps one micro-batch per rank", "arXiv 2006.09503"
+    ),
+    "interleaved": Known("2 or more", "ranks × k", "1F1B over several distant stages per rank", "arXiv 2104.04473"),
+    "zb-h1": Known("1", "any", "1F1B; gradients of weights fill its gaps, in its memory", "arXiv 2401.10241"),
+    "zb-v": Known("2", "any", "down the ranks and up again, gradients of weights fill the gaps", "arXiv 2405.15362"),
+    "hanayo": Known("2 per wave", "any", "waves: to and fro over the ranks; best where micro-batches are few", "SC'23"),
+    "weipipe": Known("1", "ranks × k", "weights go round the ranks, activations stay; full recompute", "PPoPP'25"),
+    "weipipe-naive": Known("1", "ranks × k", "the same, all forward turns before all backward turns", "PPoPP'25"),
+    "weipipe-zb": Known("1", "ranks × k", "the same, with gradients of weights in turns of their own", "PPoPP'25"),
+}
+"""By the names of :data:`partool.schedule.SCHEDULES`."""
+
+
+def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
+    """Return times in forward passes of a whole rank; half of a backward pass is the gradients of weights."""
+    share = 1.0 / (schedule.stages / schedule.ranks)
+    each = [share] * schedule.stages
+    return StageTimes(each, [backward * share] * schedule.stages, None, send)
+
+
+def messages(schedule: Schedule) -> dict[str, int]:
+    """Return how many messages all ranks send in a step, by what they carry."""
+    words = {"SEND_F": "activations", "SEND_B": "gradients of activations"}
+    words |= {"SEND_FW": "weights", "SEND_BW": "weights", "SEND_G": "gradients of weights"}
+    counts = Counter(words[a.kind] for actions in schedule.lists for a in actions if a.kind in words)
+    return dict(counts)
+
+
+def render_known(console: Console) -> None:
+    """Print the schedules that can be named."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("schedule", "stages per rank", "micro-batches", "what it does"):
+        table.add_column(heading, no_wrap=heading == "schedule", header_style="bold")
+    for name, known in KNOWN.items():
+        table.add_row(name, known.stages, known.micro_batches, known.words)
+    console.print(table)
+
+
+def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> None:
+    """Print a schedule as a picture, with what it keeps and sends. Times are in forward passes of a rank."""
+    console.print(Text(summary(drawing, ""), "bold"))
+    render_timeline(drawing, console, unit="")
+    sent = ", ".join(f"{count:,} of {what}" for what, count in messages(schedule).items()) or "none"
+    console.print(Text(f"messages per step: {sent}; receives posted ahead: {receive_depth(schedule)} or more"))
+
+
+def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:
+    """Return a schedule as data. Times are in forward passes of a rank."""
+    return {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "micro_batches": schedule.micro_batches,
+        "stages_per_rank": schedule.chunks,
+        "moves": schedule.moves,
+        "placement": list(schedule.placement),
+        "hash": schedule_hash(schedule),
+        "makespan": drawing.span_s,
+        "bubble": drawing.bubble,
+        "activations": [held / drawing.stages_per_pass for held in drawing.in_flight],
+        "messages": messages(schedule),
+        "receive_depth": receive_depth(schedule),
+        "lists": [[cell(action) for action in actions] for actions in schedule.lists],
+    }
+
+
+def in_units(schedule: Schedule, backward: float = 2.0, send: float = 0.0) -> Drawing:
+    """Return a schedule in time whose unit is a forward pass of a rank; a shift's time is of one stage's weights.
+
+    Raises ``ValueError`` where the lists cannot finish.
+    """
+    return drawn(schedule, simulate(schedule, unit_times(schedule, backward, send)))
