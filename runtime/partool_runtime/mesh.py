@@ -32,6 +32,12 @@ class Ranks:
     """Axis ``pp``: the ranks of one pipeline, which share their data."""
 
     @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each pipeline, in the order of their places in it; the first list is that of rank 0."""
+        others = self.world_size // self.pp.size()
+        return [list(range(first, self.world_size, others)) for first in range(others)]
+
+    @property
     def replicas(self) -> int:
         """Copies of the training state."""
         return self.state.size(0)

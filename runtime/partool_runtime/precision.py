@@ -1,6 +1,25 @@
-"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2)."""
+"""Types by precision, and dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740, section 3.2)."""
 
 from __future__ import annotations
+
+import torch
+
+from partool.spec.training import Precision
+
+MASTER_DTYPE: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "fp16": torch.float32,
+}
+"""Type of the parameters that the optimizer updates, by precision."""
+COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Type of parameters and activations in forward and backward, by precision."""
 
 GROWTH = 2.0
 BACKOFF = 0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,12 +60,18 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
     return found
 
 
-def end_backward(root: FSDPModule) -> None:
+def end_backward(root: FSDPModule, *, fill: bool) -> None:
     """Do what FSDP2 does where a backward pass through ``root`` ends: reduce gradients, release parameters, as set.
 
-    It hangs that onto autograd only, and gradients that are computed by other means need it too.
+    It hangs that onto autograd only, and gradients that are computed by other means need it too. With ``fill``,
+    parameters that have no gradient this time take part with zeros: FSDP2 adds partial sums over replicas up as one
+    flat tensor, which must not change its shape.
     """
-    root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[no-untyped-call]
+    for parameter in _fsdp_parameters(cast(nn.Module, root)) if fill else ():
+        whole = parameter.unsharded_param
+        if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
+            whole.grad = torch.zeros_like(whole)
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def group_size(process_group: Any) -> int:

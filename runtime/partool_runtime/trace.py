@@ -36,7 +36,7 @@ from partool.spec.training import Precision
 from partool_runtime.model import Decoder, loss
 from partool_runtime.model.attention import Context
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.zero import COMPUTE_DTYPE
+from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals import FakeTensorMode, TorchDispatchMode
 
 BATCH, LENGTH, WINDOW = 2, 96, 31
@@ -151,15 +151,13 @@ def _built(case: Case) -> tuple[Decoder, Context]:
         model = Decoder(case.model.model_copy(update={"layers": 2, "layer_types": case.model.layer_types[:1] * 2}))
     finally:
         torch.set_default_dtype(before)
-    recompute(model, [case.policy] * 2)
+    recompute(model.layers, [case.policy] * 2)
     if case.compile == "block":
         torch.compiler.reset()
         for block in model.layers:
             compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition")
             setattr(block, "forward", compiled)  # noqa: B010 - mypy forbids assigning a method
-    device = torch.device("cpu")
-    context = Context(model._rope_tables(LENGTH, dtype, device), model._window_mask(LENGTH, device))
-    return model, context
+    return model, model.contexts(torch.empty(1, LENGTH, 1, dtype=dtype))
 
 
 def head_storages(case: Case) -> Found:

@@ -13,17 +13,19 @@ from partool_kernels import isa
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
+from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.optim.adamw import AdamW
-from partool_runtime.parallel import parallelize
+from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.comm import maximum_over
-from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
-from partool_runtime.precision import LossScaler
+from partool_runtime.parallel.pipeline.passes import pipeline_passes, trained_schedule
+from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.saving import Saver
-from partool_runtime.stepping import PlainPasses, Stepper, StepResult
+from partool_runtime.stepping import Passes, PlainPasses, Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, local_bytes
-from partool_runtime.weights import build, fill, freeze, materialise, post_load
+from partool_runtime.weights import build, build_parts, fill, freeze, materialise, post_load
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
@@ -129,18 +131,19 @@ def _prepare(
     plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, fingerprint: str, *, resume: bool
 ) -> tuple[Stepper, Saver, int]:
     """Build everything that has state, from the newest checkpoint or from the plan's weights; also return its step."""
-    model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
-    sync = parallelize(model, plan, ranks)
+    model, passes = _model_and_passes(plan, ranks, recorder)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
-    optimizer = AdamW(trained_parameters(model), plan.optimizer)
+    copies = model.copies if isinstance(model, DecoderParts) else ()
+    optimizer = AdamW(trained_parameters(model), plan.optimizer, copies)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
-    recorder.probe_memory("gathered", lambda: gathered_bytes(model))
-    recorder.probe_memory("gradients", lambda: gradient_bytes(model))
+    roots = model.roots() if isinstance(model, DecoderParts) else (model,)
+    recorder.probe_memory("gathered", lambda: sum(gathered_bytes(root) for root in roots))
+    recorder.probe_memory("gradients", lambda: sum(gradient_bytes(root) for root in roots))
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
-        PlainPasses(model, sync, ranks.device),
+        passes,
         optimizer,
         scaler,
         ranks=ranks,
@@ -163,6 +166,18 @@ def _prepare(
         fill(model, plan.weights, seed=plan.training.seed)
     post_load(model)
     return stepper, saver, first
+
+
+def _model_and_passes(plan: Plan, ranks: Ranks, recorder: Recorder) -> tuple[Decoder | DecoderParts, Passes]:
+    """Return this rank's part of the model, without memory yet, and what runs it; a collective of all ranks."""
+    dtype = MASTER_DTYPE[plan.training.precision]
+    if plan.layout.mesh.pp == 1:
+        whole = build(plan.model).to(dtype)
+        return whole, PlainPasses(whole, parallelize(whole, plan, ranks), ranks.device)
+    schedule = trained_schedule(plan)
+    parts = build_parts(plan.model, plan.layout.stages, schedule.on_rank(ranks.pp.get_local_rank())).to(dtype)
+    units = parallelize_stages(parts, plan, ranks)
+    return parts, pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=recorder.pipeline)
 
 
 def _report_write(saver: Saver, recorder: Recorder) -> None:

@@ -21,8 +21,8 @@ from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.parallel.zero import MASTER_DTYPE, trained_parameters
-from partool_runtime.precision import LossScaler
+from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import PlainPasses, Stepper
 
 VOCAB, HIDDEN, WIDE, LAYERS = 13, 5, 7, 2

@@ -34,7 +34,7 @@ class Count(TorchDispatchMode):
 
 def operators(policy: Any) -> Counter[str]:
     model = Decoder(CONFIG)
-    recompute(model, [policy] * CONFIG.layers)
+    recompute(model.layers, [policy] * CONFIG.layers)
     tokens_BS = torch.arange(14).reshape(2, 7) % CONFIG.vocab
     with Count() as count:
         model(tokens_BS, tokens_BS).backward()
@@ -57,7 +57,7 @@ def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", compiled)
     model = Decoder(CONFIG)
-    compiling.compile_blocks(model)
+    compiling.compile_blocks(model.layers)
     tokens_BS = torch.zeros(1, 4, dtype=torch.int64)
     model(tokens_BS, tokens_BS)
     assert len(ran) == CONFIG.layers

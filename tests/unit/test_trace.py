@@ -17,7 +17,7 @@ from partool.spec.model import Mla, ModelConfig
 from partool_runtime import trace
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.zero import COMPUTE_DTYPE
+from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.telemetry._memory import SavedTensors
 
 BATCH, LENGTH = 3, 14
@@ -40,7 +40,7 @@ def model(kind: str, **changes: Any) -> ModelConfig:
 def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
     """What autograd saves in a forward pass of a real model, as the trainer's telemetry counts it."""
     network = Decoder(config).to(COMPUTE_DTYPE[precision])
-    recompute(network, [policy] * config.layers)
+    recompute(network.layers, [policy] * config.layers)
     counter = SavedTensors(config.vocab, TOKENS * config.vocab, lambda: None)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     counter.start()
@@ -80,7 +80,7 @@ def test_recomputing_attention_changes_no_gradient(kind: str) -> None:
     for policy in ("none", "attention"):
         torch.manual_seed(5)
         network = Decoder(model(kind)).double()
-        recompute(network, [policy] * 3)
+        recompute(network.layers, [policy] * 3)
         tokens = torch.arange(TOKENS).reshape(BATCH, LENGTH) % SMALL["vocab"]
         network(tokens, tokens.roll(1)).backward()
         found.append([parameter.grad for parameter in network.parameters()])

@@ -3,5 +3,6 @@
 from partool_runtime.model.attention import AttentionLayout, attend
 from partool_runtime.model.decoder import Block, Decoder, Head
 from partool_runtime.model.loss import IGNORED, loss
+from partool_runtime.model.parts import DecoderParts, StageModule
 
-__all__ = ["IGNORED", "AttentionLayout", "Block", "Decoder", "Head", "attend", "loss"]
+__all__ = ["IGNORED", "AttentionLayout", "Block", "Decoder", "DecoderParts", "Head", "StageModule", "attend", "loss"]

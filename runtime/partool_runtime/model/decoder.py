@@ -47,6 +47,52 @@ class Head(nn.Module):
         return loss(hidden_BSH, self.weight, labels_BS)
 
 
+class Contexts:
+    """Makes the context of a pass; rotary tables and masks are kept, by length, type and device."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
+        self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def __call__(self, x_BSH: torch.Tensor) -> Context:
+        """Return what the layers need besides ``x_BSH``, of its length, type and device."""
+        length, device = x_BSH.shape[1], x_BSH.device
+        return Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
+
+    def _rope_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Tables | None:
+        if self._config.position != "rope":
+            return None
+        key = (length, dtype, device)
+        if key not in self._rope:
+            # Also used by later passes with gradients, for which inference tensors are of no use.
+            with torch.inference_mode(False):
+                self._rope[key] = tables(self._config, length, dtype, device)
+        return self._rope[key]
+
+    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
+        window = self._config.window
+        if window is None or length <= window or "sliding" not in self._config.layer_types:
+            return None
+        key = (length, device)
+        if key not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[key] = window_mask(length, window, device)
+        return self._masks[key]
+
+
+def embedded(tokens_BS: torch.Tensor, embed: nn.Embedding, position: nn.Embedding | None) -> torch.Tensor:
+    """Return the first hidden state, ``[B, S, H]``; raises PT257 for more tokens than there are learned positions."""
+    x_BSH: torch.Tensor = embed(tokens_BS)
+    if position is None:
+        return x_BSH
+    length = tokens_BS.shape[1]
+    if length > position.num_embeddings:
+        message = f"{length} tokens are more than the {position.num_embeddings} learned positions"
+        raise ConfigurationError("PT257", message, "Raise model.max_position or shorten training.sequence_length.")
+    return cast(torch.Tensor, x_BSH + position(torch.arange(length, device=tokens_BS.device)))
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
 
@@ -65,8 +111,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)
-        self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
-        self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self.contexts = Contexts(config)
 
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
@@ -90,15 +135,8 @@ class Decoder(nn.Module):
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
-        length, device = tokens_BS.shape[1], tokens_BS.device
-        x_BSH: torch.Tensor = self.embed(tokens_BS)
-        if self.position is not None:
-            if length > self.config.max_position:
-                message = f"{length} tokens are more than the {self.config.max_position} learned positions"
-                help_text = "Raise model.max_position or shorten training.sequence_length."
-                raise ConfigurationError("PT257", message, help_text)
-            x_BSH = x_BSH + self.position(torch.arange(length, device=device))
-        context = Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
+        x_BSH = embedded(tokens_BS, self.embed, self.position)
+        context = self.contexts(x_BSH)
         for layer in self.layers:
             x_BSH = layer(x_BSH, context)
         return cast(torch.Tensor, self.final_norm(x_BSH))
@@ -107,23 +145,3 @@ class Decoder(nn.Module):
         """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
         weight = self.embed.weight if self.head is None else self.head.weight
         return F.linear(self.hidden(tokens_BS), weight)
-
-    def _rope_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Tables | None:
-        if self.config.position != "rope":
-            return None
-        key = (length, dtype, device)
-        if key not in self._rope:
-            # Also used by later passes with gradients, for which inference tensors are of no use.
-            with torch.inference_mode(False):
-                self._rope[key] = tables(self.config, length, dtype, device)
-        return self._rope[key]
-
-    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        window = self.config.window
-        if window is None or length <= window or "sliding" not in self.config.layer_types:
-            return None
-        key = (length, device)
-        if key not in self._masks:
-            with torch.inference_mode(False):
-                self._masks[key] = window_mask(length, window, device)
-        return self._masks[key]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from partool.plan.types import Plan
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Decoder
+from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.zero import shard
+from partool_runtime.parallel.zero import shard, shard_stages
 
 
 def parallelize(model: Decoder, plan: Plan, ranks: Ranks) -> GradSync:
@@ -16,7 +17,19 @@ def parallelize(model: Decoder, plan: Plan, ranks: Ranks) -> GradSync:
 
     The order is fixed: recomputation is part of what is compiled, and gathers happen outside of both.
     """
-    recompute(model, plan.layout.recompute)
+    recompute(model.layers, plan.layout.recompute)
     if plan.layout.compile == "block":
-        compile_blocks(model)
+        compile_blocks(model.layers)
     return shard(model, zero=plan.layout.zero, precision=plan.training.precision, ranks=ranks)
+
+
+def parallelize_stages(parts: DecoderParts, plan: Plan, ranks: Ranks) -> list[Unit]:
+    """Apply the plan's layout to the stages of a pipeline rank, in place and in the same order.
+
+    Return what is gathered and reduced together.
+    """
+    blocks = dict(parts.blocks())
+    recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks])
+    if plan.layout.compile == "block":
+        compile_blocks(blocks.values())
+    return shard_stages(parts, zero=plan.layout.zero, precision=plan.training.precision, ranks=ranks)

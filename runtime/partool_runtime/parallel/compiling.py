@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
-from partool_runtime.model import Decoder
 
-
-def compile_blocks(model: Decoder) -> None:
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile the forward pass of every block; equal blocks share one compilation.
 
     Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph.
     """
-    for block in model.layers:
+    for block in blocks:
         setattr(block, "forward", torch.compile(block.forward))  # noqa: B010 - mypy forbids assigning a method

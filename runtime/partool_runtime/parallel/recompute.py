@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
-from partool_runtime.model import Decoder
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -27,13 +27,13 @@ SAVED = frozenset(
 """Operators whose results ``selective`` keeps: matrix products and attention; all else is cheap to do again."""
 
 
-def recompute(model: Decoder, policies: Sequence[Recompute]) -> None:
-    """Give every block its policy.
+def recompute(blocks: Iterable[nn.Module], policies: Iterable[Recompute]) -> None:
+    """Give every block its policy, in place.
 
     ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
     ``full`` only the block's input.
     """
-    for block, policy in zip(model.layers, policies, strict=True):
+    for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
             attention = cast(Any, block.attention)
             attention.core = _full(attention.core)

@@ -12,23 +12,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from partool.spec.parallel import ZeroStage
 from partool.spec.training import Precision
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Decoder
+from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.parallel.grad_sync import GradSync
-
-MASTER_DTYPE: dict[Precision, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.float32,
-    "fp16": torch.float32,
-}
-"""Type of the parameters that the optimizer updates, by precision."""
-COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""Type of parameters and activations in forward and backward, by precision."""
+from partool_runtime.parallel.pipeline.sync import Unit
+from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def shard(model: Decoder, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> GradSync:
@@ -49,6 +36,41 @@ def shard(model: Decoder, *, zero: ZeroStage, precision: Precision, ranks: Ranks
     for module in modules:
         _sum_gradients(module)
     return GradSync(modules, zero=zero, replicas=ranks.replicas)
+
+
+def shard_stages(parts: DecoderParts, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> list[Unit]:
+    """Spread a pipeline rank's parameters over the shard axis, in place; every stage is sharded on its own.
+
+    An embedding that two stages of the rank share is gathered and reduced on its own, too.
+    """
+    mesh, policy = _mesh(ranks), _policy(precision)
+    units = []
+    for number, stage in parts.stages.items():
+        groups = stage.groups()
+        for group in groups:
+            fully_shard(group, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+        root = fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        if zero == 3:
+            _prefetch_backward([group[0] for group in groups], root)
+        units.append(Unit(root, frozenset({number})))
+    if parts.shared is not None:
+        shared = fully_shard(parts.shared, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        units.append(Unit(shared, frozenset({min(parts.stages), max(parts.stages)})))
+    for unit in units:
+        for module in unit.modules:
+            _sum_gradients(module)
+    return units
+
+
+def _prefetch_backward(modules: Sequence[nn.Module], root: FSDPModule) -> None:
+    """Gather each module while the next one's backward pass runs.
+
+    Left alone FSDP2 goes by the order of forward passes, in which other micro-batches lie between a forward pass and
+    its backward pass. The first one has none before it; it names itself, which is gathered already.
+    """
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for before, module in zip([sharded[0], *sharded], [*sharded, root], strict=True):
+        module.set_modules_to_backward_prefetch([before])
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:

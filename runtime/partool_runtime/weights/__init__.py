@@ -4,6 +4,17 @@ Sharding happens between ``build`` and ``materialise``, so no rank ever holds mo
 """
 
 from partool_runtime.weights.fill import fill, fill_from
-from partool_runtime.weights.pipeline import build, freeze, materialise, post_load
+from partool_runtime.weights.pipeline import build, build_parts, freeze, frozen_names, materialise, post_load
+from partool_runtime.weights.rows import whole_shapes
 
-__all__ = ["build", "fill", "fill_from", "freeze", "materialise", "post_load"]
+__all__ = [
+    "build",
+    "build_parts",
+    "fill",
+    "fill_from",
+    "freeze",
+    "frozen_names",
+    "materialise",
+    "post_load",
+    "whole_shapes",
+]

@@ -10,19 +10,20 @@ import torch
 from partool.spec.model import Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.reader import open_folder
-from partool_runtime.model import Decoder
+from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.weights.draw import RowSource, block_rows, dummy_rows, init_rows
-from partool_runtime.weights.rows import local_part, local_rows
+from partool_runtime.weights.rows import local_part, local_rows, whole_shapes
 
 _COPY_ELEMENTS = 2**24
 """Elements in flight between a source and a parameter: bounds the memory beside the model."""
 
 
-def fill(model: Decoder, weights: Weights, *, seed: int) -> None:
+def fill(model: Decoder | DecoderParts, weights: Weights, *, seed: int) -> None:
     """Fill all parameters from ``weights.source``: ``init`` (from the seed), ``dummy``, ``hf`` or ``checkpoint``.
 
-    The model is materialised, plain or sharded by rows over ranks. Collective only for ``checkpoint``. Raises
-    ConfigurationError PT620 for a folder that cannot be read, PT621 where names or shapes do not match.
+    The model, or a pipeline rank's part of it, is materialised, plain or sharded by rows over ranks. Collective only
+    for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be read, PT621 where names or shapes do
+    not match.
     """
     if weights.source == "init":
         fill_from(model, init_rows(model.config, seed))
@@ -30,7 +31,7 @@ def fill(model: Decoder, weights: Weights, *, seed: int) -> None:
         fill_from(model, dummy_rows(model.config))
     elif weights.source == "hf":
         with open_folder(_path(weights), model.config) as source:
-            source.check({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+            source.check(whole_shapes(model.config))
             fill_from(model, source.rows)
     else:
         from partool_runtime.weights.from_checkpoint import load_model

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import Decoder
-from partool_runtime.weights.rows import local_part
+from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.weights.rows import local_part, whole_shapes
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
 
 
-def load_model(model: Decoder, path: Path) -> None:
-    """Fill a plain or sharded model from the model part of a checkpoint; collective if there are several ranks.
+def load_model(model: Decoder | DecoderParts, path: Path) -> None:
+    """Fill a model, or a part of one, from the model part of a checkpoint; collective if there are several ranks.
 
     ``path`` is a ``step-…`` folder, or a folder of them or of a run, whose newest is taken. Raises ConfigurationError
     PT620 if there is none, PT621 where names or shapes differ, and the checkpoint's own codes where it is damaged.
@@ -27,7 +27,7 @@ def load_model(model: Decoder, path: Path) -> None:
     folder = find_checkpoint(path)
     parameters = dict(model.named_parameters())
     saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
-    _check(folder, parameters, {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
+    _check(folder, whole_shapes(model.config), {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
     targets = {
         _MODEL + name: torch.empty_like(parameter, dtype=saved[_MODEL + name][1], requires_grad=False)
         if saved[_MODEL + name][1] != parameter.dtype
@@ -59,13 +59,13 @@ def find_checkpoint(path: Path) -> Path:
     raise ConfigurationError("PT620", f"{path} holds no checkpoint", "Give a step-… folder, or the folder of a run.")
 
 
-def _check(folder: Path, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
-    problems = [f"missing {name}" for name in parameters if name not in saved]
-    problems += [f"unexpected {name}" for name in saved if name not in parameters]
+def _check(folder: Path, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+    problems = [f"missing {name}" for name in shapes if name not in saved]
+    problems += [f"unexpected {name}" for name in saved if name not in shapes]
     problems += [
-        f"{name} has shape {list(parameter.shape)} in the model and {list(saved[name])} in the checkpoint"
-        for name, parameter in parameters.items()
-        if name in saved and tuple(parameter.shape) != tuple(saved[name])
+        f"{name} has shape {list(shape)} in the model and {list(saved[name])} in the checkpoint"
+        for name, shape in shapes.items()
+        if name in saved and shape != tuple(saved[name])
     ]
     if problems:
         shown = problems[:12] + ([f"… and {len(problems) - 12} more"] if len(problems) > 12 else [])

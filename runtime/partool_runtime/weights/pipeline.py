@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -10,8 +10,8 @@ from torch import nn
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import Decoder
-from partool_runtime.weights.rows import local_part
+from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.weights.rows import local_part, whole_shapes
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -20,15 +20,23 @@ def build(config: ModelConfig) -> Decoder:
         return Decoder(config)
 
 
+def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Sequence[int]) -> DecoderParts:
+    """Return a pipeline rank's stages on the meta device: ``spans`` are the layers of all stages, ``mine`` its own."""
+    with torch.device("meta"):
+        return DecoderParts(config, spans, mine)
+
+
 def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
     """Give every parameter memory on ``device``, with whatever that holds; ``dtype`` None keeps each one's type.
 
     Works on plain and on sharded models; each rank allocates its part only. Give the type to :func:`build`'s model
     before sharding it (``model.to(dtype)``) where the two differ.
     """
-    if dtype is not None:
-        model.to(dtype=dtype)
-    model.to_empty(device=device)
+    # A sharded model's own root must see that its parameters moved, and the stages' roots are no children of parts.
+    for root in model.roots() if isinstance(model, DecoderParts) else (model,):
+        if dtype is not None:
+            root.to(dtype=dtype)
+        root.to_empty(device=device)
 
 
 def post_load(model: nn.Module) -> None:
@@ -47,22 +55,28 @@ def post_load(model: nn.Module) -> None:
         raise ConfigurationError("PT622", f"the weights hold values that are not finite: {shown}")
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Stop training of the parameters whose names match a glob pattern (``embed.*``); return their names.
+def freeze(model: Decoder | DecoderParts, patterns: Sequence[str]) -> list[str]:
+    """Stop training of the parameters whose names match a glob pattern (``embed.*``); return the names of all of them.
 
-    Call it before the first forward pass. Raises ConfigurationError PT623 for a pattern that matches nothing, or if
-    nothing would be left to train.
+    The patterns are about the whole model, of which this may be a part. Call it before the first forward pass. Raises
+    ConfigurationError PT623 for a pattern that matches nothing, or if nothing would be left to train.
     """
-    parameters = dict(model.named_parameters())
+    frozen = frozen_names(whole_shapes(model.config), patterns)
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    return sorted(frozen)
+
+
+def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """Return the parameters of a model that glob patterns match; raises like :func:`freeze`."""
     frozen: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in parameters if fnmatchcase(name, pattern)}
+        matches = {name for name in names if fnmatchcase(name, pattern)}
         if not matches:
-            some = ", ".join(list(parameters)[:4])
+            some = ", ".join(list(names)[:4])
             raise ConfigurationError("PT623", f"model.frozen: {pattern!r} matches no parameter", f"Names are {some}, …")
         frozen |= matches
-    if len(frozen) == len(parameters):
+    if len(frozen) == len(names):
         raise ConfigurationError("PT623", "model.frozen: the patterns match every parameter, nothing would be trained")
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return sorted(frozen)
+    return frozen

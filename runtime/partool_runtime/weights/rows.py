@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from partool.layout.parameters import parameters
+from partool.spec.model import ModelConfig
 from partool_runtime.torch_internals import local
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a model, whichever pipeline rank holds it."""
+    return {info.name: info.shape for info in parameters(config)}
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

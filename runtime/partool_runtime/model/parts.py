@@ -1,0 +1,123 @@
+"""The part of a decoder that one pipeline rank holds: its stages, with parameters under the names of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from partool.spec.model import ModelConfig
+from partool_runtime.model.decoder import Block, Contexts, Head, embedded
+from partool_runtime.model.loss import loss
+from partool_runtime.model.norm import make_norm
+
+Span = tuple[int, int]
+"""First and one-past-last layer."""
+
+
+class TiedEmbedding(nn.Embedding):
+    """An embedding whose weight is the output matrix too. Both uses are forward passes, so that a wrapper sees both."""
+
+    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
+        return super().forward(x) if labels_BS is None else loss(x, self.weight, labels_BS)
+
+
+class StageModule(nn.Module):
+    """Consecutive layers, on the first stage behind the embedding, on the last before final norm, head and loss.
+
+    Modules are handed in: what several stages of a rank share is registered with none of them.
+    """
+
+    def __init__(self, layers: Mapping[str, Block], contexts: Contexts) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.contexts = contexts
+        self.first = False
+        self.embed: nn.Embedding | None = None
+        self.position: nn.Embedding | None = None
+        self.final_norm: nn.Module | None = None
+        self.head: nn.Module | None = None
+        self.shared: tuple[TiedEmbedding, ...] = ()
+        """The embedding, where another stage of this rank uses it too."""
+
+    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Map tokens ``[B, S]`` (first stage) or ``[B, S, H]`` to ``[B, S, H]``, or on the last stage to the loss.
+
+        Only the last stage takes labels.
+        """
+        embedding = self.shared[0] if self.shared else self.embed
+        if self.first and embedding is not None:
+            x = embedded(x, embedding, self.position)
+        context = self.contexts(x)
+        for block in self.layers.values():
+            x = block(x, context)
+        if self.final_norm is None:
+            return x
+        head = self.head if self.head is not None else cast(nn.Module, embedding)
+        return cast(torch.Tensor, head(self.final_norm(x), labels_BS))
+
+    def groups(self) -> list[list[nn.Module]]:
+        """Return the units of sharding and gathering in order of use, but for the last stage's last one.
+
+        That is what its root keeps: final norm and head, or its own copy of a tied embedding.
+        """
+        inputs: list[nn.Module] = (
+            [module for module in (self.embed, self.position) if module is not None] if self.first else []
+        )
+        blocks: list[list[nn.Module]] = [[block] for block in self.layers.values()]
+        return [inputs, *blocks] if inputs else blocks
+
+
+class DecoderParts(nn.Module):
+    """The stages of a decoder that one rank holds.
+
+    ``named_parameters`` yields the names of the whole decoder, each once. With tied embeddings the ranks of the first
+    and of the last stage both hold ``embed.weight``; on one rank it is one parameter.
+    """
+
+    def __init__(self, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int]) -> None:
+        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's."""
+        super().__init__()
+        last = len(spans) - 1
+        held = sorted(layer for stage in mine for layer in range(*spans[stage]))
+        self.config = config
+        self.embed: nn.Embedding | None = None
+        self.position: nn.Embedding | None = None
+        if 0 in mine or (last in mine and config.tied_embeddings):
+            self.embed = (TiedEmbedding if config.tied_embeddings else nn.Embedding)(config.vocab, config.hidden)
+        if 0 in mine and config.position == "learned":
+            self.position = nn.Embedding(config.max_position, config.hidden)
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})
+        self.final_norm = make_norm(config) if last in mine else None
+        self.head = Head(config) if last in mine and not config.tied_embeddings else None
+        self.shared = self.embed if config.tied_embeddings and 0 in mine and last in mine and last > 0 else None
+        """The tied embedding, where two stages of this rank use it."""
+        self.copies = frozenset({"embed.weight"} if self.embed is not None and 0 not in mine else ())
+        """Parameters that the rank of an earlier stage holds too."""
+        contexts = Contexts(config)
+        self.stages = {stage: self._stage(spans[stage], contexts, stage == 0, stage == last) for stage in mine}
+        """By number. Not registered here: their modules are, under the names of the whole."""
+
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield this rank's layers with their numbers."""
+        return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
+
+    def roots(self) -> tuple[nn.Module, ...]:
+        """Return modules that together hold every parameter once: the stages, and what stages share."""
+        return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
+
+    def _stage(self, span: Span, contexts: Contexts, first: bool, last: bool) -> StageModule:
+        names = [str(layer) for layer in range(*span)]
+        stage = StageModule({name: cast(Block, self.layers[name]) for name in names}, contexts)
+        if first:
+            stage.first, stage.position = True, self.position
+        if last:
+            stage.final_norm, stage.head = self.final_norm, self.head
+        if self.shared is not None and (first or last):
+            stage.shared = (cast(TiedEmbedding, self.shared),)
+        elif first or (last and self.head is None):
+            stage.embed = self.embed
+        return stage

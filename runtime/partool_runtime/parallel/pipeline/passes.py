@@ -1,0 +1,138 @@
+"""Forward and backward passes of a step through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from partool.plan.schedule import schedule_of
+from partool.plan.types import Plan
+from partool.schedule import Schedule, without_backward
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
+from partool_runtime.model import DecoderParts, StageModule
+from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.pipeline.engine import Engine
+from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
+from partool_runtime.parallel.pipeline.tied import TiedGradients
+from partool_runtime.parallel.pipeline.types import Boundary, Done
+from partool_runtime.parallel.pipeline.wires import Wires, open_groups
+from partool_runtime.precision import COMPUTE_DTYPE
+from partool_runtime.weights import frozen_names, whole_shapes
+
+Report = Callable[[Sequence[Done]], None]
+"""Is told of what a training step has done, in the order in which it became known."""
+
+
+class DecoderStage:
+    """A stage as the engine calls it (``Stage``)."""
+
+    def __init__(self, module: StageModule, device: torch.device) -> None:
+        self._module, self._device = module, device
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds the parameters."""
+        return self._module
+
+    def __call__(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden state ``[B, S, H]``, or on the last stage the sum of token losses."""
+        x = x_BSH if x_BSH is not None else micro.tokens_BS.to(self._device, non_blocking=True)
+        last = self._module.final_norm is not None
+        out: torch.Tensor = self._module(x, micro.labels_BS.to(self._device, non_blocking=True) if last else None)
+        return out
+
+
+class PipelinePasses:
+    """Passes (``partool_runtime.stepping.Passes``) of the ranks of a pipeline, which share one batch."""
+
+    def __init__(
+        self, engine: Engine, sync: PipelineSync, ranks: Ranks, *, tied: TiedGradients | None, report: Report
+    ) -> None:
+        self._engine, self._sync, self._ranks, self._tied, self._report = engine, sync, ranks, tied, report
+        self._done: list[Done] = []
+        engine.watch = self._done.append
+
+    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        """See ``Passes``. The first rank of the pipeline returns the loss of all its ranks, the others return 0."""
+        self._done.clear()
+        self._sync.use(timer)
+        loss_sum = self._engine.step(batch, weight)
+        if self._tied is not None:
+            with timer("gradient_sync"):
+                self._tied.add_up()
+        with timer("pipeline_bubble"):  # ranks that are done early wait here for the others
+            loss_sum = self._of_pipeline(loss_sum)
+        self._report(self._done)
+        return loss_sum
+
+    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """See ``Passes``. As many micro-batches are on their way at once as in a training step."""
+        total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
+        together: list[MicroBatch] = []
+        for micro in batches:
+            if stopping():
+                return None
+            together.append(micro)
+            if len(together) == self._engine.schedule.micro_batches:
+                total += self._engine.evaluate(together)
+                together = []
+        if together:
+            total += self._engine.evaluate(together)
+        return self._of_pipeline(total)
+
+    def _of_pipeline(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        total = sum_over(loss_sum, self._ranks.pp.get_group())
+        return total if self._ranks.pp.get_local_rank() == 0 else torch.zeros_like(total)
+
+
+def trained_schedule(plan: Plan) -> Schedule:
+    """Return the plan's schedule without the backward passes that nobody needs.
+
+    Raises ConfigurationError PT503 if it is not the one that was planned.
+    """
+    try:
+        schedule = schedule_of(plan.layout)
+    except ValueError as error:
+        fix = "make it again: partool plan SPEC --out FILE"
+        raise ConfigurationError("PT503", f"the plan's pipeline schedule cannot be made: {error}", fix) from error
+    first = first_trained_stage(plan)
+    return without_backward(schedule, first) if first > 0 else schedule
+
+
+def first_trained_stage(plan: Plan) -> int:
+    """Return the number of the first stage that holds a parameter which is trained."""
+    shapes = whole_shapes(plan.model)
+    frozen = frozen_names(shapes, plan.frozen)
+    return min(_stage_of(name, plan.layout.stages) for name in shapes if name not in frozen)
+
+
+def _stage_of(name: str, spans: Sequence[tuple[int, int]]) -> int:
+    kind, _, rest = name.partition(".")
+    if kind in ("embed", "position"):
+        return 0
+    if kind != "layers":
+        return len(spans) - 1
+    layer = int(rest.partition(".")[0])
+    return next(stage for stage, (first, stop) in enumerate(spans) if first <= layer < stop)
+
+
+def pipeline_passes(
+    parts: DecoderParts, units: Sequence[Unit], schedule: Schedule, *, plan: Plan, ranks: Ranks, report: Report
+) -> PipelinePasses:
+    """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
+    layout, rank = plan.layout, ranks.pp.get_local_rank()
+    sync = PipelineSync(schedule.lists[rank], units, zero=layout.zero, replicas=ranks.replicas)
+    boundary = Boundary(
+        (layout.micro_batch, plan.training.sequence_length, plan.model.hidden),
+        COMPUTE_DTYPE[plan.training.precision],
+        ranks.device,
+    )
+    groups = open_groups(ranks.pipelines)
+    wires = Wires(rank, groups, boundary, timeout_s=COLLECTIVE_TIMEOUT.total_seconds())
+    stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
+    tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
+    return PipelinePasses(Engine(schedule, stages, wires, sync=sync), sync, ranks, tied=tied, report=report)

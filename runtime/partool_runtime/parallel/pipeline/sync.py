@@ -1,0 +1,120 @@
+"""When a pipeline rank's stages gather parameters, reduce gradients and release both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from partool.schedule import COMPUTE, Action
+from partool.spec.parallel import ZeroStage
+from partool_runtime.torch_internals import end_backward
+
+Timer = Callable[[str], AbstractContextManager[object]]
+
+
+class Unit:
+    """Parameters whose gradients are complete at the same action: those of a stage, or what two stages share."""
+
+    def __init__(self, root: FSDPModule, stages: frozenset[int]) -> None:
+        self.root = root
+        self.stages = stages
+        """The stages that use it, on this rank."""
+        self.modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+
+
+class PipelineSync:
+    """Sets, before each action of a rank, what it does with gradients and parameters (a ``StageSync``).
+
+    A stage's gradients grow with each full backward action B and each second half W. As without pipelines, parameters
+    are gathered by the first forward pass that needs them.
+
+    =====  =======================  ==========================  ==========================
+    ZeRO   reduce-scatter           all-reduce over replicas    release parameters
+    =====  =======================  ==========================  ==========================
+    0      –                        after the last B or W       after the last B or W
+    1      after the last B or W    after the last              after the last
+    2      after each B or W        after the last              after the last
+    3      after each B or W        after the last              after each B or I, and after each block's forward pass
+    =====  =======================  ==========================  ==========================
+
+    A stage without backward actions (frozen, or evaluated) is released after its last forward pass. In a full backward
+    pass the exchange of one block overlaps with the pass through the one before; what follows a W is exchanged when it
+    ends, since autograd does not see it.
+    """
+
+    def __init__(self, actions: Sequence[Action], units: Sequence[Unit], *, zero: ZeroStage, replicas: int) -> None:
+        """``actions`` is the rank's list of a training step."""
+        self._units = units
+        self._reduce_each = zero >= 2
+        self._release_each = zero == 3
+        self._replicas = replicas
+        self._last = [_last(actions, unit) for unit in units]
+        self._set: list[tuple[bool, bool, bool] | None] = [None] * len(units)
+        self._timer: Timer = _untimed
+        self._measured: AbstractContextManager[object] = nullcontext()
+
+    def use(self, timer: Timer) -> None:
+        """Measure the actions of the step to come with ``timer``."""
+        self._timer = timer
+
+    def before(self, action: Action) -> None:
+        """Prepare a compute action; it is timed from here on."""
+        for index, unit in enumerate(self._units):
+            if action.stage in unit.stages and action.kind in ("B", "I"):
+                self._exchange(index, action)
+        self._measured = self._timer("forward" if action.kind == "F" else "backward")
+        self._measured.__enter__()
+
+    def after(self, action: Action) -> None:
+        """Follow up on a compute action."""
+        self._measured.__exit__(None, None, None)
+        for index, unit in enumerate(self._units):
+            if action.stage not in unit.stages:
+                continue
+            if action.kind == "W" and (self._reduce_each or action == self._last[index]):
+                self._exchange(index, action)
+                with self._timer("gradient_sync"):
+                    end_backward(unit.root, fill=self._replicas > 1)
+            elif action.kind == "F" and action == self._last[index]:
+                _release(unit)
+
+    def finish(self) -> None:
+        """Release what is still gathered: an evaluation, or a step that was given up, ends without backward passes."""
+        for unit in self._units:
+            _release(unit)
+        self._timer = _untimed
+
+    def _exchange(self, index: int, action: Action) -> None:
+        """Tell FSDP2 what the end of the backward pass to come does, unless it was told so."""
+        last = action == self._last[index]
+        completes = action.kind != "I"
+        wanted = (completes and (last or self._reduce_each), last, last or self._release_each)
+        if self._set[index] == wanted:
+            return
+        self._set[index] = wanted
+        reduces, reduces_over_replicas, releases = wanted
+        for module in self._units[index].modules:
+            module.set_requires_gradient_sync(reduces, recurse=False)
+            if self._replicas > 1:
+                module.set_requires_all_reduce(reduces_over_replicas, recurse=False)
+            module.set_reshard_after_backward(releases, recurse=False)
+
+
+def _last(actions: Sequence[Action], unit: Unit) -> Action | None:
+    """Return the action that completes a unit's gradients; of a unit without any, its last forward pass."""
+    own = [action for action in actions if action.stage in unit.stages and action.kind in COMPUTE]
+    completing = [action for action in own if action.kind in ("B", "W")]
+    return next(reversed(completing or own), None)
+
+
+def _release(unit: Unit) -> None:
+    for module in unit.modules:
+        module.reshard()
+
+
+def _untimed(term: str) -> AbstractContextManager[object]:
+    return nullcontext()
