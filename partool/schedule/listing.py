@@ -82,15 +82,21 @@ class Listed(NamedTuple):
 
 
 def listed(placement: Sequence[int], ranks: int, micro_batches: int, policy: Policy, *, split: bool) -> Listed:
-    """Return the lists that a policy makes; ``split`` halves backward passes. Transfers take no time."""
+    """Return the lists that a policy makes; ``split`` halves backward passes. Transfers take no time.
+
+    Raises ``ValueError`` for room that a single micro-batch does not fit into.
+    """
     run = _Run(placement, ranks, micro_batches, policy, split)
     now = 0
     while any(run.left):
         for rank in range(ranks):
             if run.free[rank] <= now and (choice := run.choose(rank, now)):
                 run.do(rank, choice, now)
-        # Nothing changes before some action ends; the oldest micro-batch is never refused, so one is running.
-        now = min((free for free in run.free if free > now), default=now)
+        # Nothing changes before some action ends.
+        running = [free for free in run.free if free > now]
+        if not running and any(run.left):
+            raise ValueError(f"room for {policy.room} stages is too little for a micro-batch's {run.chunks}")
+        now = min(running, default=now)
     return Listed(max(run.free), max(run.peak), tuple(tuple(actions) for actions in run.lists))
 
 

@@ -49,7 +49,7 @@ def to_text(schedule: Schedule) -> str:
     if last + 1 != schedule.micro_batches or last >= sum(map(len, schedule.lists)):
         head.append(f"# micro_batches={schedule.micro_batches}")
     computed = {(action.stage, rank) for rank, row in enumerate(schedule.lists) for action in row if _computes(action)}
-    if computed != set(zip(range(schedule.stages), schedule.placement, strict=True)):
+    if schedule.moves == "weights" or computed != set(enumerate(schedule.placement)):
         head.append(f"# placement={' '.join(map(str, schedule.placement))}")
     head += [f"# trained_from={schedule.trained_from}"] if schedule.trained_from else []
     rows = [",".join(cell(action) for action in actions) or _IDLE for actions in schedule.lists]

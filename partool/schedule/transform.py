@@ -72,22 +72,27 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
 
 
 def cut(schedule: Schedule, done: Sequence[int]) -> Cut:
-    """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be."""
+    """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be.
+
+    The schedule may be what :func:`remap` left of another one.
+    """
     _staying(schedule)
-    before = {action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[:count]}
-    backward = {(stage, batch) for kind, stage, batch in before if kind in ("B", "I")}
-    behind = [action for actions, count in zip(schedule.lists, done, strict=True) for action in actions[count:]]
-    _reachable(schedule, before)
-    messages = []
-    held = set()
-    for kind, stage, batch in behind:
-        if kind == "F" and stage and Action("F", stage - 1, batch) in before:
-            messages.append(Action("RECV_F", stage, batch))
-        elif kind in ("B", "I") and (stage + 1, batch) in backward:
-            messages.append(Action("RECV_B", stage, batch))
-        if kind in ("B", "I", "W") and Action("F", stage, batch) in before:
-            held.add((stage, batch))
-    return Cut(tuple(sorted(messages)), tuple(sorted(held)))
+    split = [(actions[:count], actions[count:]) for actions, count in zip(schedule.lists, done, strict=True)]
+    _reachable({action for before, _ in split for action in before})
+    behind = {action for _, rest in split for action in rest}
+    forward = {(stage, batch) for kind, stage, batch in behind if kind == "F"}
+    backward = {(stage, batch) for kind, stage, batch in behind if kind in ("B", "I")}
+    # What is not ahead is done, here or before an earlier cut.
+    messages = [
+        Action("RECV_F", stage, batch) for stage, batch in forward if stage and (stage - 1, batch) not in forward
+    ]
+    messages += [
+        Action("RECV_B", stage, batch)
+        for stage, batch in backward
+        if stage + 1 < schedule.stages and (stage + 1, batch) not in backward
+    ]
+    halves = backward | {(stage, batch) for kind, stage, batch in behind if kind == "W"}
+    return Cut(tuple(sorted(messages)), tuple(sorted(halves - forward)))
 
 
 def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:
@@ -144,7 +149,7 @@ def _forward_order(placement: Sequence[int], ranks: int, micro_batches: int) -> 
     return tuple(map(tuple, lists))
 
 
-def _reachable(schedule: Schedule, before: set[Action]) -> None:
+def _reachable(before: set[Action]) -> None:
     for action in before:
         kind, stage, batch = action
         if kind in COMPUTE or kind.startswith("SEND"):
