@@ -14,6 +14,7 @@ from partool.cost.sync import Held, Passes, Sync, sync
 from partool.cost.traffic import trained_share
 
 _STREAM_SHARE = 0.80
+_ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,25 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     total, forward = costs.total("forward_s") + costs.total("backward_s"), costs.total("forward_s")
     stages = layouts.pp * layouts.chunks
     largest, final, ahead = _largest_stage(job, costs, stages, total)
-    busiest = np.where(layouts.chunks > 1, total / layouts.pp, largest)
+    several = (layouts.chunks > 1) | (layouts.schedule == SCHEDULES.index("file"))
+    busiest = np.where(several, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
     through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
+    # Whatever the order: a micro-batch passes all stages, and halves of its backward passes may wait for others.
+    through = np.where(np.isin(layouts.schedule, _ANY_ORDER), forward, through)
+    if job.stage_layers is not None:
+        busiest, through = total / layouts.pp, forward
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
     return job.time_scalar * (bound + parts.extra_s)
 
 
 def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> Column:
-    """Return a lower bound of the time of interleaved schedules.
+    """Return a lower bound of the time of schedules with several stages per rank and whole backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before it, and these are last to
-    end; so the span is at least that of the mean rank with half of this. Where all stages have the same layers, and
-    the head costs less than one of them, the last rank's own time is known and the wait is whole.
+    end; so the span is at least that of the mean rank with half of this. Where all stages have the same layers, stages
+    do not come back to where they began, and the head costs less than a layer, the last rank's own time is known and
+    the wait is whole.
     """
     m, before = layouts.accumulation, layouts.pp - 1
     each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
@@ -102,7 +109,7 @@ def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> C
     bound = m * total / layouts.pp + 0.5 * before * least
     if len(costs.layers) > 1:
         return bound
-    even = (job.model.layers % stages == 0) & (costs.last.both_s < each)
+    even = (job.model.layers % stages == 0) & (costs.last.both_s < each) & ~layouts.folded
     exact = m * (layouts.chunks * least + costs.last.both_s) + before * least
     return np.where(even, np.maximum(exact, bound), bound)
 

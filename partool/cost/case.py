@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from partool.cost.stacks import PARTOOL, Stack
+from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
@@ -35,6 +38,8 @@ SCHEDULES = (
     "file",
 )
 """Values of ``Layouts.schedule`` by index; names of ``partool.schedule``."""
+FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "hanayo"))
+"""Those whose stages go to and fro over the ranks; of the others, stage s is on rank s modulo the ranks."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one element of activations and of the parameters they are computed with (fp8 casts as it multiplies)."""
@@ -65,6 +70,10 @@ class Job:
     """Runs behind ``memory_scalar``."""
     memory_spread: float = 0.0
     """Their relative standard deviation."""
+    lists: Schedule | None = None
+    """The user's own schedule, of layouts whose schedule is ``file``."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage where they are given; None: as balances best."""
 
     @property
     def compute_bytes(self) -> int:
@@ -107,6 +116,8 @@ class Layouts:
     """Index in :data:`SCHEDULES`."""
     chunks: Column = 1
     """Stages per pipeline rank (v)."""
+    in_flight: Column = 0
+    """Most micro-batches that the schedule may hold on a rank; 0: as many as it wants."""
     sequence_method: Column = 0
     """Index in :data:`SEQUENCE_METHODS`."""
     host_optimizer: Column = 0.0
@@ -117,6 +128,11 @@ class Layouts:
     """1 where saved activations go to host memory."""
     compiled: Column = 1
     """1 where blocks are compiled."""
+
+    @property
+    def folded(self) -> Column:
+        """True where stages go to and fro over the ranks."""
+        return np.isin(self.schedule, FOLDED)
 
     @property
     def dp(self) -> Column:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -113,6 +113,9 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
     pp, chunks = layouts.pp, layouts.chunks
     each, odd = np.divmod(layers, pp * chunks)
     extra = np.clip(np.ceil((odd - rank) / pp), 0, chunks)
+    if np.any(layouts.folded):
+        folded = sum((stage < odd) & there for stage, there in _stages_of_rank(layouts, rank))
+        extra = np.where(layouts.folded, folded, extra)
     count = each * chunks + extra
     moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
     kinds = (count - moe, moe)
@@ -131,7 +134,8 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
                 chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)
             kept[kind, policy] = kinds[kind] * chosen
     first = np.where(rank == 0, 1, 0)
-    last = np.where(rank == pp - 1, 1, 0)
+    # Stages that come back end where they began.
+    last = np.where(rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1), 1, 0)
     return Held(kinds, first, last, in_flight / chunks, kept)
 
 
@@ -139,22 +143,29 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
     """Return the layers with experts of a rank, from a running count over the model's layers."""
     running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
     total: Column = 0
-    for chunk in range(int(np.max(layouts.chunks))):
-        stage = rank + chunk * layouts.pp
+    for stage, there in _stages_of_rank(layouts, rank):
         start = stage * each + np.minimum(stage, odd)
         stop = start + each + (stage < odd)
         found = running[np.clip(stop, 0, model.layers)] - running[np.clip(start, 0, model.layers)]
-        total = total + np.where(chunk < layouts.chunks, found, 0)
+        total = total + np.where(there, found, 0)
     return total
 
 
-def held_by_layout(job: Job, layout: Layout, rank: int, in_flight: int) -> Held:
-    """Return what a pipeline rank of one layout holds, from its own stages and its policy per layer."""
-    pp, model = layout.mesh.pp, job.model
+def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Column]]:
+    """Yield the stage of each of a rank's chunks, and where there is such a chunk."""
+    pp = layouts.pp
+    for chunk in range(int(np.max(layouts.chunks))):
+        back = layouts.folded & (chunk % 2 == 1)
+        yield chunk * pp + np.where(back, pp - 1 - rank, rank), chunk < layouts.chunks
+
+
+def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int) -> Held:
+    """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
+    model, last = job.model, len(layout.stages) - 1
     kept: dict[tuple[int, int], Column] = {}
-    for start, stop in layout.stages[rank::pp]:
+    for start, stop in (layout.stages[stage] for stage in stages):
         for layer in range(start, stop):
             key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
             kept[key] = kept.get(key, 0) + 1
     kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
-    return Held((kinds[0], kinds[1]), int(rank == 0), int(rank == pp - 1), in_flight / layout.chunks, kept)
+    return Held((kinds[0], kinds[1]), int(0 in stages), int(last in stages), in_flight / len(stages), kept)

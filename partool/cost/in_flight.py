@@ -3,6 +3,10 @@
 1F1B: Narayanan et al. (arXiv 2006.09503); interleaved: Narayanan et al. (arXiv 2104.04473, section 2.2), as Megatron-LM
 orders it; ZB-H1: Qi et al. (arXiv 2401.10241), which keeps activations until the weights' half of the backward pass has
 read them, on every rank as many as 1F1B keeps on its first.
+
+Of lists that are found by search there are lower bounds only: ZB-V (Qi et al., arXiv 2405.15362) keeps as many as 1F1B
+on its first rank; Hanayo (Liu et al., SC'23) keeps of each micro-batch under way all but the last stage's on the first
+rank, and all on the last one, exactly so where there are no more micro-batches than ranks.
 """
 
 from __future__ import annotations
@@ -22,4 +26,8 @@ def in_flight(layouts: Layouts, rank: Column) -> Column:
     found = np.where(schedule == SCHEDULES.index("interleaved"), interleaved, one * chunks)
     found = np.where(schedule == SCHEDULES.index("zb-h1"), np.minimum(m, pp) * chunks, found)
     found = np.where(schedule == SCHEDULES.index("gpipe"), m * chunks, found)
+    under_way = np.minimum(np.minimum(m, pp), np.where(layouts.in_flight > 0, layouts.in_flight, pp))
+    found = np.where(schedule == SCHEDULES.index("zb-v"), under_way * chunks, found)
+    folded = np.where(rank == pp - 1, under_way * chunks, under_way * (chunks - 1) + 1)
+    found = np.where(schedule == SCHEDULES.index("hanayo"), folded, found)
     return np.where(pp == 1, chunks, found)

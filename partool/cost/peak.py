@@ -6,7 +6,6 @@ backward pass (all activations and one layer at work), its end (all gradients), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,13 +17,13 @@ from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
+from partool.cost.pipeline import held_by_ranks, stages_of_ranks
 from partool.cost.predict import columns
 from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory
-from partool.schedule import in_flight
 
 MIB, GIB = 2**20, 2**30
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
@@ -135,10 +134,8 @@ def host_bytes(job: Job, layout: Layout) -> int:
 def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
     layouts = columns(layout)
-    counts: Sequence[int] = (1,)
-    if layout.mesh.pp > 1:
-        counts = in_flight(layout.schedule, layout.mesh.pp, layout.accumulation, layout.chunks)
-    held = [held_by_layout(job, layout, rank, count) for rank, count in enumerate(counts)]
+    ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
+    held = [held_by_layout(job, layout, stages, count) for stages, count in ranks]
     layers = _layers(job, layouts, memory_stack(job.stack.name))
     return [_memory(job, layouts, each, layers) for each in held]
 

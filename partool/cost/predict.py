@@ -13,11 +13,12 @@ from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layou
 from partool.cost.flops import model_flops
 from partool.cost.layer import Layer, Pass, kinds
 from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
+from partool.cost.pipeline import span_s, stages_of_ranks
 from partool.cost.sync import Held, Passes, sync
 from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import Layout, TimePrediction
-from partool.schedule import StageTimes, makespan
+from partool.schedule import StageTimes
 from partool.spec.parallel import Recompute
 
 _DATA_S = 1e-4
@@ -46,6 +47,7 @@ def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
         recompute_share=share,
         schedule=SCHEDULES.index(layout.schedule),
         chunks=layout.chunks,
+        in_flight=layout.in_flight,
         sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
         host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
         host_parameters=int(layout.offload_parameters == "cpu"),
@@ -123,23 +125,14 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
     m, pp = layout.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
-    on_rank = [list(range(rank, len(layout.stages), pp)) for rank in range(pp)]
+    on_rank = stages_of_ranks(layout)
     f_rank, b_rank = _per_rank(forward, on_rank), _per_rank(backward, on_rank)
     busiest = int(np.argmax(np.array(f_rank) + np.array(b_rank)))
     busy = m * (f_rank[busiest] + b_rank[busiest])
     span = busy
     if pp > 1:
-        span = makespan(
-            layout.schedule,
-            pp,
-            m,
-            layout.chunks,
-            forward_s=np.array(forward),
-            backward_s=np.array(backward),
-            weight_s=np.array(stages.total("weight_s")),
-            send_s=float(base.send_s),
-        )
-        span = max(busy, float(span))
+        times = StageTimes(forward, backward, stages.total("weight_s"), float(base.send_s))
+        span = max(busy, span_s(layout, times))
     comm = {name: m * _per_rank(stages.exposed(name), on_rank)[busiest] for name in COMMUNICATION}
     before = m * _per_rank(stages.total("exposed_forward_s"), on_rank)[busiest]
     passes = Passes(np.array(f_rank), np.array(b_rank))

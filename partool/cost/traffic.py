@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.case import Job
+from partool.cost.pipeline import stages_of_ranks
 from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -40,7 +41,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
     between forward and backward. Gradients are scattered once, from ZeRO-2 on for each micro-batch.
     """
-    on_rank = max((_rank_groups(job.model, layout, rank) for rank in range(layout.mesh.pp)), key=sum)
+    on_rank = max((_rank_groups(job.model, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
     elements = sum(on_rank)
     trained = elements * trained_share(job.model, job.frozen)
@@ -67,11 +68,11 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
     return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
 
 
-def _rank_groups(model: ModelConfig, layout: Layout, rank: int) -> list[int]:
-    """Return the elements of each group of parameters that is gathered at once on a pipeline rank."""
+def _rank_groups(model: ModelConfig, layout: Layout, stages: Iterable[int]) -> list[int]:
+    """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
     first, *layers, last = _group_elements(model, layout.mesh.tp, layout.expert)
     found: list[int] = []
-    for index in range(rank, len(layout.stages), layout.mesh.pp):
+    for index in stages:
         start, stop = layout.stages[index]
         found += [first] * (index == 0) + layers[start:stop] + [last] * (index == len(layout.stages) - 1)
     return found

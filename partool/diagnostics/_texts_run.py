@@ -109,6 +109,13 @@ RULES: tuple[Rule, ...] = (
         "ssh there partool cancel last",
     ),
     _rule(
+        "PT515",
+        "The run's pipeline has no such timeline",
+        "Ranks of pipelines tell what they did on log steps; a report needs a step that all ranks of one have told of.",
+        "partool report last --step 7   # log_every: 10",
+        "partool report last --step 10",
+    ),
+    _rule(
         "PT540",
         "TensorBoard is not installed",
         "launch.tensorboard writes event files with the package tensorboard.",

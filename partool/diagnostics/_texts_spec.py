@@ -163,7 +163,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT223",
         "Chunks that the pipeline has no use for",
-        "Only interleaved schedules give a rank more than one chunk of layers (arXiv 2104.04473), and they need two.",
+        "Several chunks of layers per rank belong to interleaved schedules, which need two or more (arXiv 2104.04473), "
+        "to zb-v, which has two (arXiv 2405.15362), to hanayo, which has two per wave (SC'23), and to WeiPipe.",
         BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, chunks: 2}}\n",
         BASE + "parallel: {pipeline: {schedule: auto, chunks: auto}}\n",
     ),
@@ -173,5 +174,33 @@ RULES: tuple[Rule, ...] = (
         "gpu_fraction splits an offloaded optimizer; parameters go to the host as ZeRO-3 shards, with their optimizer.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
+    ),
+    Rule(
+        "PT431",
+        "The layers of the stages are not the model's",
+        "layers has one number per stage, ranks times chunks in all, and they sum up to the layers of the model.",
+        BASE + "parallel: {pipeline: {stages: 2, schedule: 1f1b, layers: [2]}}\n",
+        BASE + "parallel: {pipeline: {stages: 1, layers: [2]}}\n",
+    ),
+    Rule(
+        "PT434",
+        "A schedule that halves backward passes, and compiled blocks",
+        "zb-h1, zb-v and weipipe-zb put off the gradients of weights; a compiled block has one backward pass only.",
+        BASE + "parallel: {compile: block, pipeline: {schedule: zb-h1}}\n",
+        BASE + "parallel: {compile: none, pipeline: {schedule: zb-h1}}\n",
+    ),
+    Rule(
+        "PT435",
+        "WeiPipe cannot run so",
+        "Weights travel; each has one owner that keeps its state whole, and what a stage needs is computed again.",
+        BASE + "parallel: {data: {zero: 2}, pipeline: {schedule: weipipe}}\n",
+        BASE + "parallel: {data: {zero: 0}, pipeline: {schedule: weipipe}}\n",
+    ),
+    Rule(
+        "PT436",
+        "A bound or waves that the schedule has no use for",
+        "Only hanayo goes to and fro in waves; only it and zb-v can be made for fewer micro-batches in flight.",
+        BASE + "parallel: {pipeline: {schedule: 1f1b, in_flight: 2}}\n",
+        BASE + "parallel: {pipeline: {schedule: 1f1b}}\n",
     ),
 )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from partool.plan.types import Layout
-from partool.schedule import SCHEDULES, Schedule, from_text, generate, schedule_hash
+from partool.schedule import SCHEDULES, Schedule, check, from_text, generate, schedule_hash
+
+MOST_SEALED = 50_000
+"""Passes of a schedule up to which plans carry its hash."""
 
 
 def schedule_of(layout: Layout) -> Schedule:
@@ -19,9 +22,23 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def sealed(layout: Layout) -> Layout:
-    """Return the layout with the hash of its schedule, if it has a pipeline: what was planned is then what runs."""
-    found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 else ""
+    """Return the layout with the hash of its schedule, if it has a pipeline: what was planned is then what runs.
+
+    Lists of more than :data:`MOST_SEALED` actions are named by their sizes alone: to make them takes seconds.
+    """
+    short = 2 * len(layout.stages) * layout.accumulation <= MOST_SEALED
+    found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
     return layout.model_copy(update={"schedule_hash": found})
+
+
+def refuses(layout: Layout, micro_batches: int) -> str | None:
+    """Return why the schedule of a layout cannot have another number of micro-batches, None if it can."""
+    if layout.mesh.pp == 1:
+        return None
+    if layout.schedule == "file":
+        wanted = read(layout.schedule_text).micro_batches
+        return None if wanted == micro_batches else f"the schedule's file has {wanted} micro-batches"
+    return check(layout.schedule, layout.mesh.pp, micro_batches, layout.chunks, layout.in_flight)
 
 
 def placement_of(layout: Layout) -> tuple[int, ...]:
@@ -31,6 +48,11 @@ def placement_of(layout: Layout) -> tuple[int, ...]:
     if layout.schedule == "file":
         return read(layout.schedule_text).placement
     return _placement(layout.schedule, layout.mesh.pp, len(layout.stages))
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Return True if some backward pass comes in two halves: such stages cannot be compiled."""
+    return any(action.kind == "W" for actions in schedule.lists for action in actions)
 
 
 @lru_cache(maxsize=4)

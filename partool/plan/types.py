@@ -74,7 +74,8 @@ class Layout(Record):
     schedule_text: str = ""
     """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: str = ""
-    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs."""
+    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
+    lists of more than 50,000 passes."""
     sequence_method: Literal["ulysses", "ring"] = "ulysses"
     offload_optimizer: Literal["none", "cpu"] = "none"
     gpu_fraction: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
+from partool.planner import pipeline_checks
 from partool.planner.problem import Problem, divisors
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
@@ -71,20 +72,6 @@ def _widths(problem: Problem) -> Iterator[tuple[str, int]]:
         yield "an inner width", model.ffn_hidden
     if model.moe is not None:
         yield "an inner width of experts", model.moe.ffn_hidden
-
-
-def _stages(problem: Problem) -> Iterator[Diagnostic]:
-    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
-    stages = 1 if pipeline.stages == "auto" else pipeline.stages
-    chunks = 1 if pipeline.chunks == "auto" else pipeline.chunks
-    least = 2 if pipeline.stages == "auto" and chunks > 1 else stages
-    if stages > layers:
-        message = f"{layers} layers cannot fill {stages} pipeline stages"
-        yield Diagnostic("PT264", message, path=("parallel", "pipeline", "stages"), help=f"use at most {layers}")
-    elif least * chunks > layers:
-        message = f"{layers} layers cannot fill {chunks} chunks on each of {least} pipeline ranks"
-        help = f"use at most {max(layers // least, 1)}"
-        yield Diagnostic("PT264", message, path=("parallel", "pipeline", "chunks"), help=help)
 
 
 def _sequence(problem: Problem) -> Iterator[Diagnostic]:
@@ -209,8 +196,9 @@ def _kernels(problem: Problem) -> Iterator[Diagnostic]:
 
 
 SIZES: tuple[Check, ...] = (
-    _kernels, _heads, _stages, _sequence, _experts, _recompute, _offload, _position, _mesh,
+    _kernels, _heads, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists, _sequence, _experts,
+    _recompute, _offload, _position, _mesh,
 )  # fmt: skip
 """Rules about single sizes."""
-BATCHES: tuple[Check, ...] = (_zero, _batch)
+BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline_checks.micro_batches)
 """Rules that need a mesh that works."""

@@ -13,6 +13,7 @@ from partool.cost.stacks import own_stack
 from partool.cost.time import predict_time
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
+from partool.plan.schedule import refuses, sealed
 from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
 from partool.planner.launching import environment
 from partool.planner.price import host_room
@@ -90,17 +91,23 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
         return f"expert {layout.expert} does not divide the {dp * mesh.cp} ranks that would share the experts"
     if batch % dp:
         return f"global batch {batch} does not divide by {dp} data-parallel ranks"
-    # Interleaved schedules send micro-batches in rounds of one per pipeline rank (arXiv 2104.04473, section 2.2).
-    share, rounds = batch // dp, mesh.pp if layout.chunks > 1 else 1
-    micro = [n for n in divisors(share) if n <= layout.micro_batch and share // n % rounds == 0]
+    share = batch // dp
+    micro = [n for n in divisors(share) if n <= layout.micro_batch and refuses(layout, share // n) is None]
     if not micro:
-        return f"{share} sequences per rank cannot be cut into rounds of {rounds} micro-batches"
+        why = refuses(layout, share // min(layout.micro_batch, share)) or "no micro-batch divides them"
+        return f"{share} sequences per rank cannot be cut for the schedule: {why}"
     shard = _shard(mesh, dp)
     mesh = mesh.model_copy(update={"dp_replicate": dp // shard, "dp_shard": shard})
     policies = dict.fromkeys([layout.recompute, *((policy,) * len(layout.recompute) for policy in RECOMPUTE[1:])])
     return [
         layout.model_copy(
-            update={"mesh": mesh, "recompute": policy, "micro_batch": size, "accumulation": share // size}
+            update={
+                "mesh": mesh,
+                "recompute": policy,
+                "micro_batch": size,
+                "accumulation": share // size,
+                "schedule_hash": "",
+            }
         )
         for policy in policies
         for size in reversed(micro)
@@ -122,7 +129,7 @@ def _fitting(plan: Plan, job: Job, layouts: list[Layout]) -> tuple[Layout, Predi
     if not fitting:
         return lacking
     time, memory, layout = min(fitting, key=lambda each: each[0].step_time_s)
-    return layout, plan.prediction.model_copy(update={"memory": memory, "time": time})
+    return sealed(layout), plan.prediction.model_copy(update={"memory": memory, "time": time})
 
 
 def _shard(mesh: Mesh, dp: int) -> int:

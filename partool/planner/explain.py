@@ -15,6 +15,7 @@ from partool.planner.search import SLACK, TIE, firsts
 from partool.planner.solve import Solution
 from partool.planner.table import kind
 from partool.planner.words import GIB, change, recompute, summary, why_lost
+from partool.spec.parallel import ScheduleFile
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
@@ -177,13 +178,14 @@ def _too_large(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative:
+    named = solution.problem.spec.parallel.pipeline.schedule
     return Alternative(
         summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
         memory_bytes=other.memory.total_bytes,
         runnable=runnable(solution.problem, other.layout),
         why_not=why_lost(best, other),
-        change=change(other.layout),
+        change=change(other.layout, named.file if isinstance(named, ScheduleFile) else ""),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
 from typing import Any, cast
 
@@ -24,9 +25,8 @@ Bounds = tuple[tuple[int, int], ...]
 
 def layout_of(problem: Problem, row: Layouts) -> Layout:
     """Return the layout of a row whose columns are single numbers."""
-    stages = int(row.pp) * int(row.chunks)
     bounds: Bounds = ((0, problem.model.layers),)
-    if stages > 1:
+    if int(row.pp) > 1:
         wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
     host = float(row.host_optimizer)
@@ -47,6 +47,8 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         stages=bounds,
         schedule=SCHEDULES[int(row.schedule)],
         chunks=int(row.chunks),
+        in_flight=int(row.in_flight),
+        schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
         sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],  # type: ignore[arg-type]
         offload_optimizer="cpu" if host > 0 else "none",
         gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
@@ -94,6 +96,9 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     is alike is split once.
     """
     count = len(rows.recompute)
+    if problem.stage_layers is not None:
+        ends = list(accumulate(problem.stage_layers))
+        return [tuple(zip([0, *ends[:-1]], ends, strict=True))] * count
     order = tuple(costs[0].layers)
     pinned = problem.spec.parallel.recompute
     weights = [rows.recompute_share, 1.0 - rows.recompute_share]
@@ -108,7 +113,7 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     ))]  # fmt: skip
     slowest = np.max(columns[: len(order)], axis=0)
     rounded = (np.round(_GRAINS * np.stack(columns) / slowest) / _GRAINS).T.tolist()
-    stages = np.broadcast_to(rows.pp * rows.chunks, count)
+    stages = np.broadcast_to(rows.pp * rows.chunks if problem.lists is None else problem.lists.stages, count)
     return [
         _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)
     ]
@@ -133,6 +138,7 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
         sum(RECOMPUTE.index(policy) for policy in layout.recompute),
         SCHEDULES.index(layout.schedule) if layout.schedule != "1f1b" else -1,
         layout.chunks,
+        layout.in_flight,
         layout.zero > 0 and mesh.dp_replicate > 1,
         *degrees,
         SEQUENCE_METHODS.index(layout.sequence_method),

@@ -15,11 +15,13 @@ from partool.catalog.models import resolve_model
 from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
+from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
+from partool.planner.schedule_file import read_schedule
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
@@ -61,9 +63,10 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
-    problem = Problem(spec, model.config, measured.devices, measured)
+    lists, unsound = read_schedule(spec, base_dir)
+    problem = Problem(spec, model.config, measured.devices, measured, lists)
     launching = resolve_launch(spec.launch, base_dir)
-    found += [*measured.findings, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
+    found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs})
     usable = None if _failed(found) else problem
     return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
@@ -118,7 +121,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),
         devices=problem.devices,
-        layout=best.layout,
+        layout=sealed(best.layout),
         training=spec.training,
         optimizer=spec.optimizer,
         data=resolved.data,

@@ -11,10 +11,13 @@ from partool.cost.layer import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.layout.capabilities import Needs, aspects, gaps, runs
+from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
+from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
+from partool.spec.pipeline_checks import SPLIT, WEIPIPE
 from partool.spec.spec import Spec
 
 
@@ -27,6 +30,8 @@ class Problem:
     devices: Devices
     measured: Applied | None = None
     """What a calibration says about these machines; their figures stand in ``devices`` already."""
+    lists: Schedule | None = None
+    """The schedule in the file that the spec names."""
 
     @property
     def world_size(self) -> int:
@@ -51,7 +56,20 @@ class Problem:
             memory_scalar=measured.memory_scalar,
             memory_runs=measured.memory.n if measured.memory else 0,
             memory_spread=measured.memory.spread if measured.memory else 0.0,
+            lists=self.lists,
+            stage_layers=self.stage_layers,
         )
+
+    @cached_property
+    def lists_text(self) -> str:
+        """The schedule of the user's own as plans carry it."""
+        return to_text(self.lists) if self.lists is not None else ""
+
+    @property
+    def stage_layers(self) -> tuple[int, ...] | None:
+        """Layers of each stage, if the spec gives them."""
+        layers = self.spec.parallel.pipeline.layers
+        return None if layers == "auto" else tuple(layers)
 
     @cached_property
     def layer_kinds(self) -> tuple[Kind, ...]:
@@ -64,7 +82,7 @@ class Problem:
         parallel = self.spec.parallel
         values = {
             "tensor": parallel.tensor,
-            "pipeline.stages": parallel.pipeline.stages,
+            "pipeline.stages": self.lists.ranks if self.lists is not None else parallel.pipeline.stages,
             "sequence.degree": parallel.sequence.degree,
         }
         return {name: value for name, value in values.items() if value != "auto"}
@@ -81,10 +99,13 @@ class Problem:
 
     @property
     def compile(self) -> Compile:
-        """Whether blocks are compiled: as pinned, else on accelerators."""
-        pinned = self.spec.parallel.compile
+        """Whether blocks are compiled: as pinned, else on accelerators, unless the pinned schedule excludes it."""
+        pinned, schedule = self.spec.parallel.compile, self.spec.parallel.pipeline.schedule
         if pinned != "auto":
             return pinned
+        split = self.lists is not None and splits_backward(self.lists)
+        if split or (isinstance(schedule, str) and schedule in (*SPLIT, *WEIPIPE)):
+            return "none"
         return "none" if self.devices.backend == "cpu" else "block"
 
     @cached_property

@@ -28,7 +28,8 @@ class Queue:
         self._settled: dict[Key, float] = {}
         """Bounds of layouts that will not get a better one."""
         self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
-        """First bounds by schedule, pipeline ranks, chunks and whether there is a full round of micro-batches."""
+        """First bounds by schedule, pipeline ranks, chunks, bound of what is in flight, and micro-batches up to a full
+        round."""
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -71,4 +72,4 @@ class Queue:
     def _structure(self, group: int) -> Any:
         groups = self._space.groups
         pp, m = int(groups.pp[group]), int(groups.accumulation[group])
-        return int(groups.schedule[group]), pp, int(groups.chunks[group]), min(m, pp)
+        return int(groups.schedule[group]), pp, int(groups.chunks[group]), int(groups.in_flight[group]), min(m, pp)

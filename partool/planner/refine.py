@@ -13,6 +13,7 @@ from partool.cost.layer import Kind
 from partool.cost.micro import Micro
 from partool.planner.layouts import Bounds, recompute_of, splits, variant_costs
 from partool.planner.problem import Problem
+from partool.schedule import SCHEDULES as KNOWN
 from partool.schedule import makespan
 
 _LOOSE = 0.96
@@ -28,7 +29,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     """
     pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
     short = min(int(np.min(rows.accumulation)), pp)
-    if pp * chunks * short > _MOST:
+    if pp * chunks * short > _MOST or schedule == "file" or (schedule == "hanayo" and np.any(rows.accumulation > pp)):
+        # Hanayo's lists for more micro-batches than ranks are others, found by search.
         return bound_s(problem.job, rows)
     costs = variant_costs(problem, rows)
     counts = np.stack(
@@ -44,7 +46,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
         schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
     )  # fmt: skip
     both = forward + backward
-    busiest = np.max([both[:, rank::pp].sum(axis=1) for rank in range(pp)], axis=0)
+    place = np.array([KNOWN[schedule].rank_of(stage, pp) for stage in range(pp * chunks)])
+    busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
     # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
     return problem.job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)

@@ -172,10 +172,13 @@ class Search:
         """Return by what factor columns may lie above the exact memory of a group's layouts.
 
         Columns split layers evenly; where the head weighs as much as some layers, the last stage gets fewer of those.
+        Where the spec gives the layers, or the schedule's lists, anything is possible.
         """
         model = self.problem.model
         head = model.vocab * model.hidden / max(self.problem.layer_elements, 1)
         pp = self.space.groups.pp[groups]
+        if self.problem.stage_layers is not None or self.problem.lists is not None:
+            return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
 
     def _group_bounds(self, groups: Any) -> Any:

@@ -14,18 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import SEQUENCE_METHODS, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
+from partool.planner.schedules import Scheduled, schedules
 
 MOST_STAGES = 128
 """Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
 TOKENS_PER_RANK = 256
 """Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
-CHUNKS = (2, 4, 8)
-"""Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
-stages even."""
-MOST_CHUNKS = 8
 MANY = 300_000
 """Groups beyond which only powers of two are tried for the degrees that are open."""
 
@@ -92,7 +89,7 @@ class Space:
 
 _GROUP_COLUMNS = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
-    "sequence_method",
+    "in_flight", "sequence_method",
 )  # fmt: skip
 
 
@@ -160,7 +157,7 @@ class _Builder:
         parallel, model, world = self.problem.spec.parallel, self.problem.model, self.problem.world_size
         length = self.problem.spec.training.sequence_length
         for tp in self._axis(parallel.tensor, model.heads):
-            for pp in self._axis(parallel.pipeline.stages, model.layers):
+            for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
                 if world % (tp * pp):
                     continue
                 for cp in self._axis(parallel.sequence.degree, length):
@@ -234,23 +231,8 @@ class _Builder:
                     found.append((zero, inside))
         return found
 
-    def _schedules(self, pp: int) -> list[tuple[int, int]]:
-        """Return (index in SCHEDULES, chunks per rank)."""
-        pipeline = self.problem.spec.parallel.pipeline
-        if pp == 1:
-            return [(SCHEDULES.index("1f1b"), 1)] if pipeline.chunks in ("auto", 1) else []
-        names = SCHEDULES if pipeline.schedule == "auto" else (pipeline.schedule,)
-        found = []
-        for name in names:
-            if name != "interleaved":
-                found += [(SCHEDULES.index(name), 1)] if pipeline.chunks in ("auto", 1) else []
-            elif pipeline.chunks == "auto":
-                layers = self.problem.model.layers
-                useful = [n for n in range(2, MOST_CHUNKS + 1) if n in CHUNKS or layers % (n * pp) == 0]
-                found += [(SCHEDULES.index(name), chunks) for chunks in useful if chunks * pp <= layers]
-            elif 1 < pipeline.chunks <= self.problem.model.layers // pp:
-                found.append((SCHEDULES.index(name), pipeline.chunks))
-        return found
+    def _schedules(self, pp: int) -> tuple[Scheduled, ...]:
+        return schedules(self.problem, pp)
 
     def _experts(self, ranks: int) -> list[int]:
         """Return the degrees of expert parallelism to try within ``ranks`` ranks."""
@@ -287,21 +269,22 @@ class _Builder:
             self._prune(reason, self._weight(pp, cp, dp))
             return
         index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
-        shared, scheduled = np.array(sharing)[index[2]], np.array(schedules)[index[3]]
+        shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
         micro = np.array(batches)[index[4]]
         share = self.problem.spec.training.global_batch // dp
         same = np.ones_like(micro)
         block = np.stack(
             [
                 pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
-                shared[:, 0], micro, share // micro, scheduled[:, 0], scheduled[:, 1], np.array(methods)[index[0]],
+                shared[:, 0], micro, share // micro, *scheduled.T, np.array(methods)[index[0]],
             ]
         )  # fmt: skip
         # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
-        whole = (scheduled[:, 1] == 1) | (block[8] % pp == 0)
+        takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
+        whole = takes[index[3], index[4]]
         zero3 = shared[~whole, 0] == 3
         self._prune(
-            "micro-batches of an interleaved schedule are no multiple of its ranks",
+            "the schedule does not take so many micro-batches",
             int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
         )
         yield block[:, whole]

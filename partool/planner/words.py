@@ -19,8 +19,7 @@ def summary(layout: Layout) -> str:
     if mesh.tp > 1:
         parts.append(f"tensor {mesh.tp}")
     if mesh.pp > 1:
-        chunks = f" × {layout.chunks}" if layout.chunks > 1 else ""
-        parts.append(f"pipeline {mesh.pp} ({layout.schedule}{chunks})")
+        parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
     if mesh.cp > 1:
         parts.append(f"sequence {mesh.cp} ({layout.sequence_method})")
     if layout.expert > 1:
@@ -29,6 +28,17 @@ def summary(layout: Layout) -> str:
     parts.append(f"recompute {recompute(layout)}")
     parts += [f"offload {what}" for what in _offloaded(layout)]
     return ", ".join(parts)
+
+
+def schedule(layout: Layout) -> str:
+    """Return the schedule with its chunks per rank or its waves, and the bound of what is in flight."""
+    if layout.schedule == "hanayo":
+        waves = layout.chunks // 2
+        text = f"hanayo, {waves} wave{'s' * (waves > 1)}"
+    else:
+        named = "own lists" if layout.schedule == "file" else layout.schedule
+        text = named + (f" × {layout.chunks}" if layout.chunks > 1 and layout.schedule != "zb-v" else "")
+    return text + (f", {layout.in_flight} in flight" if layout.in_flight else "")
 
 
 def recompute(layout: Layout) -> str:
@@ -51,14 +61,17 @@ def _offloaded(layout: Layout) -> list[str]:
     return found
 
 
-def change(layout: Layout) -> str:
-    """Return the ``parallel`` section that leaves this layout and no other."""
+def change(layout: Layout, file: str = "") -> str:
+    """Return the ``parallel`` section that leaves this layout and no other; ``file`` holds the user's own schedule."""
     mesh = layout.mesh
     shard = f", shard: {mesh.dp_shard}" if layout.zero and mesh.dp > 1 else ""
     pipeline = str(mesh.pp)
     if mesh.pp > 1:
-        chunks = f", chunks: {layout.chunks}" if layout.chunks > 1 else ""
-        pipeline = f"{{stages: {mesh.pp}, schedule: {layout.schedule}{chunks}}}"
+        name = f"{{file: {file}}}" if layout.schedule == "file" else layout.schedule
+        sizes = f", chunks: {layout.chunks}" if layout.schedule == "interleaved" else ""
+        sizes += f", waves: {layout.chunks // 2}" if layout.schedule == "hanayo" else ""
+        sizes += f", in_flight: {layout.in_flight}" if layout.in_flight else ""
+        pipeline = f"{{stages: {mesh.pp}, schedule: {name}{sizes}}}"
     sequence = "1" if mesh.cp == 1 else f"{{method: {layout.sequence_method}, degree: {mesh.cp}}}"
     fraction = f", gpu_fraction: {layout.gpu_fraction:g}" if layout.offload_optimizer == "cpu" else ""
     offload = (

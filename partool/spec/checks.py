@@ -8,6 +8,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.duration import duration_s
 from partool.spec.launch_checks import check_errors
 from partool.spec.model import LayerPattern
+from partool.spec.pipeline_checks import check_pipeline
 from partool.spec.spec import Spec
 
 Check = Callable[[Spec], Iterator[Diagnostic]]
@@ -140,17 +141,7 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _pipeline(spec: Spec) -> Iterator[Diagnostic]:
-    pipeline = spec.parallel.pipeline
-    path = ("parallel", "pipeline", "chunks")
-    if pipeline.chunks not in ("auto", 1) and pipeline.schedule not in ("auto", "interleaved"):
-        message = f"chunks: {pipeline.chunks} belongs to the schedule interleaved, not to {pipeline.schedule}"
-        yield Diagnostic("PT223", message, path=path, help="set schedule: interleaved, or drop chunks")
-    if pipeline.chunks == 1 and pipeline.schedule == "interleaved":
-        message = "schedule: interleaved needs more than one chunk of layers per rank"
-        yield Diagnostic("PT223", message, path=path, help="use chunks: 2 or more, or schedule: 1f1b")
-    if pipeline.stages == 1 and pipeline.chunks not in ("auto", 1):
-        message = f"chunks: {pipeline.chunks} needs more than one pipeline stage"
-        yield Diagnostic("PT223", message, path=path, help="use stages: 2 or more, or drop chunks")
+    yield from check_pipeline(spec)
 
 
 def _offload(spec: Spec) -> Iterator[Diagnostic]:

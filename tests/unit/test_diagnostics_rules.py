@@ -12,6 +12,7 @@ from partool.diagnostics import (
     _texts_k8s,
     _texts_launch,
     _texts_machines,
+    _texts_pipeline,
     _texts_planner,
     _texts_run,
     _texts_slurm,
@@ -23,12 +24,17 @@ from partool.planner import make_plan
 from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
-TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_launch, _texts_machines, _texts_slurm,
+TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
-OF_THE_PLANNER = [rule for rule in (*_texts_planner.RULES, *_texts_machines.RULES) if rule.example == "spec"]
+OF_THE_PLANNER = [
+    rule
+    for module in (_texts_planner, _texts_pipeline, _texts_machines)
+    for rule in module.RULES
+    if rule.example == "spec"
+]
 
 
 def planned(text: str) -> list[Diagnostic]:
@@ -55,7 +61,9 @@ def test_examples_of_the_planner(rule: Rule) -> None:
     assert all(d.severity == "warning" for d in planned(rule.good))
 
 
-@pytest.mark.parametrize("rule", [r for r in OF_A_SPEC if r.code[:3] in ("PT2", "PT5")], ids=lambda rule: rule.code)
+@pytest.mark.parametrize(
+    "rule", [r for r in OF_A_SPEC if r.code[:3] in ("PT2", "PT4", "PT5")], ids=lambda rule: rule.code
+)
 def test_good_examples_can_be_planned(rule: Rule) -> None:
     # Some name files that only stand for the reader's own, or models that are larger than one machine.
     assert not {d.code for d in planned(rule.good) if d.severity == "error"} - {"PT251", "PT301", "PT601"}

@@ -102,7 +102,10 @@ def test_the_batch_has_to_divide(plan: Plan) -> None:
     assert resized(odd, 3) == "global batch 512 does not divide by 24 data-parallel ranks"
     rounds = with_layout(plan, Mesh(pp=4, dp_shard=8), schedule="interleaved", chunks=2, micro_batch=2, accumulation=12)
     uneven = rounds.model_copy(update={"training": plan.training.model_copy(update={"global_batch": 18})})
-    assert resized(uneven, 3) == "3 sequences per rank cannot be cut into rounds of 4 micro-batches"
+    assert resized(uneven, 3) == (
+        "3 sequences per rank cannot be cut for the schedule: "
+        "interleaved: 1 micro-batches are no multiple of the 4 pipeline ranks"
+    )
 
 
 def test_micro_batches_shrink_where_the_old_ones_do_not_divide(plan: Plan) -> None:

@@ -1,0 +1,149 @@
+"""Rules about pipelines that need the model, the devices, or the schedule's own lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+from partool.diagnostics.record import Diagnostic
+from partool.plan.schedule import splits_backward
+from partool.planner.problem import Problem, divisors
+from partool.schedule import check, nearest
+from partool.spec.parallel import ScheduleFile
+from partool.spec.pipeline_checks import chunks_of
+
+_PATH = ("parallel", "pipeline")
+
+
+def stages(problem: Problem) -> Iterator[Diagnostic]:
+    """Find more stages than there are layers."""
+    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
+    ranks = 1 if pipeline.stages == "auto" else pipeline.stages
+    chunks = _chunks(problem) or 1
+    least = 2 if pipeline.stages == "auto" and chunks > 1 else ranks
+    if ranks > layers:
+        message = f"{layers} layers cannot fill {ranks} pipeline stages"
+        yield Diagnostic("PT264", message, path=(*_PATH, "stages"), help=f"use at most {layers}")
+    elif least * chunks > layers and not problem.lists:
+        most, field = max(layers // least, 1), "chunks"
+        message = f"{layers} layers cannot fill {chunks} chunks on each of {least} pipeline ranks"
+        if pipeline.waves != "auto":
+            most, field = most // 2, "waves"
+            message = (
+                f"{layers} layers cannot fill the {chunks} chunks of {pipeline.waves} waves on each of {least} ranks"
+            )
+        help = f"use at most {most}" if most else "use fewer stages, or schedule: 1f1b"
+        yield Diagnostic("PT264", message, path=(*_PATH, field), help=help)
+
+
+def layers(problem: Problem) -> Iterator[Diagnostic]:
+    """Find lists of layers that do not make up the model."""
+    pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
+    given, path = pipeline.layers, (*_PATH, "layers")
+    if given != "auto" and sum(given) != count:
+        message = f"the stages' layers sum up to {sum(given)}, the model has {count}"
+        more = count - sum(given)
+        help = f"add {more} to one of them" if more > 0 else f"take {-more} away"
+        yield Diagnostic("PT431", message, path=path, help=help)
+        return
+    if given != "auto" and problem.lists is not None and len(given) != problem.lists.stages:
+        message = f"layers has {len(given)} entries, the schedule's file {problem.lists.stages} stages"
+        yield Diagnostic("PT431", message, path=path, help=f"give {problem.lists.stages} numbers")
+
+
+def lists(problem: Problem) -> Iterator[Diagnostic]:
+    """Find what contradicts the sizes that are written into the user's own schedule."""
+    found, pipeline = problem.lists, problem.spec.parallel.pipeline
+    if found is None:
+        return
+    named = pipeline.schedule.file if isinstance(pipeline.schedule, ScheduleFile) else ""
+    if pipeline.stages not in ("auto", found.ranks):
+        message = f"{named} has {found.ranks} rows, one per rank, for {pipeline.stages} pipeline stages"
+        yield Diagnostic("PT437", message, path=(*_PATH, "stages"), help=f"use stages: {found.ranks} or auto")
+    elif problem.world_size % found.ranks:
+        message = f"{named} is for {found.ranks} ranks, which do not divide the {problem.world_size} devices"
+        help = "use a multiple of so many devices, or a schedule by name"
+        yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help=help)
+    if pipeline.chunks not in ("auto", found.chunks):
+        message = f"{named} gives a rank {found.chunks} chunks, not {pipeline.chunks}"
+        yield Diagnostic("PT437", message, path=(*_PATH, "chunks"), help="drop chunks: the file says it")
+    if found.moves == "weights" or found.trained_from:
+        what = (
+            "weights that travel" if found.moves == "weights" else f"stages below {found.trained_from} without backward"
+        )
+        message = f"{named} has {what}; a list of one's own moves activations and trains all stages"
+        help = "use schedule: weipipe by name; frozen parameters are left out by the runtime"
+        yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help=help)
+    if found.stages > problem.model.layers:
+        message = f"{problem.model.layers} layers cannot fill the {found.stages} stages of {named}"
+        yield Diagnostic("PT437", message, path=(*_PATH, "schedule"), help="use a model with more layers")
+    if problem.spec.parallel.compile == "block" and splits_backward(found):
+        message = f"{named} halves backward passes, which compiled blocks have in one piece"
+        yield Diagnostic("PT434", message, path=("parallel", "compile"), help="use compile: none or auto")
+
+
+def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
+    """Find a schedule that takes none of the numbers of micro-batches which the spec leaves, and name the nearest."""
+    pipeline, training = problem.spec.parallel.pipeline, problem.spec.training
+    ranks = problem.lists.ranks if problem.lists else pipeline.stages
+    unread = problem.lists is None and not isinstance(pipeline.schedule, str)
+    if unread or pipeline.schedule == "auto" or ranks in ("auto", 1):
+        return
+    assert isinstance(ranks, int)
+    found = sorted(set(_counts(problem, ranks)))
+    if not found or any(_takes(problem, ranks, count[0]) is None for count in found):
+        return
+    count, unit = found[-1]
+    why = _takes(problem, ranks, count)
+    counts = sorted({each for each, _ in found}, reverse=True)
+    given = f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}" if len(counts) > 1 else str(count)
+    message = f"global_batch: {training.global_batch} leaves {given} micro-batches per rank and step; {why}"
+    wanted = _nearest(problem, ranks, count)
+    help = "use another schedule"
+    if wanted is not None:
+        help = f"the nearest number is {wanted}: use global_batch: {wanted * unit}"
+    yield Diagnostic("PT430", message, path=("training", "global_batch"), help=help)
+
+
+def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield every (number of micro-batches, sequences that one more of them takes) that a spec leaves open."""
+    parallel, batch = problem.spec.parallel, problem.spec.training.global_batch
+    pinned = {**problem.pinned_degrees, "pipeline.stages": ranks}
+    if problem.world_size % prod(pinned.values()):
+        return
+    most = problem.world_size // prod(pinned.values())
+    for dp in [most] if len(pinned) == 3 or most == 1 else divisors(most):
+        if batch % dp:
+            continue
+        for micro in divisors(batch // dp) if parallel.micro_batch == "auto" else [parallel.micro_batch]:
+            if batch // dp % micro == 0:
+                yield batch // dp // micro, dp * micro
+
+
+def _takes(problem: Problem, ranks: int, count: int) -> str | None:
+    """Return why the spec's schedule cannot have so many micro-batches."""
+    pipeline = problem.spec.parallel.pipeline
+    if problem.lists is not None:
+        wanted = problem.lists.micro_batches
+        return None if count == wanted else f"the schedule's file has {wanted}"
+    assert isinstance(pipeline.schedule, str)
+    cap = 0 if pipeline.in_flight == "auto" else pipeline.in_flight
+    return check(pipeline.schedule, ranks, count, _some_chunks(problem), cap)
+
+
+def _nearest(problem: Problem, ranks: int, count: int) -> int | None:
+    if problem.lists is not None:
+        return problem.lists.micro_batches
+    schedule = problem.spec.parallel.pipeline.schedule
+    assert isinstance(schedule, str)
+    return nearest(schedule, ranks, count, _some_chunks(problem))
+
+
+def _chunks(problem: Problem) -> int | None:
+    return problem.lists.chunks if problem.lists is not None else chunks_of(problem.spec.parallel.pipeline)
+
+
+def _some_chunks(problem: Problem) -> int:
+    """Return the chunks that the spec pins, or the least that its schedule can have."""
+    least = 2 if problem.spec.parallel.pipeline.schedule in ("interleaved", "hanayo") else 1
+    return _chunks(problem) or least

@@ -1,0 +1,114 @@
+"""Which schedules a pipeline of so many ranks may have under a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from partool.cost.case import SCHEDULES
+from partool.planner.problem import Problem
+from partool.schedule import SCHEDULES as KNOWN
+from partool.schedule import check
+from partool.spec.pipeline_checks import SPLIT, WEIPIPE, chunks_of
+
+CHUNKS = (2, 4, 8)
+"""Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
+stages even."""
+MOST_CHUNKS = 8
+WAVES = (1, 2, 4)
+"""Waves of Hanayo to try; its figures go as far as 4 (Liu et al., SC'23)."""
+ROUNDS = 2
+"""Micro-batches per rank up to which Hanayo is tried: it is made for one per rank, and with more of them interleaved
+schedules idle less and send less. More can be pinned."""
+MOST_ACTIONS = 20_000
+"""Actions up to which lists that are found by search are tried; longer ones take seconds to find, and can be pinned."""
+
+
+class Scheduled(NamedTuple):
+    """A schedule with its sizes, but for ranks and micro-batches."""
+
+    schedule: int
+    """Index in :data:`partool.cost.case.SCHEDULES`."""
+    chunks: int
+    in_flight: int
+    only: int = 0
+    """The one number of micro-batches that it is for; 0: any that the schedule takes."""
+    pinned: bool = True
+    """True if the spec asks for it; else what is not worth trying is left out."""
+
+    def takes(self, ranks: int, micro_batches: int) -> bool:
+        """Return True if the schedule can have, and is to be tried with, so many micro-batches."""
+        if self.only:
+            return micro_batches == self.only
+        name = SCHEDULES[self.schedule]
+        if check(name, ranks, micro_batches, self.chunks, self.in_flight) is not None:
+            return False
+        if self.pinned or name not in ("hanayo", "zb-v"):
+            return True
+        if name == "hanayo" and micro_batches > ROUNDS * ranks:
+            return False
+        return (2 + KNOWN[name].split) * ranks * self.chunks * micro_batches <= MOST_ACTIONS
+
+
+def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
+    """Return the schedules of a pipeline of so many ranks that a spec allows."""
+    pipeline = problem.spec.parallel.pipeline
+    if problem.lists is not None:
+        found = problem.lists
+        one = Scheduled(SCHEDULES.index("file"), found.chunks, 0, found.micro_batches)
+        return (one,) if found.ranks == ranks else ()
+    if ranks == 1:
+        alone = pipeline.chunks in ("auto", 1) and pipeline.waves == "auto" and pipeline.in_flight == "auto"
+        return (Scheduled(SCHEDULES.index("1f1b"), 1, 0),) if alone and _layers(problem, 1) else ()
+    names = SCHEDULES if pipeline.schedule == "auto" else (pipeline.schedule,)
+    return tuple(
+        Scheduled(SCHEDULES.index(name), chunks, cap, pinned=pipeline.schedule != "auto")
+        for name in names
+        if isinstance(name, str) and name in KNOWN and not _excluded(problem, name)
+        for chunks in _chunks(problem, name, ranks)
+        if chunks * ranks <= problem.model.layers and _layers(problem, chunks * ranks)
+        for cap in _caps(problem, name, ranks)
+    )
+
+
+def _excluded(problem: Problem, name: str) -> bool:
+    """Return True if blocks are to be compiled, which halves of backward passes cannot be."""
+    if KNOWN[name].moves == "weights" and problem.spec.parallel.pipeline.schedule == "auto":
+        return True
+    return problem.compile == "block" and name in (*SPLIT, *WEIPIPE)
+
+
+def _layers(problem: Problem, stages: int) -> bool:
+    """Return False if the spec gives the layers of another number of stages."""
+    given = problem.stage_layers
+    return given is None or len(given) == stages
+
+
+def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
+    """Yield the chunks per rank that a schedule is to be tried with."""
+    pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
+    pinned = chunks_of(pipeline.model_copy(update={"schedule": name}))
+    if pipeline.waves != "auto" and name != "hanayo":
+        return
+    given = len(problem.stage_layers) // ranks if problem.stage_layers else 0
+    if name == "interleaved":
+        useful = [n for n in range(2, MOST_CHUNKS + 1) if n in CHUNKS or layers % (n * ranks) == 0]
+        yield from (n for n in ([pinned] if pinned else [given] if given else useful) if n > 1)
+    elif name == "hanayo":
+        waves = [2 * n for n in WAVES]
+        yield from (n for n in ([pinned] if pinned else [given] if given else waves) if n % 2 == 0)
+    elif name in WEIPIPE:
+        yield pinned or given or 1
+    elif pinned == (2 if name == "zb-v" else 1):
+        yield pinned
+
+
+def _caps(problem: Problem, name: str, ranks: int) -> Iterator[int]:
+    """Yield the bounds of micro-batches in flight that a schedule is to be tried with; 0 sets none."""
+    pinned = problem.spec.parallel.pipeline.in_flight
+    if pinned != "auto":
+        yield from [pinned] if KNOWN[name].capped else []
+        return
+    yield 0
+    if KNOWN[name].capped and problem.spec.parallel.pipeline.schedule == "auto":
+        yield ranks

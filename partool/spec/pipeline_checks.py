@@ -1,0 +1,142 @@
+"""Rules of the ``parallel.pipeline`` section that need neither the model nor the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.parallel import Pipeline, ScheduleFile
+from partool.spec.spec import Spec
+
+SPLIT = ("zb-h1", "zb-v", "weipipe-zb")
+"""Schedules whose backward passes come in two halves; compiled blocks have one backward pass only."""
+WEIPIPE = ("weipipe", "weipipe-naive", "weipipe-zb")
+"""Schedules that move weights instead of activations."""
+CAPPED = ("hanayo", "zb-v")
+"""Schedules that can be made for less memory than they want."""
+_PATH = ("parallel", "pipeline")
+
+
+def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield what is wrong with the pipeline of a spec."""
+    pipeline = spec.parallel.pipeline
+    yield from _chunks(pipeline)
+    yield from _waves(pipeline)
+    yield from _in_flight(pipeline)
+    yield from _layers(pipeline)
+    yield from _halves(spec)
+    yield from _weights_that_travel(spec)
+
+
+def chunks_of(pipeline: Pipeline) -> int | None:
+    """Return the chunks per rank that a spec pins, by its chunks, its waves or its schedule; None where they are open.
+
+    A file says itself how many there are.
+    """
+    if pipeline.waves != "auto":
+        return 2 * pipeline.waves
+    if pipeline.chunks != "auto":
+        return pipeline.chunks
+    if pipeline.schedule in ("auto", "interleaved", "hanayo") or isinstance(pipeline.schedule, ScheduleFile):
+        return None
+    return 2 if pipeline.schedule == "zb-v" else 1
+
+
+def _chunks(pipeline: Pipeline) -> Iterator[Diagnostic]:
+    chunks, schedule = pipeline.chunks, pipeline.schedule
+    path = (*_PATH, "chunks")
+    if chunks == "auto":
+        return
+    if chunks > 1 and pipeline.stages == 1:
+        message = f"chunks: {chunks} needs more than one pipeline stage"
+        yield Diagnostic("PT223", message, path=path, help="use stages: 2 or more, or drop chunks")
+    elif schedule == "interleaved":
+        if chunks == 1:
+            message = "schedule: interleaved needs more than one chunk of layers per rank"
+            yield Diagnostic("PT223", message, path=path, help="use chunks: 2 or more, or schedule: 1f1b")
+    elif schedule == "zb-v":
+        if chunks != 2:
+            message = f"schedule: zb-v has two chunks of layers per rank, not {chunks}"
+            yield Diagnostic("PT223", message, path=path, help="use chunks: 2, or drop it")
+    elif schedule == "hanayo":
+        if chunks % 2:
+            message = f"schedule: hanayo has two chunks of layers per rank and wave, not {chunks} chunks"
+            yield Diagnostic("PT223", message, path=path, help=f"use chunks: {chunks + 1}, or waves instead of chunks")
+    elif chunks > 1 and isinstance(schedule, str) and schedule not in ("auto", *WEIPIPE):
+        message = f"chunks: {chunks} belongs to interleaved, zb-v, hanayo and the WeiPipe schedules, not to {schedule}"
+        yield Diagnostic("PT223", message, path=path, help="set schedule: interleaved, or drop chunks")
+
+
+def _waves(pipeline: Pipeline) -> Iterator[Diagnostic]:
+    waves, chunks = pipeline.waves, pipeline.chunks
+    path = (*_PATH, "waves")
+    if waves == "auto":
+        return
+    if pipeline.schedule not in ("auto", "hanayo"):
+        message = f"waves: {waves} belongs to the schedule hanayo, not to {_name(pipeline)}"
+        yield Diagnostic("PT436", message, path=path, help="set schedule: hanayo, or drop waves")
+    elif pipeline.stages == 1:
+        message = f"waves: {waves} needs more than one pipeline stage"
+        yield Diagnostic("PT436", message, path=path, help="use stages: 2 or more, or drop waves")
+    elif chunks not in ("auto", 2 * waves):
+        message = f"waves: {waves} means chunks: {2 * waves}, not {chunks}"
+        yield Diagnostic("PT436", message, path=path, help="give one of the two")
+
+
+def _in_flight(pipeline: Pipeline) -> Iterator[Diagnostic]:
+    bound, path = pipeline.in_flight, (*_PATH, "in_flight")
+    if bound == "auto":
+        return
+    if pipeline.schedule not in ("auto", *CAPPED):
+        message = f"in_flight: {bound} cannot bound {_name(pipeline)}: what it keeps follows from the schedule"
+        yield Diagnostic("PT436", message, path=path, help=f"use schedule: {' or '.join(CAPPED)}, or drop in_flight")
+    elif pipeline.stages == 1:
+        message = f"in_flight: {bound} needs more than one pipeline stage"
+        yield Diagnostic("PT436", message, path=path, help="use stages: 2 or more, or drop in_flight")
+
+
+def _layers(pipeline: Pipeline) -> Iterator[Diagnostic]:
+    """Find a list of layers whose length contradicts the stages. A file says itself how many stages there are."""
+    layers, chunks = pipeline.layers, chunks_of(pipeline)
+    if layers == "auto" or pipeline.stages == "auto" or isinstance(pipeline.schedule, ScheduleFile):
+        return
+    count, stages = len(layers), pipeline.stages
+    chunks = 1 if stages == 1 else chunks
+    if chunks is None and count % stages == 0 and count > stages:
+        return
+    if chunks is None or count != stages * chunks:
+        each = "1 chunk" if chunks == 1 else "several chunks" if chunks is None else f"{chunks} chunks"
+        message = f"layers has {count} entries for {stages} pipeline ranks with {each} each"
+        help = f"give {stages * (chunks or 2)} numbers that sum up to the model's layers"
+        yield Diagnostic("PT431", message, path=(*_PATH, "layers"), help=help)
+
+
+def _halves(spec: Spec) -> Iterator[Diagnostic]:
+    schedule = spec.parallel.pipeline.schedule
+    if schedule in SPLIT and spec.parallel.compile == "block":
+        message = f"schedule: {schedule} halves the backward pass, which compiled blocks have in one piece"
+        help = "use compile: none or auto, or a schedule with whole backward passes: 1f1b, interleaved, hanayo"
+        yield Diagnostic("PT434", message, path=("parallel", "compile"), help=help)
+
+
+def _weights_that_travel(spec: Spec) -> Iterator[Diagnostic]:
+    """Find what cannot go with weights that move round a ring: their owners hold them whole."""
+    parallel = spec.parallel
+    schedule, recompute = parallel.pipeline.schedule, parallel.recompute
+    if schedule not in WEIPIPE:
+        return
+    if parallel.data.zero not in ("auto", 0):
+        message = f"schedule: {schedule} spreads the state over the pipeline ranks itself, zero: {parallel.data.zero}"
+        message += " would share each owner's part once more"
+        yield Diagnostic("PT435", message, path=("parallel", "data", "zero"), help="use zero: 0 or auto")
+    if recompute != "auto" and (isinstance(recompute, list) or recompute != "full"):
+        message = f"schedule: {schedule} keeps the inputs of stages only and computes the rest again"
+        help = "use recompute: full or auto"
+        yield Diagnostic("PT435", message, path=("parallel", "recompute"), help=help)
+    if parallel.compile == "block" and schedule not in SPLIT:
+        message = f"schedule: {schedule} computes with weights that come and go, which compiled blocks do not take"
+        yield Diagnostic("PT435", message, path=("parallel", "compile"), help="use compile: none or auto")
+
+
+def _name(pipeline: Pipeline) -> str:
+    return pipeline.schedule if isinstance(pipeline.schedule, str) else f"the schedule in {pipeline.schedule.file}"
