@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from partool.schedule.actions import Action, Kind, Order, Schedule
+from partool.schedule.actions import Action, Order, Schedule
 
 
 class Pass(NamedTuple):
@@ -90,9 +90,11 @@ def weipipe(name: str, ranks: int, micro_batches: int, chunks: int = 1, trained_
     """Return a variant's whole schedule with its shifts.
 
     Stages before ``trained_from`` only run forward; if that is all of them, the schedule is an evaluation's, and the
-    micro-batches need not be a multiple of the ranks.
+    micro-batches need not be a multiple of the ranks; else ``ValueError`` is raised where they are not.
     """
     stages = ranks * chunks
+    if micro_batches % ranks and trained_from < stages:
+        raise ValueError(f"{micro_batches} micro-batches are no multiple of the {ranks} ranks")
     make = forward if trained_from >= stages else VARIANTS[name]
     turns = [
         tuple(one for one in turn if one.kind == "F" or one.stage >= trained_from)
@@ -113,7 +115,7 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     taken a turn later.
     """
     behind: dict[int, dict[int, list[Action]]] = {rank: defaultdict(list) for rank in range(ranks)}
-    weights, dealt = _weights(turns, ranks)
+    weights, dealt = _weights(turns, ranks, micro_batches)
     gradients, homes = _gradients(turns, ranks)
     computed = [
         [
@@ -135,17 +137,17 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     return tuple(tuple(action for at in sorted(steps) for action in steps[at]) for steps in behind.values())
 
 
-def trains(turns: Sequence[Turn]) -> list[tuple[int, Kind, int]]:
-    """Return (turn, pass, stage) of each journey of weights: none where the turn before works on the stage as well."""
+def trains(turns: Sequence[Turn]) -> list[tuple[int, Pass]]:
+    """Return turn and pass of each journey of weights: none where the turn before works on the stage as well."""
     last: dict[int, int] = {}
-    found: list[tuple[int, Kind, int]] = []
+    found: list[tuple[int, Pass]] = []
     for at, turn in enumerate(turns):
-        for kind, stage, _ in turn:
-            if kind == "W":
+        for one in turn:
+            if one.kind == "W":
                 continue
-            if last.get(stage, -2) < at - 1:
-                found.append((at, kind, stage))
-            last[stage] = at
+            if last.get(one.stage, -2) < at - 1:
+                found.append((at, one))
+            last[one.stage] = at
     return found
 
 
@@ -153,18 +155,21 @@ Placed = defaultdict[tuple[int, int], list[Action]]
 """Shifts by (rank, turn)."""
 
 
-def _weights(turns: Sequence[Turn], ranks: int) -> tuple[Placed, Placed]:
-    """Return the shifts of weights by the turn that needs them, and what owners deal to rank 0 by when they do."""
+def _weights(turns: Sequence[Turn], ranks: int, micro_batches: int) -> tuple[Placed, Placed]:
+    """Return the shifts of weights by the turn that needs them, and what owners deal to rank 0 by when they do.
+
+    They go as far as there are micro-batches.
+    """
     shifts: Placed = defaultdict(list)
     dealt: Placed = defaultdict(list)
     sends: Placed = defaultdict(list)
-    for at, kind, stage in trains(turns):
+    for at, (kind, stage, number) in trains(turns):
         way = "FW" if kind == "F" else "BW"
         home = owner(stage, ranks)
         if home != 0:
             dealt[home, max(-1, at - 1 - ranks)].append(_shift("SEND", way, stage, at))
             shifts[0, at].append(_shift("RECV", way, stage, at))
-        for rank in range(1, ranks):
+        for rank in range(1, min(ranks, micro_batches - number * ranks)):
             if rank != home:
                 sends[rank - 1, at].append(_shift("SEND", way, stage, at + rank))
                 shifts[rank, at].append(_shift("RECV", way, stage, at + rank))

@@ -1,0 +1,92 @@
+"""A stage's parameters as one flat tensor that travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+_ALIGNED = 8
+"""Elements to whose multiple each parameter's place is rounded up: kernels want 16 bytes, two of a bf16's are 4."""
+
+
+class Chunk:
+    """Where each parameter of a stage lies in its flat weights, and each trained one in its flat gradients.
+
+    ``module`` may lie on the meta device; only names, shapes and ``requires_grad`` count, which all ranks agree on.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = dict(module.named_parameters())
+        self.trained = tuple(name for name, parameter in parameters.items() if parameter.requires_grad)
+        self._weights = _Layout(parameters)
+        self._gradients = _Layout({name: parameters[name] for name in self.trained})
+
+    @property
+    def weight_elements(self) -> int:
+        """Length of the flat weights."""
+        return self._weights.elements
+
+    @property
+    def gradient_elements(self) -> int:
+        """Length of the flat gradients; 0 for a frozen stage."""
+        return self._gradients.elements
+
+    def weights(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters in flat weights, by name; no copies."""
+        return self._weights.views(flat)
+
+    def gradients(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the trained parameters' gradients in flat ones, by name; no copies."""
+        return self._gradients.views(flat)
+
+    def leaves(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the parameters in flat weights as leaves of a graph of their own."""
+        views = self.weights(flat)
+        return {name: view.detach().requires_grad_(name in self.trained) for name, view in views.items()}
+
+    def pack(self, module: nn.Module, flat: torch.Tensor) -> None:
+        """Copy a module's parameters into flat weights, in the latter's type."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.weights(flat).values()), [p.detach() for p in module.parameters()])
+
+    def collect(self, leaves: Mapping[str, torch.Tensor], flat: torch.Tensor) -> None:
+        """Move the leaves' gradients into flat ones, in the latter's type; what has none is zero."""
+        views = self.gradients(flat)
+        given = [name for name in self.trained if leaves[name].grad is not None]
+        with torch.no_grad():
+            if given:
+                torch._foreach_copy_([views[name] for name in given], [_gradient(leaves[name]) for name in given])
+            for name in self.trained:
+                if leaves[name].grad is None:
+                    views[name].zero_()
+                leaves[name].grad = None
+
+
+class _Layout:
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        ends = list(accumulate(_rounded(parameter.numel()) for parameter in parameters.values()))
+        self._starts: Sequence[int] = [0, *ends[:-1]]
+        self.elements = ends[-1] if ends else 0
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: flat[start : start + _elements(shape)].view(shape)
+            for (name, shape), start in zip(self._shapes.items(), self._starts, strict=False)
+        }
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def _elements(shape: Iterable[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _rounded(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED

@@ -1,0 +1,150 @@
+"""What a rank computes: one stage on one of its micro-batches, with weights that are handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from partool.schedule import Action
+from partool_runtime import deferral
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.parallel.weipipe.chunks import Chunk
+
+Leaves = Mapping[str, torch.Tensor]
+
+
+class RingModel(Protocol):
+    """A model as a ring runs it: every rank has the outer modules and, of its own stages, the parameters."""
+
+    @property
+    def first(self) -> nn.Module:
+        """Maps tokens ``[B, S]`` to ``[B, S, H]``."""
+
+    @property
+    def stages(self) -> Sequence[nn.Module]:
+        """Each maps ``[B, S, H]`` to the same. Those of other ranks may lie on the meta device."""
+
+    @property
+    def last(self) -> nn.Module:
+        """Maps ``(x_BSH, labels_BS)`` to the sum of token losses. May share parameters with ``first``."""
+
+
+class Graph(NamedTuple):
+    """A stage's forward pass whose backward pass comes next."""
+
+    x_BSH: torch.Tensor | None  # noqa: N815
+    """Its input, a leaf; None on the first stage, whose graph goes on into the embedding."""
+    leaves: Leaves
+    out: torch.Tensor
+
+
+class PutOff(NamedTuple):
+    """The weights' half of a backward pass."""
+
+    leaves: Leaves
+    work: list[deferral.Work]
+
+
+class Computation:
+    """The micro-batches of one rank in one step, in the type of computation.
+
+    Of a forward pass only the stages' inputs are kept; the
+    backward pass repeats it, except where it follows at once.
+    """
+
+    def __init__(self, model: RingModel, chunks: Sequence[Chunk], dtype: torch.dtype, trained_from: int) -> None:
+        self._first, self._stages, self._last = model.first, model.stages, model.last
+        self._chunks, self._dtype, self._trained_from = chunks, dtype, trained_from
+        self._top = len(chunks) - 1
+        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        """Of the output of the stage that is next in a micro-batch's backward pass."""
+        self._put_off: dict[tuple[int, int], PutOff] = {}
+        self._batches: Sequence[MicroBatch] = ()
+        self._weight = torch.ones(())
+        self.loss_sum = torch.zeros(())
+
+    def begin(self, batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
+        """Start a step; gradients are those of the losses' sum times ``weight``."""
+        self._batches, self._weight = batches, weight
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
+
+    def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
+        """Run a stage; ``keeps``: with a graph, for a backward pass in two halves if ``halved``."""
+        _, stage, batch = action
+        if keeps:
+            self._graphs[stage, batch] = graph = self._graph(stage, batch, flat, halved)
+            self._done(stage, batch, graph.out.detach())
+            return
+        with torch.no_grad():
+            x_BSH = self._input(stage, batch)
+            out = functional_call(self._stages[stage], dict(self._chunks[stage].weights(flat)), (x_BSH,))
+            if stage == self._top:
+                out = self._loss(out, batch)
+        if stage < self._trained_from:
+            self._inputs.pop((stage, batch), None)
+        self._done(stage, batch, out)
+
+    def backward(self, action: Action, flat: torch.Tensor) -> None:
+        """Run a stage's backward pass but for the weights' gradients, see :meth:`weights`."""
+        _, stage, batch = action
+        halved = action.kind == "I"
+        graph = self._graphs.pop((stage, batch), None) or self._graph(stage, batch, flat, halved)
+        self._inputs.pop((stage, batch), None)
+        work: list[deferral.Work] = []
+        given = self._weight.to(graph.out.dtype) if stage == self._top else self._gradients.pop(batch)
+        with deferral.collecting(work) if halved else nullcontext():
+            torch.autograd.backward([graph.out], [given])
+        if graph.x_BSH is not None and graph.x_BSH.grad is not None:
+            self._gradients[batch] = graph.x_BSH.grad
+        self._put_off[stage, batch] = PutOff(graph.leaves, work)
+
+    def weights(self, action: Action, into: torch.Tensor | None) -> None:
+        """Do what the backward pass put off, and leave the gradients of weights, if there are any, in flat memory."""
+        leaves, work = self._put_off.pop((action.stage, action.micro_batch))
+        for job in work:
+            job()
+        if into is not None:
+            self._chunks[action.stage].collect(leaves, into)
+
+    def _graph(self, stage: int, batch: int, flat: torch.Tensor, halved: bool) -> Graph:
+        leaves = self._chunks[stage].leaves(flat)
+        splitting: AbstractContextManager[None] = deferral.splitting() if halved else nullcontext()
+        with torch.enable_grad(), splitting:
+            x_BSH = self._input(stage, batch)
+            if stage:
+                x_BSH = x_BSH.detach().requires_grad_(stage > self._trained_from)
+            out = functional_call(self._stages[stage], dict(leaves), (x_BSH,))
+            if stage == self._top:
+                out = self._loss(out, batch)
+        return Graph(x_BSH if stage else None, leaves, out)
+
+    def _input(self, stage: int, batch: int) -> torch.Tensor:
+        if stage:
+            return self._inputs[stage, batch]
+        tokens_BS = self._batches[batch].tokens_BS.to(self.loss_sum.device, non_blocking=True)
+        x_BSH: torch.Tensor = self._call(self._first, tokens_BS)
+        return x_BSH
+
+    def _loss(self, x_BSH: torch.Tensor, batch: int) -> torch.Tensor:
+        labels_BS = self._batches[batch].labels_BS.to(self.loss_sum.device, non_blocking=True)
+        loss: torch.Tensor = self._call(self._last, x_BSH, labels_BS)
+        return loss
+
+    def _call(self, module: nn.Module, *arguments: torch.Tensor) -> torch.Tensor:
+        """Call an outer module with its parameters in the type of computation; their gradients keep their own."""
+        narrowed = {name: p.to(self._dtype) for name, p in module.named_parameters() if p.dtype != self._dtype}
+        out: torch.Tensor = functional_call(module, narrowed, arguments) if narrowed else module(*arguments)
+        return out
+
+    def _done(self, stage: int, batch: int, out: torch.Tensor) -> None:
+        if stage == self._top:
+            self.loss_sum += out
+        else:
+            self._inputs[stage + 1, batch] = out

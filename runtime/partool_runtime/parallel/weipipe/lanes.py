@@ -1,0 +1,80 @@
+"""Work beside the computation, in order: a thread where waiting blocks (CPU), a stream where it does not (GPU)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Ticket(Generic[T]):
+    """A job of a lane."""
+
+    def __init__(self, future: Future[T], event: torch.Event | None = None) -> None:
+        self._future, self._event = future, event
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has been done, or has failed."""
+        return self._future.done()
+
+    def wait(self) -> T:
+        """Return what the job returned, or raise what it raised; on a GPU what follows waits for the job's work."""
+        found = self._future.result()
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+        return found
+
+
+class Lane:
+    """Does jobs one after the other; after one that raises, the later ones raise the same.
+
+    On a CPU a thread does them. On a GPU transfers only order streams, so jobs are done at once, on a stream that
+    waits for what the caller's stream has been given so far. Jobs bound their own time.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._failure: BaseException | None = None
+        if self._stream is None:
+            # A daemon: a transfer that hangs must not keep a failed process alive.
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Ticket[T]:
+        """Queue a job."""
+        future: Future[T] = Future()
+        if self._stream is None:
+            self._jobs.put(lambda: self._do(job, future))
+            return Ticket(future)
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
+            self._do(job, future)
+        return Ticket(future, self._stream.record_event())
+
+    def close(self) -> None:
+        """End the thread once its jobs are done; a second call does nothing."""
+        if self._stream is None and self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _do(self, job: Callable[[], T], future: Future[T]) -> None:
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            self._failure = error
+            future.set_exception(error)

@@ -1,0 +1,202 @@
+"""Forward and backward passes of a step round a ring: executes WeiPipe's lists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partool.schedule import Schedule
+from partool.schedule.weipipe import room, weipipe
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.pipeline.split import split_linears
+from partool_runtime.parallel.pipeline.types import Done, Watch
+from partool_runtime.parallel.weipipe.chunks import Chunk
+from partool_runtime.parallel.weipipe.compute import Computation, RingModel
+from partool_runtime.parallel.weipipe.program import Compute, Move, Step, compile_program
+from partool_runtime.parallel.weipipe.ring import Ring
+from partool_runtime.parallel.weipipe.shifts import Buffer, Gradients, Pool, Weights, Wire
+from partool_runtime.stepping import Timer
+
+
+class WeiPipePasses:
+    """One rank of a ring on which weights travel; :class:`partool_runtime.stepping.Passes` for the stepper.
+
+    Micro-batch ``m`` of a step runs on rank ``m mod ranks``. The rank's own stages leave their summed gradients in
+    their parameters' ``grad``; so do the outer modules, which every rank has: theirs are summed over the ring.
+    ``replicas`` are the ranks with the same place in other rings, over which all gradients are summed. ``dtype`` is the
+    type of computation and of weights on their way; gradients travel and are summed in the parameters' own.
+
+    Raises ``ValueError`` where schedule, ring and model do not fit.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        model: RingModel,
+        ring: Ring,
+        dtype: torch.dtype,
+        *,
+        replicas: dist.ProcessGroup | None = None,
+        watch: Watch | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        _check(schedule, model, ring)
+        self.schedule, self._model, self._ring = schedule, model, ring
+        self._replicas, self._watch = replicas, watch
+        self._program = compile_program(schedule, ring.rank)
+        self._evaluation: dict[int, tuple[Step, ...]] = {}
+        self._chunks = [Chunk(stage) for stage in model.stages]
+        self._outer = _distinct(model)
+        mine = schedule.on_rank(ring.rank)
+        example = next(model.stages[mine[0]].parameters())
+        self._own = {
+            stage: Buffer(torch.empty(self._chunks[stage].weight_elements, dtype=dtype, device=example.device))
+            for stage in mine
+        }
+        self._home = {
+            stage: example.new_zeros(self._chunks[stage].gradient_elements, requires_grad=False) for stage in mine
+        }
+        self._wire = Wire(ring, timeout_s)
+        held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
+        longest = max(chunk.weight_elements for chunk in self._chunks)
+        self._weights = Weights(self._wire, self._chunks, self._own, Pool(held, longest, dtype, example.device))
+        self._gradients = Gradients(self._wire, self._chunks, self._home)
+        self._halved = any(step.action.kind == "I" for step in self._program if isinstance(step, Compute))
+        if self._halved:
+            for module in (*model.stages, model.last):
+                split_linears(module)
+        self._computation = Computation(model, self._chunks, dtype, schedule.trained_from)
+        self._predicting = Computation(model, self._chunks, dtype, schedule.stages)
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Elements of weights and of gradients that this rank has sent over the ring, sums over replicas not counted.
+
+        See :func:`partool.schedule.weipipe.volume`.
+        """
+        return self._weights.sent_elements, self._gradients.sent_elements
+
+    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        """See :class:`Passes`. Raises ``TransferError`` where a peer hangs or is gone."""
+        if len(batch) != self.schedule.micro_batches:
+            raise ValueError(f"the schedule has {self.schedule.micro_batches} micro-batches, not {len(batch)}")
+        for flat in self._home.values():
+            flat.zero_()
+        self._computation.begin(batch, weight)
+        self._run(self._program, self._computation, timer)
+        with timer("pipeline_bubble"):
+            self._finish()
+        with timer("gradient_sync"):
+            self._sum()
+        return self._computation.loss_sum
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """See :class:`Passes`. Micro-batches go round the ring as many at a time as it has ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=self._home[next(iter(self._home))].device)
+        waiting: list[MicroBatch] = []
+        for micro in batches:
+            if stopping():
+                return None
+            waiting.append(micro)
+            if len(waiting) == self._ring.size:
+                total += self._predicted(waiting)
+                waiting = []
+        return total + self._predicted(waiting) if waiting else total
+
+    def close(self) -> None:
+        """End the threads that do the shifts."""
+        self._weights.close()
+        self._gradients.close()
+
+    def _predicted(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
+        count = len(batch)
+        if count not in self._evaluation:
+            self._evaluation[count] = compile_program(self._forward_only(count), self._ring.rank)
+        self._predicting.begin(batch, torch.ones((), device=self._home[next(iter(self._home))].device))
+        self._run(self._evaluation[count], self._predicting, lambda _: nullcontext())
+        self._finish()
+        return self._predicting.loss_sum
+
+    def _forward_only(self, micro_batches: int) -> Schedule:
+        schedule = self.schedule
+        return weipipe(schedule.name, schedule.ranks, micro_batches, schedule.chunks, schedule.stages)
+
+    def _run(self, program: Sequence[Step], computation: Computation, timer: Timer) -> None:
+        for stage, buffer in self._own.items():
+            self._chunks[stage].pack(self._model.stages[stage], buffer.flat)
+        self._wire.done.clear()
+        ended_s = time.perf_counter()
+        for step in program:
+            if isinstance(step, Move):
+                self._weights.move(step.shifts, step.releases)
+            elif isinstance(step, Compute):
+                ended_s = self._compute(step, computation, timer, ended_s)
+            else:
+                self._gradients.shift(step.action, step.peer)
+
+    def _compute(self, step: Compute, computation: Computation, timer: Timer, ended_s: float) -> float:
+        """Do a compute action; return when it ended."""
+        kind, stage, _ = action = step.action
+        flat = None if kind == "W" else self._weights.of(stage)
+        sums = kind in ("B", "W") and self._chunks[stage].gradient_elements > 0
+        into = self._gradients.room() if sums else None
+        started_s = time.perf_counter()
+        with timer("forward" if kind == "F" else "backward"):
+            if kind == "F" and flat is not None:
+                computation.forward(action, flat, keeps=step.keeps, halved=self._halved)
+            elif flat is not None:
+                computation.backward(action, flat)
+            if kind in ("B", "W"):
+                computation.weights(action, None if into is None else into.flat)
+        stopped_s = time.perf_counter()
+        if into is not None:
+            self._gradients.add(stage, into)
+        if step.releases:
+            self._weights.release(stage)
+        self._wire.done.append(Done(action, started_s, stopped_s, started_s - ended_s))
+        return stopped_s
+
+    def _finish(self) -> None:
+        self._weights.finish()
+        self._gradients.finish()
+        if self._watch is not None:
+            for done in sorted(self._wire.done, key=lambda done: done.stop_s):
+                self._watch(done)
+
+    def _sum(self) -> None:
+        """Sum the outer modules' gradients over the ring, and all over the replicas; hand out the stages'."""
+        for parameter in self._outer:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sum_over(parameter.grad, self._ring.everyone)
+            if self._replicas is not None:
+                sum_over(parameter.grad, self._replicas)
+        for stage, flat in self._home.items():
+            if self._replicas is not None and flat.numel():
+                sum_over(flat, self._replicas)
+            parameters = dict(self._model.stages[stage].named_parameters())
+            for name, gradient in self._chunks[stage].gradients(flat).items():
+                parameters[name].grad = gradient
+
+
+def _distinct(model: RingModel) -> list[nn.Parameter]:
+    """Return the trained parameters of the outer modules, each once."""
+    found = {id(p): p for p in chain(model.first.parameters(), model.last.parameters()) if p.requires_grad}
+    return list(found.values())
+
+
+def _check(schedule: Schedule, model: RingModel, ring: Ring) -> None:
+    if schedule.ranks != ring.size:
+        raise ValueError(f"the schedule is for {schedule.ranks} ranks, the ring has {ring.size}")
+    if schedule.stages != len(model.stages):
+        raise ValueError(f"the schedule has {schedule.stages} stages, the model {len(model.stages)}")
+    if schedule.trained_from and any(p.requires_grad for p in model.first.parameters()):
+        raise ValueError(f"the embedding is trained, so backward passes cannot end at stage {schedule.trained_from}")

@@ -1,0 +1,99 @@
+"""One rank's list, cut into what the executor does at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from partool.schedule import COMPUTE, Action, Schedule, peer
+
+_WEIGHTS = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW"})
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Shifts of weights of one turn with no other action between them, each with its peer."""
+
+    shifts: tuple[tuple[Action, int], ...]
+    releases: frozenset[int]
+    """Stages whose weights nothing reads after these shifts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A compute action."""
+
+    action: Action
+    releases: bool
+    """Whether nothing reads the weights after it."""
+    keeps: bool
+    """Whether the backward pass of the same stage and micro-batch follows before any other: its graph can wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """A shift of gradients, with its peer."""
+
+    action: Action
+    peer: int
+
+
+Step = Move | Compute | Shift
+
+
+def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
+    """Return what a rank does. Raises ``ValueError`` for a schedule that lets activations travel."""
+    if schedule.moves != "weights":
+        raise ValueError(f"{schedule.name} does not let weights travel")
+    actions = schedule.lists[rank]
+    last = _last_readers(schedule, rank)
+    kept = _kept(actions)
+    steps: list[Step] = []
+    run: list[int] = []
+    for at, action in enumerate(actions):
+        later = run and action.kind.startswith("RECV") and any(_comes_before(actions[one], action) for one in run)
+        if action.kind in _WEIGHTS and not later:
+            run.append(at)
+            continue
+        if run:
+            steps.append(_move(schedule, rank, run, last))
+            run = []
+        if action.kind in _WEIGHTS:
+            run.append(at)
+        elif action.kind in COMPUTE:
+            steps.append(Compute(action, at in last, at in kept))
+        else:
+            steps.append(Shift(action, peer(schedule, rank, action)[0]))
+    return (*steps, _move(schedule, rank, run, last)) if run else tuple(steps)
+
+
+def _comes_before(one: Action, other: Action) -> bool:
+    return one.kind.startswith("RECV") and one.micro_batch < other.micro_batch
+
+
+def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -> Move:
+    actions = schedule.lists[rank]
+    shifts = tuple((actions[at], peer(schedule, rank, actions[at])[0]) for at in run)
+    return Move(shifts, frozenset(actions[at].stage for at in run if at in last))
+
+
+def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:
+    """Return the places where received weights are read, or received, for the last time before they come again."""
+    last: dict[int, int] = {}
+    ends = set()
+    for at, (kind, stage, _) in enumerate(schedule.lists[rank]):
+        if schedule.placement[stage] == rank or kind in ("W", "RECV_G", "SEND_G"):
+            continue
+        if kind.startswith("RECV") and stage in last:
+            ends.add(last[stage])
+        last[stage] = at
+    return frozenset(ends | set(last.values()))
+
+
+def _kept(actions: tuple[Action, ...]) -> frozenset[int]:
+    computed = [(at, action) for at, action in enumerate(actions) if action.kind in COMPUTE]
+    return frozenset(
+        at
+        for (at, action), (_, after) in pairwise(computed)
+        if action.kind == "F" and after.kind in ("B", "I") and after[1:] == action[1:]
+    )

@@ -1,0 +1,261 @@
+"""The shifts of a ring: weights that come and go on, gradients that grow and go home."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from partool.schedule import Action
+from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.pipeline.wires import TransferError
+from partool_runtime.parallel.weipipe.chunks import Chunk
+from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
+from partool_runtime.parallel.weipipe.ring import Group, Ring
+
+GRADIENT_BUFFERS = 3
+"""Of a rank's own gradients: in the making, on their way, and one between, so that a slow neighbour is not felt."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Flat memory of a stage's weights or gradients, and what still reads it."""
+
+    flat: torch.Tensor
+    leaving: list[tuple[dist.Work, Action, int]] = field(default_factory=list)
+
+
+class Pool:
+    """Buffers that are lent and given back, oldest first."""
+
+    def __init__(self, count: int, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._free: SimpleQueue[Buffer] = SimpleQueue()
+        for _ in range(count):
+            self.give(Buffer(torch.empty(elements, dtype=dtype, device=device)))
+
+    def give(self, buffer: Buffer) -> None:
+        """Give a buffer back."""
+        self._free.put(buffer)
+
+    def take(self, timeout_s: float) -> Buffer | None:
+        """Lend a buffer; None if none comes back in that time."""
+        try:
+            return self._free.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+
+class Wire:
+    """Sends and receives of one rank, with what went wrong told by action and peer; counts what it sends."""
+
+    def __init__(self, ring: Ring, timeout_s: float) -> None:
+        self.ring, self.timeout_s = ring, timeout_s
+        self._limit = timedelta(seconds=timeout_s)
+        self.done: list[Done] = []
+        """Shifts of the current step, in the order in which they ended."""
+
+    def send(self, buffer: Buffer, flat: torch.Tensor, group: Group, action: Action, peer: int) -> None:
+        """Send a part of a buffer, which must not change until :meth:`settle`."""
+        try:
+            work = dist.isend(flat, group=group, group_dst=peer)
+        except RuntimeError as error:
+            raise TransferError(self.ring.rank, action, peer, _reason(error)) from error
+        assert work is not None
+        buffer.leaving.append((work, action, peer))
+        now = time.perf_counter()
+        self.done.append(Done(action, now, now))
+
+    def receive(self, flat: torch.Tensor, group: Group, action: Action, peer: int) -> Callable[[], None]:
+        """Post a receive; return what waits for it."""
+        posted_s = time.perf_counter()
+        try:
+            work = dist.irecv(flat, group=group, group_src=peer)
+        except RuntimeError as error:
+            raise TransferError(self.ring.rank, action, peer, _reason(error)) from error
+        assert work is not None
+
+        def wait() -> None:
+            self._wait(work, action, peer)
+            self.done.append(Done(action, posted_s, time.perf_counter()))
+
+        return wait
+
+    def settle(self, buffer: Buffer) -> None:
+        """Wait until what was sent from a buffer has left."""
+        while buffer.leaving:
+            self._wait(*buffer.leaving.pop(0))
+
+    def _wait(self, work: dist.Work, action: Action, peer: int) -> None:
+        started_s = time.monotonic()
+        try:
+            work.wait(self._limit)
+        except RuntimeError as error:
+            late = time.monotonic() - started_s >= self.timeout_s
+            what = f"nothing moved for {self.timeout_s:g} s" if late else _reason(error)
+            raise TransferError(self.ring.rank, action, peer, what) from error
+
+
+class Weights:
+    """Stages' weights on their way over this rank: received ahead, passed on at once, kept until nothing reads them."""
+
+    def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: Pool) -> None:
+        self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
+        self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
+        self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
+        self._held: dict[int, Buffer] = {}
+        """Of the lane: what the latest receive of each stage was put into."""
+        self._last: Ticket[dict[int, Buffer]] | None = None
+        self.sent_elements = 0
+
+    def move(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> None:
+        """Do shifts in the background, given with their peers; then let go of the ``released`` stages' weights.
+
+        All receives are posted before the first is waited for.
+        """
+        self._last = ticket = self._lane.submit(lambda: self._moved(shifts, released))
+        for action, _ in shifts:
+            if action.kind.startswith("RECV"):
+                self._coming[action.stage] = ticket
+
+    def of(self, stage: int) -> torch.Tensor:
+        """Return a stage's flat weights, once they are there."""
+        if stage in self._own:
+            return self._own[stage].flat
+        return self._cut(stage, self._coming[stage].wait()[stage])
+
+    def release(self, stage: int) -> None:
+        """Let go of a stage's weights that were received."""
+        self._pool.give(self._coming.pop(stage).wait()[stage])
+
+    def finish(self) -> None:
+        """Wait until all shifts are done and this rank's own weights may change."""
+        if self._last is not None:
+            self._last.wait()
+        for buffer in self._own.values():
+            self._wire.settle(buffer)
+
+    def close(self) -> None:
+        """End the lane."""
+        self._lane.close()
+
+    def _moved(self, shifts: Sequence[tuple[Action, int]], released: frozenset[int]) -> dict[int, Buffer]:
+        waits = {action: self._post(action, peer) for action, peer in shifts if action.kind.startswith("RECV")}
+        ring = self._wire.ring
+        for action, peer in shifts:
+            if peer == 0 and action not in waits:
+                self._send(action, peer, ring.deal)
+        for action, peer in shifts:
+            if action in waits:
+                waits[action]()
+            elif peer != 0:
+                self._send(action, peer, ring.relay)
+        for stage in released:
+            self._pool.give(self._held[stage])
+        return dict(self._held)
+
+    def _post(self, action: Action, peer: int) -> Callable[[], None]:
+        buffer = self._pool.take(self._wire.timeout_s)
+        if buffer is None:
+            raise TransferError(self._wire.ring.rank, action, peer, "there is no room for what comes")
+        self._wire.settle(buffer)
+        self._held[action.stage] = buffer
+        group = self._wire.ring.deal if self._wire.ring.rank == 0 else self._wire.ring.relay
+        return self._wire.receive(self._cut(action.stage, buffer), group, action, peer)
+
+    def _send(self, action: Action, peer: int, group: Group) -> None:
+        buffer = self._own[action.stage] if action.stage in self._own else self._held[action.stage]
+        flat = self._cut(action.stage, buffer)
+        self._wire.send(buffer, flat, group, action, peer)
+        self.sent_elements += flat.numel()
+
+    def _cut(self, stage: int, buffer: Buffer) -> torch.Tensor:
+        return buffer.flat[: self._chunks[stage].weight_elements]
+
+
+class Gradients:
+    """Stages' gradients: this rank's are added to what comes, and the sum goes on or, at its owner, stays.
+
+    All sums are made in the order of the list, so they have the same bits each time.
+    """
+
+    def __init__(self, wire: Wire, chunks: Sequence[Chunk], home: Mapping[int, torch.Tensor]) -> None:
+        self._wire, self._chunks, self._home = wire, chunks, home
+        example = next(iter(home.values()))
+        most = max(chunk.gradient_elements for chunk in chunks)
+        self._pool = Pool(GRADIENT_BUFFERS, most, example.dtype, example.device)
+        self._inbox = torch.empty(most, dtype=example.dtype, device=example.device)
+        self._lane = Lane("partool-gradients", example.device)
+        self._jobs: deque[Ticket[None]] = deque()
+        self._sums: dict[int, Buffer] = {}
+        """Of the lane: sums that have not left yet."""
+        self.sent_elements = 0
+
+    def room(self) -> Buffer:
+        """Return a buffer for a stage's gradients, to be handed to :meth:`add`."""
+        while (buffer := self._pool.take(0)) is None:
+            self._jobs.popleft().wait()
+        self._wire.settle(buffer)
+        return buffer
+
+    def add(self, stage: int, buffer: Buffer) -> None:
+        """Add this rank's gradients of one micro-batch."""
+        self._submit(lambda: self._added(stage, buffer))
+
+    def shift(self, action: Action, peer: int) -> None:
+        """Receive a stage's sum and add it, or send it on."""
+        if self._chunks[action.stage].gradient_elements:
+            job = self._received if action.kind == "RECV_G" else self._sent
+            self._submit(lambda: job(action, peer))
+
+    def finish(self) -> None:
+        """Wait until all sums have left or are at home."""
+        while self._jobs:
+            self._jobs.popleft().wait()
+
+    def close(self) -> None:
+        """End the lane."""
+        self._lane.close()
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        while len(self._jobs) > 2 * GRADIENT_BUFFERS and self._jobs[0].done:
+            self._jobs.popleft().wait()
+        self._jobs.append(self._lane.submit(job))
+
+    def _added(self, stage: int, buffer: Buffer) -> None:
+        flat = self._cut(stage, buffer.flat)
+        if stage in self._home:
+            self._home[stage].add_(flat)
+        elif stage in self._sums:
+            self._cut(stage, self._sums[stage].flat).add_(flat)
+        else:
+            self._sums[stage] = buffer
+            return
+        self._pool.give(buffer)
+
+    def _received(self, action: Action, peer: int) -> None:
+        ring, stage = self._wire.ring, action.stage
+        group = ring.home if peer == ring.size - 1 else ring.gradients
+        flat = self._cut(stage, self._inbox)
+        self._wire.receive(flat, group, action, peer)()
+        into = self._home[stage] if stage in self._home else self._cut(stage, self._sums[stage].flat)
+        into.add_(flat)
+
+    def _sent(self, action: Action, peer: int) -> None:
+        ring, buffer = self._wire.ring, self._sums.pop(action.stage)
+        flat = self._cut(action.stage, buffer.flat)
+        self._wire.send(buffer, flat, ring.home if ring.rank == ring.size - 1 else ring.gradients, action, peer)
+        self.sent_elements += flat.numel()
+        self._pool.give(buffer)
+
+    def _cut(self, stage: int, flat: torch.Tensor) -> torch.Tensor:
+        return flat[: self._chunks[stage].gradient_elements]
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).splitlines()[0]

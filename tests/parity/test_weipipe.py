@@ -1,0 +1,14 @@
+"""WeiPipe in float64 against one process: each variant, uneven and frozen stages, replicas, a silent peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from _ranks import run_ranks
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_weipipe_has_the_gradients_of_one_process(ranks: int) -> None:
+    run_ranks(Path(__file__).with_name("_weipipe_worker.py"), ranks, timeout_s=140)
