@@ -1,106 +1,35 @@
-"""Ranks of test_pipeline_engine.py: a small model cut into stages, and the checks that need a pipeline."""
+"""Ranks of test_pipeline_engine.py."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import sys
-from collections.abc import Callable
-from functools import cache
+import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional as F
+from _pipeline_parts import BOUNDARY, Alive, B, H, Part, S, close, micro_batches, parts, reference, weight
 
-from partool.schedule import SCHEDULES, Schedule, check, generate
+from partool.schedule import (
+    COMPUTE,
+    SCHEDULES,
+    Action,
+    Schedule,
+    after,
+    check,
+    generate,
+    in_flight,
+    peer,
+    remap,
+    without_backward,
+)
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.engine import Engine
-from partool_runtime.parallel.pipeline.types import Boundary
-from partool_runtime.parallel.pipeline.wires import Wires, open_groups
-
-B, S, H, V = 2, 3, 5, 11
-TOLERANCE = 1e-12
-BOUNDARY = Boundary((B, S, H), torch.float64, torch.device("cpu"))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(H)
-        self.up = nn.Linear(H, 7)
-        self.down = nn.Linear(7, H, bias=False)
-
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        return x_BSH + self.down(torch.tanh(self.up(self.norm(x_BSH))))
-
-
-class Part(nn.Module):
-    """A stage: maybe the embedding, some layers, maybe the head and the loss."""
-
-    def __init__(self, layers: int, *, first: bool, last: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(V, H) if first else None
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(H, V) if last else None
-
-    @property
-    def module(self) -> nn.Module:
-        return self
-
-    def forward(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
-        if self.embed is not None:
-            x_BSH = self.embed(micro.tokens_BS)
-        for layer in self.layers:
-            x_BSH = layer(x_BSH)
-        if self.head is None:
-            return x_BSH
-        logits = self.head(x_BSH).flatten(0, 1)
-        return F.cross_entropy(logits, micro.labels_BS.flatten(), reduction="sum")
-
-
-def parts(stages: int) -> list[Part]:
-    """Return uneven stages with the same parameters on every rank."""
-    torch.manual_seed(stages)
-    sizes = [(1, 2, 1, 0)[stage % 4] if stages > 2 else 1 + stage for stage in range(stages)]
-    return [Part(n, first=i == 0, last=i == stages - 1).double() for i, n in enumerate(sizes)]
-
-
-@cache
-def micro_batches(count: int) -> list[MicroBatch]:
-    """Return micro-batches with different numbers of labels, one of them with none."""
-    made = torch.Generator().manual_seed(1)
-    found = []
-    for index in range(count):
-        tokens = torch.randint(V, (B, S), generator=made)
-        labels = torch.randint(V, (B, S), generator=made)
-        labels.view(-1)[: (index * 2) % 7] = -100
-        found.append(MicroBatch(tokens, labels))
-    return found
-
-
-@cache
-def reference(stages: int, count: int) -> tuple[float, list[dict[str, torch.Tensor]]]:
-    """Return the loss and each stage's gradients in one process."""
-    model = parts(stages)
-    total = torch.zeros((), dtype=torch.float64)
-    for micro in micro_batches(count):
-        x = None
-        for part in model:
-            x = part(x, micro)
-        total = total + x
-    (total * weight(count)).backward()
-    return float(total.detach()), [{n: p.grad for n, p in part.named_parameters()} for part in model]
-
-
-def weight(count: int) -> torch.Tensor:
-    labels = sum(int((micro.labels_BS != -100).sum()) for micro in micro_batches(count))
-    return torch.tensor(3.0 / labels, dtype=torch.float64)
-
-
-def close(a: torch.Tensor | None, b: torch.Tensor | None, what: str) -> None:
-    assert a is not None, what
-    assert b is not None, what
-    error, bound = (a - b).abs().max().item(), TOLERANCE * max(1.0, b.abs().max().item())
-    assert error <= bound, f"{what}: {error}"
+from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.pipeline.wires import Lines, TransferError, Wires, open_groups
 
 
 def schedules(ranks: int) -> list[Schedule]:
@@ -113,46 +42,217 @@ def schedules(ranks: int) -> list[Schedule]:
     return found
 
 
-def check_schedule(schedule: Schedule, wires: Wires) -> None:
-    rank = dist.get_rank()
-    what = f"{schedule.name} P={schedule.ranks} M={schedule.micro_batches} chunks={schedule.chunks}"
-    model = parts(schedule.stages)
-    mine = {stage: model[stage] for stage in schedule.on_rank(rank)}
-    engine = Engine(schedule, mine, wires)
-    micro = micro_batches(schedule.micro_batches)
-    total, gradients = reference(schedule.stages, len(micro))
-    for _ in range(2):
-        for part in model:
+class Case:
+    """One schedule on one pipeline of the world."""
+
+    def __init__(self, schedule: Schedule, rank: int, lines: Lines) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.what = f"{schedule.name} P={schedule.ranks} M={schedule.micro_batches} chunks={schedule.chunks}"
+        self.micro = micro_batches(schedule.micro_batches)
+        self.weight = weight(len(self.micro))
+        self.parts = parts(schedule.stages)
+        self.mine: dict[int, Part] = {stage: self.parts[stage] for stage in schedule.on_rank(rank)}
+        self.wires = Wires(rank, lines, BOUNDARY, timeout_s=60)
+        self.engine = Engine(schedule, self.mine, self.wires)
+        self.loss, self.gradients = reference(schedule.stages, len(self.micro))
+
+    def step(self) -> torch.Tensor:
+        self.clear()
+        return self.engine.step(self.micro, self.weight)
+
+    def clear(self) -> None:
+        for part in self.mine.values():
             part.zero_grad()
-        loss = engine.step(micro, weight(len(micro)))
+
+    def compare(self, loss: torch.Tensor, trained_from: int = 0) -> None:
         assert (loss.dtype, loss.shape) == (torch.float64, ())
-        if schedule.stages - 1 in mine:
-            close(loss, torch.tensor(total, dtype=torch.float64), what)
+        if self.schedule.stages - 1 in self.mine:
+            close(loss, self.loss, self.what)
         else:
             assert float(loss) == 0.0
-        for stage, part in mine.items():
+        self.compare_gradients(trained_from)
+
+    def compare_gradients(self, trained_from: int = 0) -> None:
+        for stage, part in self.mine.items():
             for name, parameter in part.named_parameters():
-                close(parameter.grad, gradients[stage][name], f"{what} stage {stage} {name}")
-    seen = engine.evaluate(micro_batches(3))
-    if schedule.stages - 1 in mine:
-        close(seen, torch.tensor(reference(schedule.stages, 3)[0], dtype=torch.float64), what)
+                what = f"{self.what} stage {stage} {name}"
+                if stage < trained_from:
+                    assert parameter.grad is None, what
+                else:
+                    close(parameter.grad, self.gradients[stage][name], what)
+
+
+def whole_steps(case: Case) -> None:
+    """Two steps, then an evaluation of another number of micro-batches."""
+    loss = case.step()
+    case.compare(loss)
+    case.compare(case.step())
+    seen = case.engine.evaluate(micro_batches(3))
+    if case.schedule.stages - 1 in case.mine:
+        close(seen, reference(case.schedule.stages, 3)[0], case.what)
+
+
+def traffic(case: Case, lines: Lines) -> None:
+    """Messages and bytes against their formulas, and the activations held against the simulator's."""
+    schedule = case.schedule
+    sent, sent_bytes = case.wires.sent_messages, case.wires.sent_bytes
+    graphs = Alive.count
+    Alive.most = 0
+    case.compare(case.step())
+    assert Alive.count == graphs, case.what
+    mine = torch.tensor([case.wires.sent_messages - sent, case.wires.sent_bytes - sent_bytes])
+    gathered = [torch.zeros_like(mine) for _ in lines.ranks]
+    for index, ranks in enumerate(lines.ranks):
+        gathered[index] = mine.clone()
+        dist.broadcast(gathered[index], ranks, group=lines.groups[0, 1])
+    ranks, count, chunks = schedule.ranks, schedule.micro_batches, schedule.chunks
+    waves = schedule.name in ("hanayo", "zb-v")
+    # Hanayo with W = chunks / 2 waves: 4 M W (P - 1). Else each of the boundaries between stages is crossed twice.
+    messages = 2 * count * chunks * (ranks - 1) if waves else 2 * count * (ranks * chunks - 1)
+    assert sum(int(part[0]) for part in gathered) == messages, case.what
+    assert sum(int(part[1]) for part in gathered) == messages * B * S * H * 8, case.what
+    expected = in_flight(schedule.name, ranks, count, chunks)[case.rank]
+    assert case.engine.peak_live == expected, case.what
+    if not SCHEDULES[schedule.name].split:
+        assert Alive.most == graphs + expected, f"{case.what}: {Alive.most} graphs, not {expected}"
+
+
+def frozen(case: Case, lines: Lines) -> None:
+    """The first stages, or all but the last, or all are not trained."""
+    stages = case.schedule.stages
+    for trained_from in {1, stages - 1, stages}:
+        less = Case(without_backward(case.schedule, trained_from), case.rank, lines)
+        for stage, part in less.mine.items():
+            part.requires_grad_(stage >= trained_from)
+        less.compare(less.step(), trained_from)
+
+
+def watched(case: Case) -> None:
+    """Every action is told once, in an order in which nothing comes before what it needs."""
+    told: list[Done] = []
+    case.engine.watch = told.append
+    case.compare(case.step())
+    case.engine.watch = None
+    own = case.schedule.lists[case.rank]
+    assert sorted(done.action for done in told) == sorted(own), case.what
+    assert [d.action for d in told if d.action.kind in COMPUTE] == [a for a in own if a.kind in COMPUTE]
+    assert all(done.start_s <= done.stop_s for done in told)
+    compute = [done for done in told if done.action.kind in COMPUTE]
+    for one, two in itertools.pairwise(compute):
+        assert one.stop_s <= two.start_s - two.waited_s + 1e-9, case.what
+
+
+def stopped(case: Case, lines: Lines) -> None:
+    """Stop at any action, go on with another map of stages, stop again, and do a whole step on the last map."""
+    chosen = random.Random(case.what)
+    schedule = case.schedule
+    total = sum(map(len, schedule.lists))
+    for share in (0.0, 0.3, 0.6, 0.9):
+        run = Case(schedule, case.rank, lines)
+        run.clear()
+        run.engine.start(run.micro, run.weight)
+        loss = torch.zeros((), dtype=torch.float64)
+        left = schedule
+        for part_done in (share, 0.5):
+            done = after(left, int(part_done * sum(map(len, left.lists))))
+            run.engine.run(done)
+            placement = [chosen.randrange(schedule.ranks) for _ in range(schedule.stages)]
+            move(run, placement)
+            left = remap(remap(left, done, left.placement), [0] * schedule.ranks, placement)
+        run.engine.run()
+        loss = run.engine.finish()
+        dist.all_reduce(loss, group=lines.groups[0, 1])
+        close(loss, run.loss, f"{run.what} stopped at {share} of {total}")
+        run.compare_gradients()
+        run.compare(run.step())
+
+
+def move(run: Case, placement: Sequence[int]) -> None:
+    """Put stages on other ranks; where one arrives, there is one without any of its values."""
+    fresh = parts(run.schedule.stages)
+    for part in fresh:
+        for parameter in part.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+    run.mine = {stage: run.mine.get(stage, fresh[stage]) for stage, rank in enumerate(placement) if rank == run.rank}
+    run.engine.move(placement, run.mine)
 
 
 def parity(ranks: int) -> None:
-    wires = Wires(dist.get_rank(), open_groups([range(ranks)]), BOUNDARY, timeout_s=60)
-    for schedule in schedules(ranks):
-        check_schedule(schedule, wires)
+    """Run all schedules of so many pipeline ranks; what is left of the world is a pipeline of its own."""
+    world = dist.get_world_size()
+    pipelines = [range(first, min(first + ranks, world)) for first in range(0, world, ranks)]
+    lines = open_groups(pipelines)
+    rank = lines.ranks.index(dist.get_rank())
+    for schedule in schedules(len(lines.ranks)):
+        case = Case(schedule, rank, lines)
+        whole_steps(case)
+        watched(case)
+        if schedule.ranks > 1:
+            traffic(case, lines)
+            frozen(case, lines)
+            if schedule.micro_batches == ranks:
+                stopped(case, lines)
 
 
-CASES: dict[str, Callable[..., None]] = {"parity": parity}
+class Faulty(Part):
+    """A stage that hangs, or whose process ends, in one micro-batch's forward pass."""
+
+    fault: str = ""
+
+    def forward(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
+        if micro is micro_batches(4)[2] and self.fault == "hang":
+            time.sleep(4.0)
+        if micro is micro_batches(4)[2] and self.fault == "die":
+            os._exit(0)
+        return super().forward(x_BSH, micro)
 
 
-def main(case: str, *arguments: str) -> None:
+def faults(timeout_s: float = 1.5) -> None:
+    """A peer hangs, then one dies: the others say where they stand, within the timeout."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    schedule = generate("1f1b", ranks, 4)
+    for fault in ("hang", "die"):
+        wires = Wires(rank, open_groups([range(ranks)]), BOUNDARY, timeout_s=timeout_s)
+        part = Faulty(1, first=rank == 0, last=rank == ranks - 1).double()
+        part.fault = fault if rank == 1 else ""
+        engine = Engine(schedule, {rank: part}, wires)
+        started_s = time.monotonic()
+        try:
+            engine.step(micro_batches(4), weight(4))
+        except TransferError as error:
+            took_s = time.monotonic() - started_s
+            print(f"{fault}: {error}", flush=True)
+            told(schedule, error, fault, rank)
+            assert took_s < (4 * timeout_s if rank == 1 else 2 * timeout_s), f"{fault}: {took_s} s"
+        else:
+            raise AssertionError(f"{fault}: rank {rank} has noticed nothing")
+
+
+def told(schedule: Schedule, error: TransferError, fault: str, rank: int) -> None:
+    kind, stage, batch = error.action
+    assert error.rank == rank
+    assert error.action in schedule.lists[rank]
+    assert error.peer == peer(schedule, rank, error.action)[0]
+    for words in (f"pipeline rank {rank}", f"{stage}{kind}{batch}", f"micro-batch {batch}", f"rank {error.peer}"):
+        assert words in str(error), str(error)
+    if rank == 0:
+        assert error.action == Action("RECV_B", 0, 1) or fault == "die", str(error)
+    if rank == 2:
+        assert error.action == Action("RECV_F", 2, 2), str(error)
+    if rank != 1:
+        assert ("within" in str(error) or "moved" in str(error)) == (fault == "hang"), str(error)
+
+
+def main(case: str) -> None:
     dist.init_process_group("gloo")
-    CASES[case](dist.get_world_size(), *arguments)
+    if case == "faults":
+        faults()
+    else:
+        for ranks in map(int, case.split(",")):
+            parity(ranks)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from partool.schedule import COMPUTE, Action, Schedule, peer
+from partool.schedule import COMPUTE, Action, Schedule, cut, peer
+
+Halved = Set[tuple[int, int]]
+"""(stage, micro-batch) of backward passes that come in two halves."""
 
 
 class Arrival(NamedTuple):
@@ -27,14 +31,14 @@ class Step:
     """Whether the stage's input is no activation: the first stage."""
     last: bool
     """Whether the stage yields the loss."""
-    wants_input_gradient: bool
+    passes_back: bool
     """Whether the stage before this one is trained too, and waits for a gradient."""
     trained: bool
     split: bool
     """Whether the backward pass of this stage and micro-batch comes in two halves."""
-    peer: int = -1
-    """Of a transfer: the other rank."""
-    arrival: Arrival | None = None
+    neighbour: int
+    """Rank of the stage that a compute action's result goes to, or of the other end of a transfer; -1: none."""
+    arrival: Arrival | None
     """Of a receive: which message it is. Of compute: the message that it waits for; None if none comes by wire."""
 
 
@@ -45,45 +49,71 @@ class Program:
     steps: tuple[Step, ...]
     inbound: dict[int, tuple[Action, ...]]
     """Receives by sender, in the order of the wire."""
-    forward_only: bool
+    unclaimed: tuple[tuple[Action, Arrival], ...]
+    """Receives that no action of the list takes: a list that goes on later."""
 
 
-def compile_program(schedule: Schedule, rank: int) -> Program:
+def halved(schedule: Schedule) -> Halved:
+    """Return the backward passes that come in two halves."""
+    return {(stage, batch) for actions in schedule.lists for kind, stage, batch in actions if kind in ("I", "W")}
+
+
+def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
     """Return a rank's program. The k-th receive from a rank takes the k-th message that this rank sends."""
-    actions = schedule.lists[rank]
     inbound: defaultdict[int, list[Action]] = defaultdict(list)
-    where: dict[Action, Arrival] = {}
-    for action in actions:
+    arrivals: dict[Action, Arrival] = {}
+    for action in schedule.lists[rank]:
         if action.kind.startswith("RECV"):
             sender, _ = peer(schedule, rank, action)
-            where[action] = Arrival(sender, len(inbound[sender]))
+            arrivals[action] = Arrival(sender, len(inbound[sender]))
             inbound[sender].append(action)
-    halved = {(action.stage, action.micro_batch) for action in actions if action.kind in ("I", "W")}
+    steps = tuple(_step(schedule, rank, action, arrivals, split) for action in schedule.lists[rank])
+    claimed = {step.arrival for step in steps if step.action.kind in COMPUTE}
     return Program(
-        steps=tuple(_step(schedule, rank, action, where, halved) for action in actions),
+        steps=steps,
         inbound={sender: tuple(messages) for sender, messages in inbound.items()},
-        forward_only=schedule.trained_from >= schedule.stages,
+        unclaimed=tuple((action, arrival) for action, arrival in arrivals.items() if arrival not in claimed),
     )
 
 
-def _step(
-    schedule: Schedule, rank: int, action: Action, where: dict[Action, Arrival], halved: set[tuple[int, int]]
-) -> Step:
+def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, Arrival], split: Halved) -> Step:
     kind, stage, batch = action
     if kind in COMPUTE:
         needs = Action("RECV_F" if kind == "F" else "RECV_B", stage, batch)
-        arrival = None if kind == "W" else where.get(needs)
+        arrival = None if kind == "W" else arrivals.get(needs)
+        after = stage + 1 if kind == "F" else stage - 1
+        neighbour = schedule.placement[after] if 0 <= after < schedule.stages else -1
     else:
-        arrival = where.get(action)
+        arrival = arrivals.get(action)
+        neighbour, _ = peer(schedule, rank, action)
     return Step(
         action,
         stage,
         batch,
         first=stage == 0,
         last=stage == schedule.stages - 1,
-        wants_input_gradient=stage > schedule.trained_from,
+        passes_back=stage > schedule.trained_from,
         trained=stage >= schedule.trained_from,
-        split=(stage, batch) in halved,
-        peer=-1 if kind in COMPUTE else peer(schedule, rank, action)[0],
+        split=(stage, batch) in split,
+        neighbour=neighbour,
         arrival=arrival,
     )
+
+
+def until(schedule: Schedule, done: Sequence[int]) -> Schedule:
+    """Return the first actions of each list, and after them the transfers of everything made and not used yet.
+
+    So nothing is on a wire, or waits with its maker, when the ranks stop there. Raises ``ValueError`` for numbers that
+    the ranks cannot come to.
+    """
+    under_way = cut(schedule, done).messages
+    first = [list(actions[:count]) for actions, count in zip(schedule.lists, done, strict=True)]
+    for maker, actions in enumerate(schedule.lists):
+        for send in actions:
+            if not send.kind.startswith("SEND"):
+                continue
+            rank, receive = peer(schedule, maker, send)
+            if receive in under_way:
+                first[maker] += [] if send in actions[: done[maker]] else [send]
+                first[rank] += [] if receive in schedule.lists[rank][: done[rank]] else [receive]
+    return replace(schedule, lists=tuple(map(tuple, first)))

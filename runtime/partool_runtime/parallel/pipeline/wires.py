@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,17 +16,18 @@ from partool.schedule import Action, cell
 from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals import storage_users
 
-Group = dist.ProcessGroup
+UNFINISHED_SENDS = 8
+"""Sends per peer that may be under way before the oldest is waited for, so that what has arrived is freed."""
 
 
 class TransferError(RuntimeError):
-    """A transfer that did not happen: the peer hangs or is gone. A retry may help."""
+    """A transfer that did not happen: the peer hangs or is gone. Another attempt may do better."""
 
     def __init__(self, rank: int, action: Action, peer: int, reason: str) -> None:
-        way = f"to pipeline rank {peer}" if action.kind.startswith("SEND") else f"from pipeline rank {peer}"
+        way = "to" if action.kind.startswith("SEND") else "from"
         super().__init__(
-            f"pipeline rank {rank}, {cell(action)} (stage {action.stage}, micro-batch {action.micro_batch}) {way}: "
-            f"{reason}"
+            f"pipeline rank {rank}, {cell(action)} (stage {action.stage}, micro-batch {action.micro_batch}) "
+            f"{way} pipeline rank {peer}: {reason}"
         )
         self.rank, self.action, self.peer, self.reason = rank, action, peer, reason
 
@@ -39,79 +41,118 @@ class Received(NamedTuple):
     there_s: float
 
 
-def open_groups(pipelines: Sequence[Sequence[int]]) -> tuple[Group, Group]:
-    """Return the process groups of this rank's pipeline for messages to higher ranks and to lower ranks.
+@dataclass(frozen=True)
+class Lines:
+    """Process groups between the ranks of one pipeline."""
 
-    Every rank of the world calls this with the same lists of global ranks. Messages that cross each other have a
-    communicator each: on one, a GPU works transfers off in the order in which they are posted, and a send that waits
-    for its receive would hold up the receive that the peer waits for.
+    ranks: tuple[int, ...]
+    """Global rank of each pipeline rank."""
+    groups: Mapping[tuple[int, int], dist.ProcessGroup]
+    """By (sending, receiving) pipeline rank."""
+
+
+def open_groups(pipelines: Sequence[Sequence[int]]) -> Lines:
+    """Return the groups of this rank's pipeline.
+
+    Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
+    With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL works off what is posted on
+    a communicator one after the other, so there every ordered pair of neighbours in the ring has one of its own: a
+    receive that is posted ahead holds up no send, and messages that cross each other need not be posted together.
     """
-    mine: list[Group] = []
-    for ranks in pipelines:
-        both = [dist.new_group(list(ranks)) for _ in range(2)]
+    mine: Lines | None = None
+    for pipeline in pipelines:
+        ranks = tuple(pipeline)
+        groups = _paired(ranks) if dist.get_backend() == "nccl" else _by_direction(ranks)
         if dist.get_rank() in ranks:
-            mine = both
-    if not mine:
+            mine = Lines(ranks, groups)
+    if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the pipelines {pipelines}")
-    return mine[0], mine[1]
+    return mine
+
+
+def _by_direction(ranks: tuple[int, ...]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    up, down = (dist.new_group(list(ranks)) for _ in range(2))
+    places = range(len(ranks))
+    return {(a, b): up if b > a else down for a in places for b in places if a != b}
+
+
+def _paired(ranks: tuple[int, ...]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    size = len(ranks)
+    pairs = sorted({(a, (a + step) % size) for a in range(size) for step in (1, -1)} - {(a, a) for a in range(size)})
+    return {(a, b): dist.new_group([ranks[a], ranks[b]]) for a, b in pairs}
 
 
 class Wires:
     """All channels of one rank of a pipeline.
 
-    Sends never hold their rank up. Receives of one step are known in advance (:meth:`begin`) and are posted in the
-    order of the wire, up to ``depth`` ahead of the list.
+    Sends do not hold their rank up. The receives of a list are known in advance (:meth:`begin`); they are posted in the
+    order of the wire, up to ``depth`` ahead of the list. Every wait ends after ``timeout_s`` in :class:`TransferError`.
     """
 
-    def __init__(
-        self, rank: int, groups: tuple[Group, Group], boundary: Boundary, *, timeout_s: float = 600.0, depth: int = 2
-    ) -> None:
-        self.rank, self._up, self._down = rank, *groups
-        self.boundary = boundary
-        self.timeout_s, self.depth = timeout_s, depth
+    def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = 600.0) -> None:
+        self.rank, self._lines, self.boundary, self.timeout_s = rank, lines, boundary, timeout_s
         self._limit = timedelta(seconds=timeout_s)
+        self._polls = boundary.device.type != "cpu"
         self._buffers = _Buffers(boundary)
         self._inbound: dict[int, _Inbound] = {}
-        self._sent: deque[tuple[dist.Work, torch.Tensor, Action, int]] = deque()
+        self._sent: defaultdict[int, deque[tuple[dist.Work, torch.Tensor, Action]]] = defaultdict(deque)
+        self._most_sent = UNFINISHED_SENDS
         self.sent_messages = 0
         self.sent_bytes = 0
 
-    def begin(self, inbound: Mapping[int, Sequence[Action]]) -> None:
-        """Start a list: what will come, by sender, in the order in which it is sent."""
-        self._inbound = {sender: _Inbound(self, sender, actions) for sender, actions in inbound.items()}
-        for channel in self._inbound.values():
-            channel.post(self.depth - 1)
+    def begin(self, inbound: Mapping[int, Sequence[Action]], depth: int) -> None:
+        """Start a list: what will come, by sender, in the order in which it is sent.
 
-    def send(self, x_BSH: torch.Tensor, peer: int, action: Action) -> None:
-        """Send to a rank; the tensor must not change any more."""
-        group = self._up if peer > self.rank else self._down
+        ``depth``, at least 1, is how many messages per ordered pair of ranks are on their way or waiting unclaimed.
+        """
+        self._most_sent = max(UNFINISHED_SENDS, depth)
+        self._inbound = {sender: _Inbound(self, sender, actions, depth) for sender, actions in inbound.items()}
+        for channel in self._inbound.values():
+            channel.post(-1)
+
+    def send(self, x: torch.Tensor, peer: int, action: Action) -> None:
+        """Send to a rank; the tensor must not change any more. It is held until it has left."""
+        under_way = self._sent[peer]
+        while under_way and (len(under_way) >= self._most_sent or (self._polls and under_way[0][0].is_completed())):
+            oldest, _, what = under_way.popleft()
+            self._wait(oldest, what, peer)
         try:
-            work = dist.isend(x_BSH, group=group, group_dst=peer)
+            work = dist.isend(x, self._lines.ranks[peer], group=self._group(self.rank, peer))
         except RuntimeError as error:
             raise TransferError(self.rank, action, peer, _reason(error)) from error
         assert work is not None
-        self._sent.append((work, x_BSH, action, peer))
+        under_way.append((work, x, action))
         self.sent_messages += 1
-        self.sent_bytes += x_BSH.numel() * x_BSH.itemsize
+        self.sent_bytes += x.numel() * x.itemsize
 
-    def expect(self, sender: int, index: int) -> None:
-        """Have the ``index``-th message of a sender posted, and some more."""
-        self._inbound[sender].post(index + self.depth)
+    def expect(self, sender: int, place: int) -> None:
+        """Come to a receive in the list: the message at this place, and the next ones, are posted from now on."""
+        self._inbound[sender].post(place)
 
-    def take(self, sender: int, index: int) -> Received:
+    def take(self, sender: int, place: int) -> Received:
         """Wait for a message. Its memory is used again once nothing holds it."""
-        return self._inbound[sender].take(index)
+        return self._inbound[sender].take(place)
+
+    def receive(self, x: torch.Tensor, peer: int, action: Action) -> None:
+        """Receive into a tensor of any shape, at once; the peer sends it with :meth:`send`."""
+        self._wait(self._posted(x, peer, action), action, peer)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        while self._sent:
-            work, _, action, peer = self._sent.popleft()
-            self._wait(work, action, peer)
+        for peer, under_way in self._sent.items():
+            while under_way:
+                work, _, action = under_way.popleft()
+                self._wait(work, action, peer)
 
-    def _receive(self, buffer: torch.Tensor, peer: int, action: Action) -> dist.Work:
-        group = self._up if peer < self.rank else self._down
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup:
+        group = self._lines.groups.get((sender, receiver))
+        if group is None:
+            raise ValueError(f"no wire goes from pipeline rank {sender} to {receiver}")
+        return group
+
+    def _posted(self, x: torch.Tensor, peer: int, action: Action) -> dist.Work:
         try:
-            work = dist.irecv(buffer, group=group, group_src=peer)
+            work = dist.irecv(x, self._lines.ranks[peer], group=self._group(peer, self.rank))
         except RuntimeError as error:
             raise TransferError(self.rank, action, peer, _reason(error)) from error
         assert work is not None
@@ -120,7 +161,7 @@ class Wires:
     def _wait(self, work: dist.Work, action: Action, peer: int) -> None:
         started_s = time.monotonic()
         try:
-            if self.boundary.device.type != "cpu":
+            if self._polls:
                 self._poll(work, started_s, action, peer)
             work.wait(self._limit)
         except TransferError:
@@ -130,7 +171,7 @@ class Wires:
             raise TransferError(self.rank, action, peer, self._late() if late else _reason(error)) from error
 
     def _poll(self, work: dist.Work, started_s: float, action: Action, peer: int) -> None:
-        # On a GPU waiting only orders streams: the host would run on, and a dead peer would show somewhere else.
+        # On a GPU a wait only orders streams: the host would run on, and a dead peer would show somewhere else.
         while not work.is_completed():
             if time.monotonic() - started_s > self.timeout_s:
                 raise TransferError(self.rank, action, peer, self._late())
@@ -143,26 +184,30 @@ class Wires:
 class _Inbound:
     """The messages of one sender in one list."""
 
-    def __init__(self, wires: Wires, sender: int, actions: Sequence[Action]) -> None:
-        self._wires, self._sender, self._actions = wires, sender, actions
+    def __init__(self, wires: Wires, sender: int, actions: Sequence[Action], depth: int) -> None:
+        self._wires, self._sender, self._actions, self._depth = wires, sender, actions, depth
         self._posted: dict[int, tuple[dist.Work, torch.Tensor, float]] = {}
         self._next = 0
 
-    def post(self, until: int) -> None:
-        while self._next < min(until, len(self._actions)):
+    def post(self, place: int) -> None:
+        """Post what comes at a place and after it."""
+        while self._next < min(place + self._depth, len(self._actions)):
             buffer = self._wires._buffers.take()
-            work = self._wires._receive(buffer, self._sender, self._actions[self._next])
+            work = self._wires._posted(buffer, self._sender, self._actions[self._next])
             self._posted[self._next] = work, buffer, time.perf_counter()
             self._next += 1
 
-    def take(self, index: int) -> Received:
-        work, buffer, posted_s = self._posted.pop(index)
-        self._wires._wait(work, self._actions[index], self._sender)
-        return Received(self._actions[index], self._wires._buffers.lend(buffer), posted_s, time.perf_counter())
+    def take(self, place: int) -> Received:
+        work, buffer, posted_s = self._posted.pop(place)
+        self._wires._wait(work, self._actions[place], self._sender)
+        return Received(self._actions[place], self._wires._buffers.lend(buffer), posted_s, time.perf_counter())
 
 
 class _Buffers:
-    """Memory of messages, lent until neither a tensor nor an autograd graph holds it."""
+    """Memory of messages, lent until neither a tensor nor an autograd graph holds it.
+
+    The holders are counted and not announced: a gradient may live on in another one that shares its memory.
+    """
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
@@ -183,4 +228,6 @@ class _Buffers:
 
 
 def _reason(error: BaseException) -> str:
-    return str(error).splitlines()[0]
+    """Return the first sentence of an error of a backend, without the place in its source."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.rpartition("] ")[2].partition(". ")[0] if line.startswith("[") else line

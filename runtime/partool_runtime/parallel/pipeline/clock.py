@@ -1,0 +1,101 @@
+"""When actions ran: on the host's clock, for a GPU by events of its own that are read after the step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from partool.schedule import Action
+from partool_runtime.parallel.pipeline.program import Arrival
+from partool_runtime.parallel.pipeline.types import Done, Watch
+from partool_runtime.parallel.pipeline.wires import Wires
+
+
+class Clock(Protocol):
+    """Times the actions of a watched step."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def mark(self) -> Any:
+        """Return the moment before a compute action."""
+
+    def done(self, action: Action, start: Any, waited_s: float, watch: Watch) -> None:
+        """Take note of a compute action that ends now, for whose input the rank has waited."""
+
+    def tell(self, watch: Watch) -> None:
+        """Tell what was not told yet, at the end of a step."""
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Return the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor, float]:
+    """Wait for a message; return it, and the seconds until it was there."""
+    started_s = time.perf_counter()
+    message = wires.take(*arrival)
+    watch(Done(message.action, message.posted_s, message.there_s))
+    return message.x_BSH, message.there_s - started_s
+
+
+class HostClock:
+    """For a device that is done when the host is."""
+
+    def begin(self) -> None:
+        """See :class:`Clock`."""
+
+    def mark(self) -> float:
+        """See :class:`Clock`."""
+        return time.perf_counter()
+
+    def done(self, action: Action, start: float, waited_s: float, watch: Watch) -> None:
+        """See :class:`Clock`."""
+        watch(Done(action, start, time.perf_counter(), waited_s))
+
+    def tell(self, watch: Watch) -> None:
+        """See :class:`Clock`."""
+
+
+class DeviceClock:
+    """For a GPU, which works behind the host: compute is told at the end of the step."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Action, torch.cuda.Event, torch.cuda.Event, bool]] = []
+        self._origin: tuple[torch.cuda.Event, float] | None = None
+        """One moment on the device's clock and on the host's."""
+
+    def begin(self) -> None:
+        """See :class:`Clock`. The first time, it waits for the device."""
+        self._noted = []
+        self._origin = self._origin or self._now()
+
+    def mark(self) -> torch.cuda.Event:
+        """See :class:`Clock`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def done(self, action: Action, start: torch.cuda.Event, waited_s: float, watch: Watch) -> None:
+        """See :class:`Clock`."""
+        self._noted.append((action, start, self.mark(), waited_s > 0))
+
+    def tell(self, watch: Watch) -> None:
+        """See :class:`Clock`. An action that had an input to wait for was held up since the one before it ended."""
+        assert self._origin is not None
+        origin, origin_s = self._origin
+        self._origin = self._now()  # The clocks drift apart, so each step has an origin of its own.
+        free_s = origin_s
+        for action, start, stop, waited in self._noted:
+            start_s, stop_s = (origin_s + origin.elapsed_time(event) / 1e3 for event in (start, stop))
+            watch(Done(action, start_s, stop_s, max(0.0, start_s - free_s) if waited else 0.0))
+            free_s = stop_s
+        self._noted = []
+
+    def _now(self) -> tuple[torch.cuda.Event, float]:
+        event = self.mark()
+        event.synchronize()
+        return event, time.perf_counter()

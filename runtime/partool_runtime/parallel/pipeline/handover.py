@@ -1,0 +1,137 @@
+"""Moves a stage to another rank between two actions of a step: its parameters, its gradients, its unfinished work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from partool.schedule import Action, Schedule
+from partool_runtime import deferral
+from partool_runtime.parallel.pipeline.wires import Wires
+from partool_runtime.torch_internals import local
+
+Key = tuple[int, int]
+"""Stage, micro-batch."""
+
+
+@dataclass(slots=True)
+class Held:
+    """What is kept of a forward pass until the backward pass: not the output, which is free once it has been sent."""
+
+    x_BSH: torch.Tensor | None  # noqa: N815
+    """The stage's input, where it takes activations."""
+    edge: GradientEdge | None
+    """The output's place in the graph; None once the gradients of inputs are done."""
+    scale: torch.Tensor | None = None
+    """Of a loss: the weight of its gradient."""
+    put_off: list[deferral.Work] = field(default_factory=list)
+    """Work for the gradients of weights."""
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a rank keeps between actions."""
+
+    ready: dict[tuple[Literal["F", "B"], int, int], torch.Tensor] = field(default_factory=dict)
+    """Inputs of forward and backward passes that have been made here or received, by stage and micro-batch."""
+    outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
+    """What waits to be sent, by its send."""
+    held: dict[Key, Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What a stage has begun, by micro-batch, in ascending order."""
+
+    inputs: tuple[int, ...]
+    """Its input is there, its forward pass is not done."""
+    gradients: tuple[int, ...]
+    """The gradient of its output is there, the backward pass is not done."""
+    held: tuple[int, ...]
+    """Its forward pass is done, the gradient of its input is not."""
+    halfway: tuple[int, ...]
+    """The gradient of its input is done, those of its weights are not."""
+
+
+def unfinished(schedule: Schedule, done: Set[Action], stage: int) -> Unfinished:
+    """Return what a stage has begun once some of a schedule's compute actions are done."""
+    batches = range(schedule.micro_batches)
+
+    def did(kinds: str, which: int, batch: int) -> bool:
+        return any(Action(kind, which, batch) in done for kind in kinds)  # type: ignore[arg-type]
+
+    forward = {batch for batch in batches if did("F", stage, batch)}
+    back = {batch for batch in batches if did("BI", stage, batch)}
+    whole = {batch for batch in batches if did("BW", stage, batch)}
+    return Unfinished(
+        inputs=tuple(b for b in batches if stage and b not in forward and did("F", stage - 1, b)),
+        gradients=tuple(b for b in batches if b not in back and did("BI", stage + 1, b)),
+        held=tuple(sorted(forward - back)) if stage >= schedule.trained_from else (),
+        halfway=tuple(sorted(back - whole)),
+    )
+
+
+class Handover:
+    """Moves stages between this rank and others. Both ranks of a move call their side, all moves in the same order."""
+
+    def __init__(self, kept: Kept, wires: Wires) -> None:
+        self._kept, self._wires = kept, wires
+
+    def give(self, to: int, stage: int, module: nn.Module, work: Unfinished) -> None:
+        """Send a stage away. Weight gradients that wait are computed before, so that what they need need not travel."""
+        kept, wires = self._kept, self._wires
+        for batch in work.halfway:
+            for put_off in kept.held.pop((stage, batch)).put_off:
+                put_off()
+        tag = Action("SEND_F", stage, 0)
+        for tensor in _state(module):
+            wires.send(tensor, to, tag)
+        parameters = list(module.parameters())
+        wires.send(torch.tensor([p.grad is not None for p in parameters], device=wires.boundary.device), to, tag)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                wires.send(local(parameter.grad).contiguous(), to, tag)
+        for batch in work.inputs:
+            wires.send(kept.ready.pop(("F", stage, batch)), to, Action("SEND_F", stage, batch))
+        for batch in work.gradients:
+            wires.send(kept.ready.pop(("B", stage, batch)), to, Action("SEND_B", stage, batch))
+        for batch in work.held:
+            x_BSH = kept.held.pop((stage, batch)).x_BSH
+            if x_BSH is not None:
+                wires.send(x_BSH.detach(), to, Action("SEND_F", stage, batch))
+
+    def take(self, sender: int, stage: int, module: nn.Module, work: Unfinished) -> None:
+        """Receive a stage that another rank gives; its graphs are gone, the inputs to rebuild them from are held."""
+        kept, wires = self._kept, self._wires
+        tag = Action("RECV_F", stage, 0)
+        for tensor in _state(module):
+            wires.receive(tensor, sender, tag)
+        parameters = list(module.parameters())
+        has_gradient = torch.zeros(len(parameters), dtype=torch.bool, device=wires.boundary.device)
+        wires.receive(has_gradient, sender, tag)
+        for parameter, has in zip(parameters, has_gradient.tolist(), strict=True):
+            parameter.grad = torch.empty_like(parameter) if has else None
+            if parameter.grad is not None:
+                wires.receive(local(parameter.grad), sender, tag)
+
+        def message(kind: Literal["F", "B"], batch: int) -> torch.Tensor:
+            x_BSH = torch.empty(wires.boundary.shape, dtype=wires.boundary.dtype, device=wires.boundary.device)
+            wires.receive(x_BSH, sender, Action(f"RECV_{kind}", stage, batch))  # type: ignore[arg-type]
+            return x_BSH
+
+        kept.ready |= {("F", stage, batch): message("F", batch) for batch in work.inputs}
+        kept.ready |= {("B", stage, batch): message("B", batch) for batch in work.gradients}
+        for batch in work.held:
+            kept.held[stage, batch] = Held(message("F", batch) if stage else None, None)
+        for batch in work.halfway:
+            kept.held[stage, batch] = Held(None, None)
+
+
+def _state(module: nn.Module) -> Iterable[torch.Tensor]:
+    tensors = [*module.parameters(), *module.buffers()]
+    return [local(tensor.detach()).contiguous() for tensor in tensors]
