@@ -288,13 +288,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {data: {zero: 3}}"),
     ),
     Rule(
-        "PT402",
-        "Pipeline parallelism is planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {pipeline: {stages: 2}}"),
-        _gpus("parallel: {data: {zero: 3}}"),
-    ),
-    Rule(
         "PT403",
         "Sequence parallelism is planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

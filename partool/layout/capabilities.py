@@ -28,6 +28,9 @@ class Needs:
     """Copies of the training state (``dp_replicate``)."""
     tensor: int
     stages: int
+    """Ranks of a pipeline."""
+    schedule: str
+    """Of its lists, where there are several such ranks."""
     sequence: int
     expert: int
     offload_optimizer: str
@@ -82,7 +85,7 @@ def aspects(needs: Needs) -> Iterator[str]:
         "biases": model.qkv_bias or model.out_bias or model.ffn_bias,
         "scaled rope": model.rope_scaling is not None,
         "tensor": needs.tensor > 1,
-        "pipeline": needs.stages > 1,
+        f"schedule {needs.schedule}": needs.stages > 1,
         "sequence": needs.sequence > 1,
         "expert": needs.expert > 1,
         "moe": model.moe is not None,
@@ -98,6 +101,9 @@ _LAYERS = f"{_MODEL}::test_decoder_is_the_reference"
 _STAGES = f"{_ZERO}::test_two_ranks_equal_one_process"
 _LOSSES = f"{_ZERO}::test_losses_of_lower_precision_are_near"
 _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
+_PIPELINE = "tests/parity/test_pipeline_trainer.py"
+_PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
+_ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("backend cpu", _STAGES),
@@ -119,6 +125,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("recompute attention", _RECOMPUTE),
     Capability("recompute selective", _RECOMPUTE),
     Capability("recompute full", _RECOMPUTE),
+    *(Capability(f"schedule {name}", _PIPELINES) for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")),
+    *(Capability(f"schedule {name}", _ALL_PIPELINES) for name in ("gpipe", "weipipe", "weipipe-naive", "weipipe-zb")),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
@@ -128,7 +136,6 @@ CAPABILITIES: tuple[Capability, ...] = (
 
 GAPS: dict[str, Gap] = {
     "tensor": Gap("PT401", "tensor parallelism", ("parallel", "tensor")),
-    "pipeline": Gap("PT402", "pipeline parallelism", ("parallel", "pipeline", "stages")),
     "sequence": Gap("PT403", "sequence parallelism", ("parallel", "sequence", "degree")),
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),

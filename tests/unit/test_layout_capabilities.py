@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from partool.layout.capabilities import CAPABILITIES, GAPS, Needs, aspects, gaps
+from partool.schedule import SCHEDULES
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
 from partool.spec.parallel import Compile, Recompute, ZeroStage
@@ -25,6 +26,7 @@ PLAIN = Needs(
     replicas=1,
     tensor=1,
     stages=1,
+    schedule="1f1b",
     sequence=1,
     expert=1,
     offload_optimizer="none",
@@ -60,13 +62,14 @@ def every_kind() -> list[Needs]:
         *(needs(backend=value) for value in backends),
         *(needs(zero=value) for value in get_args(ZeroStage)),
         *(needs(precision=value) for value in get_args(Precision)),
+        *(needs(stages=2, schedule=value) for value in [*SCHEDULES, "file"]),
         *(needs(compile=value) for value in get_args(Compile)),
         *(needs(recompute=frozenset({value})) for value in get_args(Recompute)),
         *(model(norm=value) for value in get_args(Norm)),
         *(model(activation=value) for value in get_args(Activation)),
         *(model(position=value) for value in get_args(Position)),
         *(model(layer_types=(value,) * 2, window=4) for value in get_args(AttentionKind)),
-        needs(nodes=2), needs(tensor=2), needs(stages=2), needs(sequence=2), needs(expert=2),
+        needs(nodes=2), needs(tensor=2), needs(sequence=2), needs(expert=2),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
         needs(zero=3, replicas=2), needs(accumulation=2), needs(frozen=True),
         model(tied_embeddings=True), model(kv_heads=1), model(qk_norm=True), model(qkv_bias=True),
