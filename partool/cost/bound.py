@@ -36,6 +36,9 @@ def step(job: Job, layouts: Layouts) -> Step:
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
     dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
+    ring = layouts.ring
+    # Embedding and head are on all ranks of a ring.
+    dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
     passes = Passes(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
     groups = np.maximum((job.model.layers + 2) / pp, 1.0)
     shared = sync(job, layouts, Held(dense, expert, groups), passes)
@@ -54,7 +57,8 @@ def step(job: Job, layouts: Layouts) -> Step:
     optimizer = width * job.stack.optimizer_bytes * owned * stays / memory + 50e-6
     boundary = layouts.micro_batch * job.sequence_length / layouts.cp * job.model.hidden * job.compute_bytes
     cut = layouts.tp if job.stack.sequence_parallel else 1
-    send = np.where(pp > 1, collective.send_s(job, boundary / cut, layouts.tp * layouts.cp * layouts.dp), 0.0)
+    stride = layouts.tp * layouts.cp * layouts.dp
+    send = np.where(pp > 1, collective.send_s(job, boundary / cut, stride), 0.0)
     extra = (
         np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s + optimizer
         + job.stack.overhead_s
@@ -90,8 +94,19 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     through = np.where(np.isin(layouts.schedule, _ANY_ORDER), forward, through)
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, forward
+    if np.any(layouts.ring):
+        # Every rank runs all stages on its own micro-batches; the last stage is not run again.
+        again = _last_layers(job, stages) * np.max([unit.forward_s for unit in costs.layers.values()], axis=0)
+        busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
+        through = np.where(layouts.ring, 0.0, through)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
     return job.time_scalar * (bound + parts.extra_s)
+
+
+def _last_layers(job: Job, stages: Column) -> Column:
+    """Return the most layers that the last stage may have."""
+    # One more where a heavy embedding leaves the first stage fewer.
+    return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
 
 
 def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> Column:

@@ -40,6 +40,10 @@ SCHEDULES = (
 """Values of ``Layouts.schedule`` by index; names of ``partool.schedule``."""
 FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "hanayo"))
 """Those whose stages go to and fro over the ranks; of the others, stage s is on rank s modulo the ranks."""
+RING = tuple(SCHEDULES.index(name) for name in ("weipipe", "weipipe-naive", "weipipe-zb"))
+"""Those that move weights round the ranks; each micro-batch stays on one of them (Lin et al., PPoPP'25)."""
+EAGER = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "weipipe", "weipipe-naive", "weipipe-zb"))
+"""Those whose blocks cannot be compiled: backward passes in halves, or weights that come and go."""
 
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one element of activations and of the parameters they are computed with (fp8 casts as it multiplies)."""
@@ -133,6 +137,11 @@ class Layouts:
     def folded(self) -> Column:
         """True where stages go to and fro over the ranks."""
         return np.isin(self.schedule, FOLDED)
+
+    @property
+    def ring(self) -> Column:
+        """True where weights travel instead of activations."""
+        return np.isin(self.schedule, RING) & (self.pp > 1)
 
     @property
     def dp(self) -> Column:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.layout.capabilities import runs
 from partool.planner.problem import Problem, nothing_runs
 from partool.spec.parallel import Recompute
@@ -84,7 +84,7 @@ def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tup
     able = np.ones(np.shape(groups.pp), dtype=bool)
     for aspect, asked in (
         ("tensor", groups.tp > 1),
-        ("pipeline", groups.pp > 1),
+        *((f"schedule {name}", (groups.pp > 1) & (groups.schedule == at)) for at, name in enumerate(SCHEDULES)),
         ("sequence", groups.cp > 1),
         ("expert", groups.ep > 1),
         ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
