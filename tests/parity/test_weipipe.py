@@ -9,6 +9,6 @@ from _ranks import run_ranks
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_weipipe_has_the_gradients_of_one_process(ranks: int) -> None:
-    run_ranks(Path(__file__).with_name("_weipipe_worker.py"), ranks, timeout_s=140)
+def test_weipipe_has_the_gradients_of_one_process() -> None:
+    """Four processes: a ring of them all, two rings of two, and one of three beside one of one."""
+    run_ranks(Path(__file__).with_name("_weipipe_worker.py"), 4, timeout_s=140)

@@ -93,6 +93,7 @@ class WeiPipePasses:
         self._run(self._program, self._computation, timer)
         with timer("pipeline_bubble"):
             self._finish()
+        self._tell()
         with timer("gradient_sync"):
             self._sum()
         return self._computation.loss_sum
@@ -167,6 +168,8 @@ class WeiPipePasses:
     def _finish(self) -> None:
         self._weights.finish()
         self._gradients.finish()
+
+    def _tell(self) -> None:
         if self._watch is not None:
             for done in sorted(self._wire.done, key=lambda done: done.stop_s):
                 self._watch(done)
