@@ -107,6 +107,8 @@ def test_texts_that_people_write() -> None:
         ("0F0\n1F0,3SEND_F0", "no rank computes stage 3", 2, 2),
         ("0F0,0B0,0F999999999", "fewer micro-batches", 1, 3),
         ("0F0,0F9999999999", "no action", 1, 2),
+        ("0F0,0B2", "fewer micro-batches", 1, 2),
+        ("# micro_batches=7\n0F7,0B7", "fewer micro-batches", 2, 1),
         ("# micro_batches=3\n0F7,0B7", "fewer micro-batches", 2, 1),
         ("# micro_batches=999999999\n0F7,0B7", "no number up to", 1, 0),
         ("# moves=tensors\n0F0", "activations or weights", 1, 0),

@@ -212,3 +212,4 @@ def test_parts_of_travelling_weights(name: str) -> None:
     assert sum(action.kind == "F" for actions in alone.lists for action in actions) == 3 * 5
     frozen = without_backward(schedule, 1)
     assert {action.stage for actions in frozen.lists for action in actions if action.kind in "BIW"} == {1, 2}
+    assert without_backward(frozen, 0) == frozen
