@@ -16,6 +16,8 @@ _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
 _WHOLE = 20_000
 """Compute actions up to which lists that a search finds are made whole."""
+_WHOLE_ROUND = 2_000
+"""The same where weights travel: their turns repeat, and later rounds were seen to take the same time to rounding."""
 
 
 class Graph(NamedTuple):
@@ -72,7 +74,8 @@ def longest(name: str, ranks: int, chunks: int) -> int:
     if not generator.capped and generator.moves == "activations":
         return 0
     each = (3 if generator.split else 2) * ranks * chunks
-    return max(4 * ranks, _WHOLE // each // ranks * ranks)
+    most = _WHOLE if generator.capped else _WHOLE_ROUND
+    return max(6 * ranks, most // each // ranks * ranks)
 
 
 def growth(name: str, ranks: int, micro_batches: int, chunks: int) -> int:

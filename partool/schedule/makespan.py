@@ -51,8 +51,9 @@ def makespan(
     ranks to such; ``gradient_send_s`` is that of travelling weights' gradients (None: as of the weights). The result is
     that of :func:`partool.schedule.simulate`: to rounding, unless more than 200,000 actions pass before the schedule is
     steady; what is left of such a schedule is taken at its latest pace (0.7 % off at worst with that limit set to
-    1,000). Lists that a search finds are taken whole up to about 20,000 actions; what is left of longer ones is taken
-    at the pace of their second half.
+    1,000). Lists that a search finds are taken whole up to about 20,000 actions, those of travelling weights up to
+    2,000; what is left of longer ones is taken at the pace of their second half (Hanayo: 0.5 % off at worst with that
+    limit set to 4,000, ZB-V and travelling weights not at all).
     """
     durations = [np.asarray(part, dtype=float) for part in (forward_s, backward_s, weight_s)]
     durations.insert(2, durations[1] - durations[2] if input_s is None else np.asarray(input_s, dtype=float))

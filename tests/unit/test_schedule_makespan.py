@@ -111,17 +111,20 @@ def test_many_cases_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", [*SEARCHED, *WEIGHTS])
-def test_very_long_searched_schedules_keep_their_pace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_long_schedules_keep_their_pace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the limit set low, so that the whole list is there to compare with."""
     chunks = CHUNKS.get(name, (1,))[0]
     times = times_of(generate(name, 3, 48, chunks), 3)
     exact = makespan(name, 3, 48, chunks, **as_arrays(times))
     held = in_flight(name, 3, 48, chunks)
     monkeypatch.setattr(graphs, "_WHOLE", 24 * 3 * chunks * 3)
+    monkeypatch.setattr(graphs, "_WHOLE_ROUND", 24 * 3 * chunks * 3)
     in_flight.cache_clear()
     try:
         assert longest(name, 3, chunks) < 48
-        assert makespan(name, 3, 48, chunks, **as_arrays(times)) == pytest.approx(exact, rel=0.03)
+        assert makespan(name, 3, 48, chunks, **as_arrays(times)) == pytest.approx(
+            exact, rel=0.03 if name == "hanayo" else 1e-9
+        )
         assert all(now >= then - 1 for now, then in zip(in_flight(name, 3, 48, chunks), held, strict=True))
     finally:
         in_flight.cache_clear()
