@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partool.report.units import seconds
 from partool.schedule import Event, Schedule, Timeline
@@ -63,6 +63,14 @@ class Window:
     title: str
     from_s: float
     to_s: float
+    at_end: bool = False
+    """Whether it is the end of the step, and not a time in it, that is shown."""
+
+    def of(self, drawing: Drawing) -> Window:
+        """Return the same part of another step."""
+        if not self.at_end:
+            return self
+        return replace(self, from_s=drawing.span_s - (self.to_s - self.from_s), to_s=drawing.span_s)
 
 
 def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
@@ -108,7 +116,7 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
         until_s, from_s = min(until_s, drawing.left_out.from_s), max(from_s, drawing.left_out.to_s)
     return [
         Window(f"The first {seconds(until_s)}", 0.0, until_s),
-        Window(f"The last {seconds(drawing.span_s - from_s)}", from_s, drawing.span_s),
+        Window(f"The last {seconds(drawing.span_s - from_s)}", from_s, drawing.span_s, at_end=True),
     ]
 
 

@@ -45,6 +45,11 @@ class RankBar:
 
 def render_html(plan: Plan, source: str | None = None) -> str:
     """Return the page; ``source`` is the file that ``partool launch`` takes to run the plan."""
+    return page("report.html.jinja", plan=plan, **_content(plan, source))
+
+
+def page(template: str, **content: Any) -> str:
+    """Return a page of partool's templates, with its style and script inside."""
     import jinja2
     from markupsafe import Markup
 
@@ -55,10 +60,8 @@ def render_html(plan: Plan, source: str | None = None) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(gib=gib, seconds=seconds, amount=amount, duration=duration, markup=Markup)
-    template = environment.from_string(asset("report.html.jinja"))
-    return template.render(
-        plan=plan, css=Markup(asset("report.css")), js=Markup(asset("report.js")), **_content(plan, source)
-    )
+    css, js = Markup(asset("report.css")), Markup(asset("report.js"))
+    return environment.from_string(asset(template)).render(css=css, js=js, **content)
 
 
 def _content(plan: Plan, source: str | None) -> dict[str, Any]:

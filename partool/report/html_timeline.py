@@ -57,28 +57,31 @@ def timeline_view(plan: Plan) -> TimelineView:
         return TimelineView(note=f"The schedule cannot be drawn: {error}.")
 
 
-def drawing_view(drawing: Drawing, identifier: str, span_s: float = 0.0) -> TimelineView:
+def drawing_view(drawing: Drawing, identifier: str, parts: Sequence[Window] | None = None) -> TimelineView:
     """Return the pictures of a timeline; ``identifier`` begins the ids of its pictures, which must be unique in a page.
 
-    Pictures with the same ``span_s``, if that is longer than the timeline, have the same scale.
+    ``parts`` are those of another timeline that this one is compared with.
     """
     rows = shown_rows(drawing.ranks, _ROWS)
-    parts = windows(drawing, rows, min(_PER_ROW, _BOXES // len(rows)))
-    whole = len(parts) == 1
-    if whole and span_s > drawing.span_s:
-        parts = [Window(parts[0].title, 0.0, span_s)]
-    names = ["all"] if whole else ["first", "last"]
+    shown = page_windows(drawing) if parts is None else [part.of(drawing) for part in parts]
+    names = ["all"] if len(shown) == 1 else ["first", "last"]
     return TimelineView(
         name=drawing.name,
         parts=tuple(
             TimelinePart(part.title, _picture(drawing, part, rows, f"{identifier}-{name}"))
-            for part, name in zip(parts, names, strict=True)
+            for part, name in zip(shown, names, strict=True)
         ),
         kinds=drawing.kinds,
         pale=bool(drawing.pale),
         bubble=drawing.bubble,
         span_s=drawing.span_s,
     )
+
+
+def page_windows(drawing: Drawing) -> list[Window]:
+    """Return the parts of a timeline that are drawn: all of it, or of a long one its two ends."""
+    rows = shown_rows(drawing.ranks, _ROWS)
+    return windows(drawing, rows, min(_PER_ROW, _BOXES // len(rows)))
 
 
 def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: str) -> str:

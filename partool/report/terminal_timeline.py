@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 from rich.console import Console
@@ -35,20 +36,18 @@ _LEAST = 40
 """Columns of the boxes at least, however narrow the terminal."""
 
 
-def render_timeline(drawing: Drawing, console: Console, *, unit: str = "s", span_s: float = 0.0) -> None:
+def render_timeline(
+    drawing: Drawing, console: Console, *, unit: str = "s", parts: Sequence[Window] | None = None
+) -> None:
     """Print a timeline; without ``unit``, its times are plain numbers.
 
-    Timelines with the same ``span_s``, if that is longer than the drawing's, have the same scale.
+    ``parts`` are those of another timeline that this one is compared with.
     """
     colour = _has_colour(console)
     rows = shown_rows(drawing.ranks, _ROWS)
-    name = len(f"rank {drawing.ranks - 1}")
-    sides = _sides(drawing)
-    width = max(console.width - name - 2 - max(map(len, sides)), _LEAST)
-    label = len(str(drawing.micro_batches - 1)) + (not colour)
-    parts = _windows(drawing, width, label + 1)
-    if len(parts) == 1 and span_s > drawing.span_s:
-        parts = [Window(parts[0].title, 0.0, span_s)]
+    name, sides = _name_width(drawing), _sides(drawing)
+    width = _width(drawing, console)
+    parts = console_windows(drawing, console) if parts is None else [part.of(drawing) for part in parts]
     for part in parts:
         if part.title:
             console.print(Text(" " * (name + 1) + part.title, "dim"))
@@ -90,18 +89,33 @@ def _sides(drawing: Drawing) -> list[str]:
     return found
 
 
-def _windows(drawing: Drawing, width: int, columns: int) -> list[Window]:
-    """Return the parts of a step in which boxes of usual length get some columns: all of it, or both its ends."""
+def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> list[Window]:
+    """Return the parts of a step in which boxes of usual length get some columns: all of it, or both its ends.
+
+    If all of it is shown, then up to ``span_s``, should that be later than its end.
+    """
+    width = _width(drawing, console)
+    columns = len(str(drawing.micro_batches - 1)) + 1 + (not _has_colour(console))
     lengths = sorted(box.stop_s - box.start_s for box in drawing.boxes)
     fit_s = width / columns * lengths[len(lengths) // 10] if lengths else 0.0
-    whole_s, left_out = drawing.span_s, drawing.left_out
+    whole_s, left_out = max(drawing.span_s, span_s), drawing.left_out
     count = math.ceil(whole_s / fit_s - _TIGHTER) if fit_s else 1
     if count <= _PARTS and left_out is None:
         ends = [whole_s * index / max(count, 1) for index in range(max(count, 1) + 1)]
         return [Window("", low, high) for low, high in pairwise(ends)]
     if left_out is not None:
         fit_s = min(fit_s, left_out.from_s, whole_s - left_out.to_s)
-    return [Window("the first part", 0.0, fit_s), Window("the last part", whole_s - fit_s, whole_s)]
+    last = Window("the last part", drawing.span_s - fit_s, drawing.span_s, at_end=True)
+    return [Window("the first part", 0.0, fit_s), last]
+
+
+def _name_width(drawing: Drawing) -> int:
+    return len(f"rank {drawing.ranks - 1}")
+
+
+def _width(drawing: Drawing, console: Console) -> int:
+    """Return how many columns are left for the boxes."""
+    return max(console.width - _name_width(drawing) - 2 - max(map(len, _sides(drawing))), _LEAST)
 
 
 def _line(drawing: Drawing, window: Window, rank: int, width: int, *, colour: bool) -> Text:

@@ -1,0 +1,67 @@
+"""``partool report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from partool.cli._files import write_or_exit
+from partool.cli._load import read_plan_or_exit
+from partool.cli._runs import fail, find_run_or_exit
+from partool.plan.types import Plan
+
+if TYPE_CHECKING:
+    from partool.launch.store import Run
+    from partool.report.executed import Comparison
+
+
+def command(
+    run: Annotated[str, typer.Argument(help="Id, the beginning of one, a name, or last.")] = "last",
+    *,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="The step to draw; else one of usual length.")
+    ] = None,
+    pipeline: Annotated[int, typer.Option("--pipeline", min=0, help="Which of the data-parallel pipelines.")] = 0,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write the report as one HTML page.")] = None,
+    timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write the timelines, for Perfetto.")] = None,
+    output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+) -> None:
+    """Show what a run did beside what was planned: every term, and its pipeline in time."""
+    from partool.report.run import comparison_data, comparison_trace, read_summary
+
+    found = find_run_or_exit(run)
+    plan = read_plan_or_exit(found.plan_file)
+    comparison, note = _comparison(found, plan, pipeline, step)
+    asked = step is not None or pipeline > 0 or timeline is not None
+    if comparison is None and asked:
+        fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
+    summary = read_summary(found.path)
+    if html is not None:
+        from partool.report.html_run import render_run_html
+
+        write_or_exit(render_run_html(plan, found.id, summary, comparison, note), html)
+    if timeline is not None and comparison is not None:
+        write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
+    if output == "json":
+        shown = comparison_data(comparison) if comparison is not None else None
+        data = {"run": found.id, "summary": summary, "pipeline": shown, "note": note or None}
+        typer.echo(json.dumps(data, indent=2))
+        return
+    from rich.console import Console
+
+    from partool.report.run import render_run
+
+    render_run(found.id, summary, comparison, note, Console())
+
+
+def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:
+    """Return the executed step beside its simulations, or why there is none."""
+    from partool.report.executed import NothingExecutedError, compare
+
+    try:
+        return compare(run.path, plan, pipeline, step), ""
+    except (NothingExecutedError, ValueError) as error:
+        return None, str(error)

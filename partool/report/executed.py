@@ -1,0 +1,275 @@
+"""What a pipeline did: its ranks' logs read, put on one clock, and set beside what the schedule should have taken."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from partool.plan.event_log import event_log, read_events
+from partool.plan.pipeline_log import Executed, ExecutedStep, read_pipeline
+from partool.plan.schedule import schedule_of
+from partool.plan.types import Plan
+from partool.report.drawing import Drawing, drawn
+from partool.report.timeline import predicted_times
+from partool.schedule import (
+    COMPUTE,
+    Event,
+    Schedule,
+    StageTimes,
+    peer,
+    simulate,
+    without_backward,
+)
+
+Ranks = Mapping[int, ExecutedStep]
+"""A step's actions by pipeline rank."""
+
+
+class NothingExecutedError(LookupError):
+    """The run has no executed step to show; the message says why."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where the time of a pipeline rank went in a step, in seconds; the sum is the step's span."""
+
+    compute_s: float
+    waiting_s: float
+    """For inputs from other stages, and at the end for the last rank."""
+    other_s: float
+    """Between actions: gathers and reductions, handing over, the host's work."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An executed step beside the same schedule simulated, and how long its parts took."""
+
+    step: int
+    steps: tuple[int, ...]
+    """All that were logged and are of usual kind: past the first ones of an attempt."""
+    schedule: Schedule
+    executed: Drawing
+    simulated: Drawing
+    """From the measured times of stages and transfers."""
+    predicted: Drawing
+    """From the plan's."""
+    ranks: tuple[RankTimes, ...]
+    """Of the executed step."""
+    measured: StageTimes
+    planned: StageTimes
+
+
+def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
+    """Return the executed step of usual length, or the one asked for, of one of a run's pipelines.
+
+    ``pipeline`` counts those of data-parallel replicas. Raises :class:`NothingExecutedError`.
+    """
+    if plan.layout.mesh.pp == 1:
+        raise NothingExecutedError("the run has no pipeline")
+    steps = executed_steps(run_dir, plan, pipeline)
+    usual = {number: ranks for number, ranks in steps.items() if _steady(ranks)} or steps
+    number = _usual(usual) if step is None else step
+    if number not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise NothingExecutedError(f"the timeline of step {number} was not logged; logged: {known}")
+    schedule = executed_schedule(plan, steps[number])
+    moved = aligned(schedule, steps[number])
+    measured = measured_times(schedule, moved)
+    planned = predicted_times(plan)
+    simulated = drawn(schedule, simulate(schedule, measured))
+    executed = executed_drawing(schedule, moved, simulated)
+    return Comparison(
+        step=number,
+        steps=tuple(sorted(usual)),
+        schedule=schedule,
+        executed=executed,
+        simulated=simulated,
+        predicted=drawn(schedule, simulate(schedule, planned)),
+        ranks=tuple(_rank_times(moved[rank], executed, rank) for rank in range(schedule.ranks)),
+        measured=measured,
+        planned=planned,
+    )
+
+
+def executed_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Ranks]:
+    """Return the logged steps of a pipeline that all its ranks have told of; of a step done again, the last time."""
+    mesh = plan.layout.mesh
+    count = mesh.world_size // mesh.pp
+    if not 0 <= pipeline < count:
+        raise NothingExecutedError(f"there is no pipeline {pipeline}: the run has {count}, counted from 0")
+    found: dict[int, dict[int, ExecutedStep]] = defaultdict(dict)
+    for rank in range(mesh.pp):
+        for event in read_events(event_log(run_dir, rank * count + pipeline)):
+            if event["kind"] == "pipeline":
+                try:
+                    step = read_pipeline(event["data"])
+                except ValueError:  # written by another version
+                    continue
+                found[step.step][rank] = step
+    whole: dict[int, Ranks] = {step: ranks for step, ranks in found.items() if len(ranks) == mesh.pp}
+    if not whole:
+        what = "some of its ranks have logged none" if found else "there is none in the logs yet"
+        raise NothingExecutedError(f"no step's timeline is known: {what}")
+    return whole
+
+
+def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:
+    """Return the schedule that a step ran: the plan's, without the backward passes of frozen stages."""
+    schedule = schedule_of(plan.layout)
+    trained = [one.action.stage for step in ranks.values() for one in step.actions if one.action.kind in "BI"]
+    first = min(trained, default=schedule.stages)
+    return without_backward(schedule, first) if first > schedule.trained_from else schedule
+
+
+def aligned(schedule: Schedule, ranks: Ranks) -> Ranks:
+    """Return a step's actions on one clock: seconds since the first of the ranks began.
+
+    Clocks of one machine agree. Where a message would arrive before it leaves, that of its receiver is behind, and is
+    moved by half the difference of the shortest ways there and back, as NTP does (RFC 5905, section 8).
+    """
+    ahead_s = _clock_offsets(schedule, ranks)
+    begins = {rank: step.unix_s - ahead_s[rank] for rank, step in ranks.items()}
+    zero = min(begins.values())
+    return {rank: _moved(step, begins[rank] - zero, zero) for rank, step in ranks.items()}
+
+
+def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
+    """Return how long stages and transfers took in a step, per micro-batch.
+
+    Of stages it is the mean: a simulation with it computes as long as the ranks did.
+    """
+    took: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for step in ranks.values():
+        for one in step.actions:
+            if one.action.kind in COMPUTE:
+                took[one.action.kind, one.action.stage].append(one.stop_s - one.start_s)
+    ways: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    gradients: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for pair, kind, way_s in _ways(schedule, ranks):
+        (gradients if kind == "SEND_G" else ways)[pair].append(max(way_s, 0.0))
+    mean = {key: statistics.fmean(each) for key, each in took.items()}
+    stages = range(schedule.stages)
+    forward, whole, inputs, weights = ([mean.get((kind, stage), 0.0) for stage in stages] for kind in "FBIW")
+    halved = any(kind == "W" for kind, _ in took)
+    return StageTimes(
+        forward_s=forward,
+        backward_s=[whole[stage] or inputs[stage] + weights[stage] for stage in stages],
+        weight_s=weights if halved else None,
+        send_s=_each(schedule, ways),
+        input_s=inputs if halved else None,
+        gradient_send_s=_each(schedule, gradients) if gradients else None,
+    )
+
+
+def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Drawing:
+    """Return what the ranks did as a timeline, beside a simulated one; their clocks must be aligned."""
+    events = [
+        Event(rank, one.action, one.start_s, one.stop_s)
+        for rank, step in ranks.items()
+        for one in step.actions
+        if one.action.kind in COMPUTE
+    ]
+    boxes = tuple(sorted(events, key=lambda event: (event.start_s, event.rank)))
+    arrived = {(rank, one.action): one.stop_s for rank, step in ranks.items() for one in step.actions}
+    sends = [
+        Event(rank, one.action, one.start_s, arrived.get(peer(schedule, rank, one.action), one.stop_s))
+        for rank, step in ranks.items()
+        for one in step.actions
+        if one.action.kind.startswith("SEND")
+    ]
+    busy_s = [0.0] * schedule.ranks
+    for box in boxes:
+        busy_s[box.rank] += box.stop_s - box.start_s
+    return replace(
+        simulated,
+        boxes=boxes,
+        transfers=tuple(sorted(sends, key=lambda event: event.start_s)),
+        span_s=max((box.stop_s for box in boxes), default=0.0),
+        busy_s=tuple(busy_s),
+    )
+
+
+def _steady(ranks: Ranks) -> bool:
+    return all(step.steady for step in ranks.values())
+
+
+def _span_s(ranks: Ranks) -> float:
+    ends = [step.unix_s + max((one.stop_s for one in step.actions), default=0.0) for step in ranks.values()]
+    return max(ends) - min(step.unix_s for step in ranks.values())
+
+
+def _usual(steps: Mapping[int, Ranks]) -> int:
+    """Return the step of median length."""
+    ordered = sorted(steps, key=lambda step: _span_s(steps[step]))
+    return ordered[len(ordered) // 2]
+
+
+def _rank_times(step: ExecutedStep, executed: Drawing, rank: int) -> RankTimes:
+    """Split the span of a rank. What follows its last action is waiting, as is what lies before its clock begins."""
+    compute_s = executed.busy_s[rank]
+    waited_s = sum(max(one.waited_s, 0.0) for one in step.actions if one.action.kind in COMPUTE)
+    first_s = min((one.start_s - one.waited_s for one in step.actions), default=0.0)
+    last_s = max((one.stop_s for one in step.actions if one.action.kind in COMPUTE), default=0.0)
+    waiting_s = waited_s + max(first_s, 0.0) + executed.span_s - last_s
+    return RankTimes(compute_s, waiting_s, max(0.0, executed.span_s - compute_s - waiting_s))
+
+
+def _moved(step: ExecutedStep, late_s: float, zero_unix_s: float) -> ExecutedStep:
+    """Return a step whose seconds count from an earlier time 0."""
+    actions = tuple(
+        Executed(one.action, one.start_s + late_s, one.stop_s + late_s, one.waited_s) for one in step.actions
+    )
+    return replace(step, unix_s=zero_unix_s, actions=actions)
+
+
+def _ways(schedule: Schedule, ranks: Ranks) -> Iterable[tuple[tuple[int, int], str, float]]:
+    """Yield each message's (sending, receiving rank), kind and seconds on its way."""
+    there = {
+        (rank, one.action): step.unix_s + one.stop_s
+        for rank, step in ranks.items()
+        for one in step.actions
+        if one.action.kind.startswith("RECV")
+    }
+    for rank, step in ranks.items():
+        for one in step.actions:
+            if one.action.kind.startswith("SEND"):
+                other = peer(schedule, rank, one.action)
+                if other in there:
+                    yield (rank, other[0]), one.action.kind, there[other] - step.unix_s - one.start_s
+
+
+def _each(schedule: Schedule, ways: Mapping[tuple[int, int], list[float]]) -> dict[tuple[int, int], float]:
+    """Return the time of a transfer per pair of ranks.
+
+    What arrives early is noticed late, when the rank comes to ask for it: the quicker quarter of the messages counts.
+    Pairs that were not seen take as long as the others.
+    """
+    known = {pair: statistics.median(sorted(each)[: max(1, len(each) // 4)]) for pair, each in ways.items()}
+    usual = statistics.median(known.values()) if known else 0.0
+    pairs = {
+        (rank, peer(schedule, rank, action)[0])
+        for rank, actions in enumerate(schedule.lists)
+        for action in actions
+        if action.kind.startswith("SEND")
+    }
+    return {pair: known.get(pair, usual) for pair in pairs}
+
+
+def _clock_offsets(schedule: Schedule, ranks: Ranks) -> dict[int, float]:
+    """Return by how much each rank's clock is ahead of rank 0's, as far as messages prove it."""
+    shortest: dict[tuple[int, int], float] = {}
+    for pair, _, way_s in _ways(schedule, ranks):
+        shortest[pair] = min(way_s, shortest.get(pair, way_s))
+    ahead_s, known = dict.fromkeys(ranks, 0.0), [min(ranks)]
+    for rank in known:
+        for other in sorted(ranks.keys() - known):
+            there, back = shortest.get((rank, other)), shortest.get((other, rank))
+            if there is None or back is None:
+                continue
+            wrong = min(there, back) < 0.0
+            ahead_s[other] = ahead_s[rank] + (0.5 * (there - back) if wrong else 0.0)
+            known.append(other)
+    return ahead_s

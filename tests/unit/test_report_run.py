@@ -1,0 +1,259 @@
+"""``partool report``: executed steps found in the logs, put on one clock, set beside their simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _executed import executed, plan_of, scaled, write_event, write_run
+
+from partool.cli.main import run
+from partool.plan.event_log import event_log
+from partool.plan.pipeline_log import pipeline_data
+from partool.plan.types import Plan
+from partool.report.executed import NothingExecutedError, aligned, compare, executed_steps
+from partool.report.timeline import predicted_times
+from partool.schedule import StageTimes
+
+SPEC = """\
+model: llama3-8b
+hardware: {accelerator: h200, nodes: 2, per_node: 8}
+data: {source: /no/such/tokens/*.bin}
+training: {sequence_length: 8192, global_batch: 16, steps: 10000}
+parallel: {micro_batch: 1, sequence: 1, tensor: 1, data: {zero: 1}, pipeline: PIPELINE}
+"""
+PIPELINES = {
+    "1f1b": "{stages: 4, schedule: 1f1b}",
+    "hanayo": "{stages: 4, schedule: hanayo, waves: 1}",
+    "zb-v": "{stages: 4, schedule: zb-v}",
+    "weipipe": "{stages: 4, schedule: weipipe}",
+}
+
+
+def of(name: str) -> Plan:
+    spec = SPEC.replace("PIPELINE", PIPELINES[name])
+    return plan_of(spec.replace("zero: 1", "zero: 0") if name == "weipipe" else spec)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return of("1f1b")
+
+
+def slower(times: StageTimes, factor: float) -> StageTimes:
+    """Return times with one slow stage."""
+    forward = [factor * value if stage == 2 else value for stage, value in enumerate(times.forward_s)]
+    return dataclasses.replace(times, forward_s=forward)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_run_that_goes_as_simulated_is_seen_to(name: str, tmp_path: Path) -> None:
+    plan = of(name)
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda step: scaled(times, 1.0 + step / 10))
+    found = compare(tmp_path, plan)
+    assert (found.step, found.steps) == (4, (3, 4, 5))
+    assert found.executed.span_s == pytest.approx(1.4 * found.predicted.span_s, rel=1e-3)
+    assert found.executed.span_s == pytest.approx(found.simulated.span_s, rel=1e-3)
+    assert found.executed.bubble == pytest.approx(found.simulated.bubble, abs=1e-3)
+    assert found.measured.forward_s == pytest.approx([1.4 * value for value in times.forward_s], rel=1e-3)
+    assert found.measured.backward_s == pytest.approx([1.4 * value for value in times.backward_s], rel=1e-3)
+    assert isinstance(found.measured.send_s, dict)
+    if name != "weipipe":  # messages of travelling weights wait for each other
+        assert list(found.measured.send_s.values()) == pytest.approx(
+            [1.4 * times.send_s] * len(found.measured.send_s), abs=2e-6
+        )
+    boxes = sorted((box.rank, box.action) for box in found.executed.boxes)
+    assert boxes == sorted((box.rank, box.action) for box in found.simulated.boxes)
+    for rank in found.ranks:
+        assert rank.compute_s + rank.waiting_s + rank.other_s == pytest.approx(found.executed.span_s, rel=1e-3)
+        assert rank.other_s < 1e-3 * found.executed.span_s
+
+
+def test_what_lies_between_actions_is_neither_compute_nor_waiting(plan: Plan, tmp_path: Path) -> None:
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda _: times, gap_s=0.002)
+    found = compare(tmp_path, plan)
+    m = plan.layout.accumulation
+    assert found.executed.span_s > found.simulated.span_s + 2 * m * 0.0019
+    assert [rank.compute_s for rank in found.ranks] == pytest.approx(
+        [m * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True)], rel=1e-3
+    )
+
+
+def test_a_slow_stage_shows_in_the_simulation_from_measured_times(plan: Plan, tmp_path: Path) -> None:
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda _: slower(times, 3.0))
+    found = compare(tmp_path, plan)
+    assert found.measured.forward_s[2] == pytest.approx(3 * times.forward_s[2], rel=1e-3)
+    assert found.simulated.span_s == pytest.approx(found.executed.span_s, rel=1e-3)
+    assert found.predicted.span_s < 0.8 * found.executed.span_s
+
+
+def test_clocks_that_disagree_are_set_right_where_messages_prove_it(plan: Plan, tmp_path: Path) -> None:
+    times = predicted_times(plan)
+    for folder, ahead in (("right", {}), ("wrong", {1: 0.7, 2: -3.0})):
+        write_run(tmp_path / folder, plan, lambda _: times, ahead_s=ahead)
+    right, wrong = (compare(tmp_path / folder, plan) for folder in ("right", "wrong"))
+    assert wrong.executed.span_s == pytest.approx(right.executed.span_s, rel=0.02)
+    for one, other in zip(wrong.executed.boxes, right.executed.boxes, strict=True):
+        assert other.action == one.action
+        assert one.start_s == pytest.approx(other.start_s, abs=0.02 * right.executed.span_s)
+
+
+def test_clocks_that_agree_are_left_alone(plan: Plan, tmp_path: Path) -> None:
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda _: times, steps=range(3, 4))
+    ranks = executed_steps(tmp_path, plan)[3]
+    moved = aligned(compare(tmp_path, plan).schedule, ranks)
+    zero = min(step.unix_s for step in ranks.values())
+    for rank, step in ranks.items():
+        late = [a.start_s - b.start_s for a, b in zip(moved[rank].actions, step.actions, strict=True)]
+        assert late == pytest.approx([step.unix_s - zero] * len(late), abs=1e-9)
+
+
+def test_pipelines_of_replicas_are_told_apart(tmp_path: Path) -> None:
+    plan = of("1f1b")
+    count = plan.layout.mesh.world_size // plan.layout.mesh.pp
+    assert count > 1
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda _: times, pipelines=count)
+    for step in (3, 4, 5):
+        for rank, done in executed(plan, scaled(times, 2.0)).items():  # done again after a restart, slower
+            write_event(tmp_path, rank * count + 1, pipeline_data(step, True, 1.8e9, done))
+    first, second = compare(tmp_path, plan, 0), compare(tmp_path, plan, 1)
+    assert second.executed.span_s == pytest.approx(2 * first.executed.span_s, rel=1e-3)
+    with pytest.raises(NothingExecutedError, match=f"no pipeline {count}: the run has {count}"):
+        compare(tmp_path, plan, count)
+
+
+def test_frozen_stages_are_simulated_without_backward_passes(plan: Plan, tmp_path: Path) -> None:
+    times = predicted_times(plan)
+    for rank, done in executed(plan, times).items():
+        kept = [one for one in done if rank > 1 or one.action.kind in ("F", "SEND_F", "RECV_F")]
+        kept = [one for one in kept if one.action != ("SEND_B", 2, one.action.micro_batch)]
+        write_event(tmp_path, rank * 4, pipeline_data(3, True, 1.8e9, kept))
+    found = compare(tmp_path, plan)
+    assert found.schedule.trained_from == 2
+    kinds = {(box.rank, box.action.kind) for box in found.simulated.boxes}
+    assert kinds == {(0, "F"), (1, "F"), (2, "F"), (2, "B"), (3, "F"), (3, "B")}
+
+
+def test_steps_that_not_all_ranks_have_told_of_are_not_there(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(NothingExecutedError, match="there is none in the logs yet"):
+        compare(tmp_path, plan)
+    times = predicted_times(plan)
+    write_run(tmp_path, plan, lambda _: times)
+    log = event_log(tmp_path, 4)
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:3]) + lines[3][:100])
+    assert sorted(executed_steps(tmp_path, plan)) == [1, 2, 3]
+    with pytest.raises(NothingExecutedError, match="step 4 was not logged; logged: 1, 2, 3"):
+        compare(tmp_path, plan, step=4)
+    log.unlink()
+    with pytest.raises(NothingExecutedError, match="some of its ranks have logged none"):
+        compare(tmp_path, plan)
+
+
+class Home:
+    """A folder of runs, and the command in it."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.root, self.capsys = root, capsys
+
+    def made(self, plan: Plan) -> Path:
+        folder = self.root / "runs" / "example-20260101-000000-aaaa"
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(plan.to_json())
+        return folder
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            run(["report", *map(str, arguments)])
+        shown = self.capsys.readouterr()
+        return int(end.value.code or 0), shown.out, shown.err
+
+
+@pytest.fixture
+def home(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "120")
+    return Home(tmp_path / "home", capsys)
+
+
+SUMMARY: dict[str, Any] = {
+    "world_size": 16,
+    "ranks": 16,
+    "terms": [
+        {"section": "memory", "term": "optimizer", "predicted": 2**30, "measured": 2**31, "measure": "counted tensors",
+         "unit": "bytes", "ratio": 2.0},
+        {"section": "time", "term": "pipeline_bubble", "predicted": 0.5, "measured": 0.25,
+         "measure": "waits for other stages", "unit": "s", "ratio": 0.5},
+        {"section": "time", "term": "offload", "predicted": None, "measured": None, "measure": "not measured",
+         "unit": "s", "ratio": None},
+    ],
+}  # fmt: skip
+
+
+def test_the_command_shows_terms_timelines_and_writes_files(plan: Plan, home: Home, tmp_path: Path) -> None:
+    folder = home.made(plan)
+    times = predicted_times(plan)
+    write_run(folder, plan, lambda _: times, gap_s=0.001)
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    html, trace = tmp_path / "r.html", tmp_path / "t.json"
+    code, out, err = home("last", "--html", html, "--timeline", trace)
+    assert (code, err) == (0, "")
+    assert re.search(r"pipeline_bubble +500 ms +250 ms +0\.50 +waits for other stages", out)
+    assert "offload" not in out
+    assert "1f1b, 4 ranks, 4 micro-batches: step 4, of usual length among 3 logged steps" in out
+    ratios = [float(re.search(rf"^{name}.* (\d\.\d\d)$", out, re.MULTILINE)[1]) for name in ("predicted", "simulated")]  # type: ignore[index]
+    assert all(1.0 < ratio < 1.5 for ratio in ratios)
+    rows = [line for line in out.splitlines() if re.match(r"rank \d ", line)]
+    assert len(rows) == 2 * 4  # executed, simulated
+    assert [re.findall(r"[FB]\d", row) for row in rows[:4]] == [re.findall(r"[FB]\d", row) for row in rows[4:]]
+    page = html.read_text()
+    assert page.count('<svg id="timeline-') == 3
+    assert "250 ms" in page
+    assert "http" not in page.replace("http-equiv", "")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert [name.split(": ")[1].split(" (")[0] for name in names] == [
+        "executed", "simulated from measured times", "predicted",
+    ]  # fmt: skip
+    assert sum(event["ph"] == "X" for event in events) == 3 * 4 * 4 * 2
+
+
+def test_the_command_as_data(plan: Plan, home: Home) -> None:
+    folder = home.made(plan)
+    times = predicted_times(plan)
+    write_run(folder, plan, lambda _: times)
+    code, out, _ = home("example", "--output", "json", "--step", 5)
+    data = json.loads(out)
+    assert code == 0
+    assert (data["summary"], data["pipeline"]["step"]) == (None, 5)
+    assert data["pipeline"]["executed"]["span_s"] == pytest.approx(data["pipeline"]["predicted"]["span_s"], rel=1e-3)
+    assert [row["rank"] for row in data["pipeline"]["stages"]] == [0, 1, 2, 3]
+
+
+def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_path: Path) -> None:
+    folder = home.made(plan)
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    page = tmp_path / "r.html"
+    code, out, _ = home("--html", page)
+    assert code == 0
+    assert "No timeline: no step's timeline is known: there is none in the logs yet." in out
+    assert "No timeline" in page.read_text()
+    code, _, err = home("--step", 3)
+    assert code == 1
+    assert "error[PT515]" in err
+    (folder / "summary.json").write_text("{")
+    assert "No terms: the run has not ended yet" in home()[1]
+    mesh = plan.layout.mesh.model_copy(update={"pp": 1})
+    flat = plan.model_copy(update={"layout": plan.layout.model_copy(update={"mesh": mesh})})
+    (folder / "plan.json").write_text(flat.to_json())
+    assert "No timeline: the run has no pipeline." in home()[1]
+    assert home("nothing")[0] == 1
