@@ -187,7 +187,7 @@ def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Dr
         simulated,
         boxes=boxes,
         transfers=tuple(sorted(sends, key=lambda event: event.start_s)),
-        span_s=max((box.stop_s for box in boxes), default=0.0),
+        span_s=max((_end_s(step) for step in ranks.values()), default=0.0),
         busy_s=tuple(busy_s),
     )
 
@@ -197,8 +197,13 @@ def _steady(ranks: Ranks) -> bool:
 
 
 def _span_s(ranks: Ranks) -> float:
-    ends = [step.unix_s + max((one.stop_s for one in step.actions), default=0.0) for step in ranks.values()]
+    ends = [step.unix_s + _end_s(step) for step in ranks.values()]
     return max(ends) - min(step.unix_s for step in ranks.values())
+
+
+def _end_s(step: ExecutedStep) -> float:
+    """Return when a rank was done: with its last compute, or where weights travel with gradients that come home."""
+    return max((one.stop_s for one in step.actions if not one.action.kind.startswith("SEND")), default=0.0)
 
 
 def _usual(steps: Mapping[int, Ranks]) -> int:
