@@ -40,8 +40,9 @@ def steps_of(schedule: Schedule, blocking: bool = False, shared: bool = False) -
     """Return the steps of a schedule; raises ``ValueError`` where actions wait for each other in a circle.
 
     With ``blocking`` a rank does nothing while it sends and waits at each receive. With ``shared`` the messages of an
-    ordered pair of ranks go one after the other; those of travelling weights always do: a turn's three are under way
-    together, and large.
+    ordered pair of ranks go one after the other, in the order of the sender's list; those of travelling weights always
+    do: a turn's three are under way together, and large. (Serving them as they become ready instead changed WeiPipe's
+    makespan by 2 % at most while transfers take less time than passes.)
     """
     walk = _Walk(schedule, blocking, shared or schedule.moves == "weights")
     at, moved = [0] * schedule.ranks, True
