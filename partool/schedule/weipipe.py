@@ -230,18 +230,20 @@ def volume(schedule: Schedule, weights: Sequence[float], gradients: Sequence[flo
     )
 
 
+GRADIENT_COPIES = 4
+"""Stages' gradients that a rank has room for beside its own: in the making, on their way, one between the two so that a
+slow neighbour is not felt at once, and what comes to be added."""
+
+
 class Room(NamedTuple):
-    """Most stages whose flat copies a rank holds at once, beside its own."""
+    """Most stages whose flat copies a rank has room for, beside its own."""
 
     weights: int
     gradients: int
 
 
 def room(schedule: Schedule, rank: int) -> Room:
-    """Return how many weights a rank holds, from when they are received until nothing reads them, and gradients.
-
-    Gradients are a rank's own of a stage until they are sent, and what it receives to add to them.
-    """
+    """Return how many weights a rank holds, from when they are received until nothing reads them, and gradients."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
     ends: defaultdict[int, int] = defaultdict(int)
@@ -259,4 +261,4 @@ def room(schedule: Schedule, rank: int) -> Room:
         most = max(most, held)
         held -= ends[at]
     summed = any(action.kind in ("B", "W") for action in actions)
-    return Room(most, 2 * summed)
+    return Room(most, GRADIENT_COPIES if summed else 0)

@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 
 from partool.schedule import Action
+from partool.schedule.weipipe import GRADIENT_COPIES
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.pipeline.wires import TransferError
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
 from partool_runtime.parallel.weipipe.ring import Group, Ring
-
-GRADIENT_BUFFERS = 3
-"""Of a rank's own gradients: in the making, on their way, and one between, so that a slow neighbour is not felt."""
 
 
 @dataclass(eq=False)
@@ -188,7 +186,7 @@ class Gradients:
         self._wire, self._chunks, self._home = wire, chunks, home
         example = next(iter(home.values()))
         most = max(chunk.gradient_elements for chunk in chunks)
-        self._pool = Pool(GRADIENT_BUFFERS, most, example.dtype, example.device)
+        self._pool = Pool(GRADIENT_COPIES - 1, most, example.dtype, example.device)
         self._inbox = torch.empty(most, dtype=example.dtype, device=example.device)
         self._lane = Lane("partool-gradients", example.device)
         self._jobs: deque[Ticket[None]] = deque()
@@ -223,7 +221,7 @@ class Gradients:
         self._lane.close()
 
     def _submit(self, job: Callable[[], None]) -> None:
-        while len(self._jobs) > 2 * GRADIENT_BUFFERS and self._jobs[0].done:
+        while len(self._jobs) > 2 * GRADIENT_COPIES and self._jobs[0].done:
             self._jobs.popleft().wait()
         self._jobs.append(self._lane.submit(job))
 
