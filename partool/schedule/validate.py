@@ -13,6 +13,9 @@ from partool.schedule.simulate import peak_held
 from partool.schedule.steps import Link, wire
 from partool.schedule.travelling import gradients_lost, weights_missing
 
+_MOST = 20
+"""Faults that are told: one wrong number may make thousands."""
+
 
 class Problem(NamedTuple):
     """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
@@ -32,7 +35,7 @@ def validate(
 def problems(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[Problem]:
-    """Return what is wrong; empty if the schedule is sound.
+    """Return what is wrong, the first 20 faults of it; empty if the schedule is sound.
 
     Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
     on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
@@ -49,6 +52,12 @@ def problems(
     ``done`` are compute actions before the lists, whose results are where they are needed: the lists are the rest of a
     schedule that has been interrupted.
     """
+    found = _faults(schedule, cap, room, done)
+    more = len(found) - _MOST
+    return [*found[:_MOST], Problem(f"and {more} more")] if more > 0 else found
+
+
+def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterable[Action]) -> list[Problem]:
     if broken := list(_misshapen(schedule)):
         return broken
     before = frozenset(action for action in done if action.kind in COMPUTE)

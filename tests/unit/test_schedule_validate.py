@@ -246,6 +246,14 @@ def test_shape_faults_are_said() -> None:
     assert any("not its own" in problem for problem in validate(replace(schedule, placement=(1, 0))))
 
 
+def test_a_flood_of_faults_is_cut_off() -> None:
+    schedule = generate("gpipe", 2, 200)
+    found = validate(replace(schedule, micro_batches=500))
+    assert len(found) == 21
+    assert found[-1] == "and 1180 more"
+    assert len(validate(replace(schedule, micro_batches=205))) == 20
+
+
 def test_problems_name_rank_and_place() -> None:
     schedule = generate("1f1b", 2, 2)
     actions = list(schedule.lists[1])
