@@ -1,0 +1,194 @@
+"""What is measured: cases, jobs of cases, their start as ranks, and what the ranks' records say together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _pipeline_model import Shape, Waits
+from _pipeline_net import Cables
+
+from partool.schedule import COMPUTE, Schedule, StageTimes, generate, simulate
+
+RANK = Path(__file__).with_name("_pipeline_rank.py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule and who executes it."""
+
+    engine: str
+    """partool, or torch."""
+    name: str
+    micro_batches: int
+    chunks: int = 1
+    waits: tuple[Waits, ...] = ()
+    """Per stage; none where layers really compute."""
+    elements: int = 1
+    """Of the weights of a stage that waits."""
+    label: str = ""
+
+    def schedule(self, ranks: int) -> Schedule:
+        """Return the lists."""
+        return generate(self.name, ranks, self.micro_batches, self.chunks)
+
+    @property
+    def title(self) -> str:
+        """What tables call the schedule."""
+        if self.label:
+            return self.label
+        if self.name == "hanayo":
+            return f"hanayo W={self.chunks // 2}"
+        return f"{self.name} v={self.chunks}" if self.chunks > 1 else self.name
+
+    @property
+    def same_stages(self) -> tuple[bool, int, int]:
+        """Equal for cases that put the same layers on the same ranks."""
+        return self.name in ("hanayo", "zb-v"), self.chunks, self.micro_batches
+
+
+@dataclass(frozen=True)
+class Job:
+    """Cases that run in turn in one set of processes."""
+
+    shape: Shape
+    cases: tuple[Case, ...]
+    rounds: int = 1
+    steps: int = 1
+    """Of each case in each round."""
+    real: bool = False
+    """Whether layers compute; otherwise stages wait."""
+    double: bool = False
+    """Whether real layers do so in float64."""
+    compare: bool = False
+    """Run each case once and compare gradients instead of times."""
+    shaped: bool = False
+    """Whether each rank has a network namespace of its own."""
+
+    def write(self, path: Path) -> None:
+        """Write it for the ranks."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @staticmethod
+    def read(path: Path) -> Job:
+        """Read what :meth:`write` wrote."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        cases = tuple(
+            Case(**(case | {"waits": tuple(Waits(**waits) for waits in case["waits"])})) for case in data["cases"]
+        )
+        return Job(**(data | {"shape": Shape(**data["shape"]), "cases": cases}))
+
+
+@dataclass
+class Found:
+    """What all ranks together say about a case."""
+
+    case: Case
+    step_s: list[float] = field(default_factory=list)
+    """Of each step: from the agreed start until the last rank was through."""
+    sent_bytes: list[int] = field(default_factory=list)
+    """Of each step, over all ranks, where each has a cable of its own."""
+    action_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Median seconds of each kind of compute action of each stage, where the executor tells."""
+    one_way_s: float = 0.0
+    """Seconds of one message of an activation's size between two ranks that do nothing else."""
+
+    @property
+    def median_s(self) -> float:
+        """Median step."""
+        return statistics.median(self.step_s)
+
+    def simulated_s(self, ranks: int, measured: bool = False, send_s: float | None = None) -> float:
+        """Return the simulator's step, from the times of actions as ``measured`` in this run or as set.
+
+        ``send_s`` is that of a message whose link others share; None: the time measured on a link of its own.
+        """
+        schedule = self.case.schedule(ranks)
+        split = any(action.kind == "I" for actions in schedule.lists for action in actions)
+        stages = range(schedule.stages)
+        if measured:
+            forward = [self.action_s["F", stage] for stage in stages]
+            weight = [self.action_s["W", stage] if split else 0.0 for stage in stages]
+            inputs = [self.action_s["I" if split else "B", stage] for stage in stages]
+        else:
+            forward = [waits.forward_s for waits in self.case.waits]
+            weight = [waits.weight_s for waits in self.case.waits]
+            inputs = [waits.input_s for waits in self.case.waits]
+        whole = [a + b for a, b in zip(inputs, weight, strict=True)]
+        one_s = self.one_way_s if send_s is None else send_s
+        shared = send_s is not None
+        times = StageTimes(forward, whole, weight_s=weight, send_s=one_s, input_s=inputs, shared_links=shared)
+        return simulate(schedule, times).makespan_s
+
+
+def run(job: Job, ranks: int, rate_mbit: float = 0, timeout_s: float = 300) -> tuple[list[Found], list[dict[str, Any]]]:
+    """Run a job's ranks, over links of a rate if one is given; return what they found, and their plain records."""
+    job = dataclasses.replace(job, shaped=rate_mbit > 0)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        job.write(folder / "job.json")
+        cables = stack.enter_context(Cables(ranks, rate_mbit)) if rate_mbit else None
+        _start(folder, ranks, cables, timeout_s)
+        records = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
+    return [_together(case, at, records) for at, case in enumerate(job.cases)], records
+
+
+def _start(folder: Path, ranks: int, cables: Cables | None, timeout_s: float) -> None:
+    common = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        **(cables.environment if cables else {}),
+    }
+    processes = []
+    try:
+        for rank in range(ranks):
+            inside = cables.inside(rank) if cables else []
+            command = [*inside, sys.executable, str(RANK), str(folder / "job.json"), str(folder / f"{rank}.json")]
+            log = (folder / f"{rank}.log").open("w", encoding="utf-8")
+            environment = common | {"RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            log.close()
+        for process in processes:
+            process.wait(timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [rank for rank, process in enumerate(processes) if process.returncode]
+    if failed:
+        logs = {rank: (folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in failed}
+        raise RuntimeError("\n".join(f"rank {rank}:\n" + "\n".join(lines[-15:]) for rank, lines in logs.items()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _together(case: Case, at: int, records: list[dict[str, Any]]) -> Found:
+    found = Found(case, one_way_s=max(record["one_way_s"] for record in records[:2]))
+    times = defaultdict(list)
+    for steps in zip(*(record["steps"][at] for record in records), strict=True):
+        found.step_s.append(max(step["stop_s"] for step in steps) - steps[0]["start_s"])
+        if "sent_bytes" in steps[0]:
+            found.sent_bytes.append(sum(step["sent_bytes"] for step in steps))
+        for step in steps:
+            for kind, stage, _, start, stop in step.get("done", ()):
+                if kind in COMPUTE:
+                    times[kind, stage].append(stop - start)
+    found.action_s = {key: statistics.median(values) for key, values in times.items()}
+    return found

@@ -1,0 +1,90 @@
+"""Ranks in network namespaces of their own, joined by a bridge, with links of a given rate (Linux, root, iproute2).
+
+Both ends of every rank's cable are shaped with ``tc tbf``, so a rank sends and receives at most at the link's rate,
+both at once, as with a full-duplex network card. Nothing outside the namespaces is touched but the bridge.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from types import TracebackType
+
+INTERFACE = "eth0"
+
+
+def unavailable() -> str | None:
+    """Return why links cannot be shaped here, or None."""
+    if os.geteuid() != 0:
+        return "shaping links needs root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not found: install iproute2" if missing else None
+
+
+class Cables:
+    """A bridge and one namespace per rank; removed again on exit."""
+
+    def __init__(self, ranks: int, rate_mbit: float) -> None:
+        self.ranks, self.rate_mbit = ranks, rate_mbit
+        self._tag = f"pt{os.getpid() % 100000}"
+        self.environment = {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
+
+    def address(self, rank: int) -> str:
+        """Return the address of a rank."""
+        return f"10.213.7.{rank + 1}"
+
+    def inside(self, rank: int) -> list[str]:
+        """Return what starts a command in a rank's namespace."""
+        return ["ip", "netns", "exec", self._space(rank)]
+
+    def __enter__(self) -> Cables:
+        try:
+            _do(f"ip link add {self._tag}b type bridge")
+            _do(f"ip link set {self._tag}b up")
+            for rank in range(self.ranks):
+                self._lay(rank)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def _space(self, rank: int) -> str:
+        return f"{self._tag}n{rank}"
+
+    def _lay(self, rank: int) -> None:
+        space, here = self._space(rank), f"{self._tag}v{rank}"
+        _do(f"ip netns add {space}")
+        _do(f"ip link add {here} type veth peer name {INTERFACE} netns {space}")
+        _do(f"ip link set {here} master {self._tag}b up")
+        _do(f"ip -n {space} address add {self.address(rank)}/24 dev {INTERFACE}")
+        _do(f"ip -n {space} link set {INTERFACE} up")
+        _do(f"ip -n {space} link set lo up")
+        # The bucket holds one large segment of the virtual card and the queue some milliseconds of traffic.
+        shape = f"root tbf rate {self.rate_mbit:g}mbit burst 128kb latency 100ms"
+        _do(f"tc qdisc add dev {here} {shape}")
+        _do(f"tc -n {space} qdisc add dev {INTERFACE} {shape}")
+
+    def _remove(self) -> None:
+        # Deleting one end of a cable deletes the other, and with it what hangs on it.
+        for rank in range(self.ranks):
+            for command in (f"ip link del {self._tag}v{rank}", f"ip netns del {self._space(rank)}"):
+                subprocess.run(command.split(), check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self._tag}b"], check=False, capture_output=True)
+
+
+def sent_bytes() -> int:
+    """Return the bytes that this namespace's cable has carried away so far, headers included."""
+    with open(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes", encoding="ascii") as file:
+        return int(file.read())
+
+
+def _do(command: str) -> None:
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
