@@ -9,7 +9,7 @@ from _schedules import ACTIVATIONS, NAMES, WEIGHTS, changed, made, oracle, sched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.schedule import Action, Schedule, StageTimes, generate, simulate, span_s
+from partool.schedule import Action, Schedule, StageTimes, generate, peer, simulate, span_s
 from partool.schedule.transform import without_backward
 from partool.schedule.weipipe import weipipe
 
@@ -67,6 +67,25 @@ def test_shared_links_carry_one_message_at_a_time() -> None:
     assert simulate(schedule, replace(times, shared_links=True)).makespan_s == 30.0
     assert span_s(schedule, replace(times, shared_links=True)) == 30.0
     assert simulate(schedule, times).makespan_s == 14 - 6 + 2 * 3 + 4 + 2
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(schedules(ACTIVATIONS), st.integers(0, 2**32))
+def test_what_holds_ranks_or_messages_up_never_saves_time(schedule: Schedule, seed: int) -> None:
+    times = times_of(schedule, seed)
+    free = simulate(schedule, times)
+    shared = simulate(schedule, replace(times, shared_links=True))
+    assert shared.makespan_s >= free.makespan_s - 1e-9
+    blocking = simulate(schedule, times, blocking=True)
+    assert blocking.makespan_s >= shared.makespan_s - 1e-9
+    wires: dict[tuple[int, int], float] = {}
+    for event in shared.transfers:
+        pair = event.rank, peer(schedule, event.rank, event.action)[0]
+        assert event.start_s >= wires.get(pair, 0.0) - 1e-9
+        wires[pair] = event.stop_s
+    for timeline in (shared, blocking):
+        assert timeline.busy_s == free.busy_s
+        assert sorted(event.action for event in timeline.transfers) == sorted(event.action for event in free.transfers)
 
 
 def test_a_send_leaves_when_the_list_comes_to_it() -> None:
