@@ -56,6 +56,9 @@ class Passes(Protocol):
         ``stopping`` is asked before each micro-batch and answers the same on all ranks.
         """
 
+    def close(self) -> None:
+        """End what works beside the passes; they are not used any more."""
+
 
 class PlainPasses:
     """One micro-batch after the other through a whole model.
@@ -90,6 +93,9 @@ class PlainPasses:
             total += self._model(micro.tokens_BS.to(self._device), micro.labels_BS.to(self._device)).double()
         self._sync.release()
         return total
+
+    def close(self) -> None:
+        """See :class:`Passes`."""
 
 
 class Stepper:

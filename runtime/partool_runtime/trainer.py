@@ -13,19 +13,18 @@ from partool_kernels import isa
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.adamw import AdamW
-from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.comm import maximum_over
-from partool_runtime.parallel.pipeline.passes import pipeline_passes, trained_schedule
 from partool_runtime.parallel.zero import trained_parameters
-from partool_runtime.precision import MASTER_DTYPE, LossScaler
+from partool_runtime.precision import LossScaler
+from partool_runtime.preparation import prepare
 from partool_runtime.saving import Saver
-from partool_runtime.stepping import Passes, PlainPasses, Stepper, StepResult
+from partool_runtime.stepping import Passes, Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, local_bytes
-from partool_runtime.weights import build, build_parts, fill, freeze, materialise, post_load
+from partool_runtime.weights import fill, post_load
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
@@ -39,7 +38,10 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
-        stepper, saver, first = _prepare(plan, run_dir, ranks, recorder, data.fingerprint, resume=resume)
+        model, passes = prepare(plan, ranks, recorder.pipeline)
+        stepper, saver, first = _open(
+            plan, run_dir, ranks, recorder, model=model, passes=passes, fingerprint=data.fingerprint, resume=resume
+        )
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
         if first >= plan.training.steps and ranks.rank == 0:
@@ -47,6 +49,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
         data.close()
         saver.close()
+        passes.close()
         _report_write(saver, recorder)
         stopped = done < plan.training.steps
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
@@ -127,20 +130,23 @@ def configure_process(plan: Plan) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _prepare(
-    plan: Plan, run_dir: Path, ranks: Ranks, recorder: Recorder, fingerprint: str, *, resume: bool
+def _open(
+    plan: Plan,
+    run_dir: Path,
+    ranks: Ranks,
+    recorder: Recorder,
+    *,
+    model: AnyDecoder,
+    passes: Passes,
+    fingerprint: str,
+    resume: bool,
 ) -> tuple[Stepper, Saver, int]:
-    """Build everything that has state, from the newest checkpoint or from the plan's weights; also return its step."""
-    model, passes = _model_and_passes(plan, ranks, recorder)
-    materialise(model, ranks.device)
-    freeze(model, plan.frozen)
-    copies = model.copies if isinstance(model, DecoderParts) else ()
-    optimizer = AdamW(trained_parameters(model), plan.optimizer, copies)
+    """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
+    optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
-    roots = model.roots() if isinstance(model, DecoderParts) else (model,)
-    recorder.probe_memory("gathered", lambda: sum(gathered_bytes(root) for root in roots))
-    recorder.probe_memory("gradients", lambda: sum(gradient_bytes(root) for root in roots))
+    recorder.probe_memory("gathered", lambda: sum(map(gathered_bytes, model.roots())))
+    recorder.probe_memory("gradients", lambda: sum(map(gradient_bytes, model.roots())))
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
         passes,
@@ -166,18 +172,6 @@ def _prepare(
         fill(model, plan.weights, seed=plan.training.seed)
     post_load(model)
     return stepper, saver, first
-
-
-def _model_and_passes(plan: Plan, ranks: Ranks, recorder: Recorder) -> tuple[Decoder | DecoderParts, Passes]:
-    """Return this rank's part of the model, without memory yet, and what runs it; a collective of all ranks."""
-    dtype = MASTER_DTYPE[plan.training.precision]
-    if plan.layout.mesh.pp == 1:
-        whole = build(plan.model).to(dtype)
-        return whole, PlainPasses(whole, parallelize(whole, plan, ranks), ranks.device)
-    schedule = trained_schedule(plan)
-    parts = build_parts(plan.model, plan.layout.stages, schedule.on_rank(ranks.pp.get_local_rank())).to(dtype)
-    units = parallelize_stages(parts, plan, ranks)
-    return parts, pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=recorder.pipeline)
 
 
 def _report_write(saver: Saver, recorder: Recorder) -> None:

@@ -1,8 +1,19 @@
 """The decoder that every rank runs, one idea per file."""
 
 from partool_runtime.model.attention import AttentionLayout, attend
-from partool_runtime.model.decoder import Block, Decoder, Head
+from partool_runtime.model.decoder import AnyDecoder, Block, Decoder, Head
 from partool_runtime.model.loss import IGNORED, loss
 from partool_runtime.model.parts import DecoderParts, StageModule
 
-__all__ = ["IGNORED", "AttentionLayout", "Block", "Decoder", "DecoderParts", "Head", "StageModule", "attend", "loss"]
+__all__ = [
+    "IGNORED",
+    "AnyDecoder",
+    "AttentionLayout",
+    "Block",
+    "Decoder",
+    "DecoderParts",
+    "Head",
+    "StageModule",
+    "attend",
+    "loss",
+]

@@ -93,7 +93,19 @@ def embedded(tokens_BS: torch.Tensor, embed: nn.Embedding, position: nn.Embeddin
     return cast(torch.Tensor, x_BSH + position(torch.arange(length, device=tokens_BS.device)))
 
 
-class Decoder(nn.Module):
+class AnyDecoder(nn.Module):
+    """A decoder, or what one rank holds of it: ``named_parameters`` yields names of the whole, each once."""
+
+    config: ModelConfig
+    copies: frozenset[str] = frozenset()
+    """Parameters that another rank holds too, with the same gradient, and that count there."""
+
+    def roots(self) -> tuple[nn.Module, ...]:
+        """Return modules that together hold every parameter once and that are sharded on their own."""
+        return (self,)
+
+
+class Decoder(AnyDecoder):
     """A decoder-only transformer; parameter names as in ``docs/architecture.md``.
 
     Raises ``ConfigurationError`` PT405 for mixtures of experts and PT406 for latent attention.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
-from partool_runtime.model.decoder import Block, Contexts, Head, embedded
+from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -71,7 +71,7 @@ class StageModule(nn.Module):
         return [inputs, *blocks] if inputs else blocks
 
 
-class DecoderParts(nn.Module):
+class DecoderParts(AnyDecoder):
     """The stages of a decoder that one rank holds.
 
     ``named_parameters`` yields the names of the whole decoder, each once. With tied embeddings the ranks of the first
@@ -96,7 +96,6 @@ class DecoderParts(nn.Module):
         self.shared = self.embed if config.tied_embeddings and 0 in mine and last in mine and last > 0 else None
         """The tied embedding, where two stages of this rank use it."""
         self.copies = frozenset({"embed.weight"} if self.embed is not None and 0 not in mine else ())
-        """Parameters that the rank of an earlier stage holds too."""
         contexts = Contexts(config)
         self.stages = {stage: self._stage(spans[stage], contexts, stage == 0, stage == last) for stage in mine}
         """By number. Not registered here: their modules are, under the names of the whole."""
@@ -106,7 +105,7 @@ class DecoderParts(nn.Module):
         return ((int(layer), cast(Block, block)) for layer, block in self.layers.items())
 
     def roots(self) -> tuple[nn.Module, ...]:
-        """Return modules that together hold every parameter once: the stages, and what stages share."""
+        """Return the stages, and what stages share."""
         return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
 
     def _stage(self, span: Span, contexts: Contexts, first: bool, last: bool) -> StageModule:

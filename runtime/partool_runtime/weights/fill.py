@@ -10,7 +10,7 @@ import torch
 from partool.spec.model import Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.reader import open_folder
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder
 from partool_runtime.weights.draw import RowSource, block_rows, dummy_rows, init_rows
 from partool_runtime.weights.rows import local_part, local_rows, whole_shapes
 
@@ -18,7 +18,7 @@ _COPY_ELEMENTS = 2**24
 """Elements in flight between a source and a parameter: bounds the memory beside the model."""
 
 
-def fill(model: Decoder | DecoderParts, weights: Weights, *, seed: int) -> None:
+def fill(model: AnyDecoder, weights: Weights, *, seed: int) -> None:
     """Fill all parameters from ``weights.source``: ``init`` (from the seed), ``dummy``, ``hf`` or ``checkpoint``.
 
     The model, or a pipeline rank's part of it, is materialised, plain or sharded by rows over ranks. Collective only

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder
 from partool_runtime.weights.rows import local_part, whole_shapes
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
 
 
-def load_model(model: Decoder | DecoderParts, path: Path) -> None:
+def load_model(model: AnyDecoder, path: Path) -> None:
     """Fill a model, or a part of one, from the model part of a checkpoint; collective if there are several ranks.
 
     ``path`` is a ``step-…`` folder, or a folder of them or of a run, whose newest is taken. Raises ConfigurationError

@@ -10,7 +10,7 @@ from torch import nn
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.weights.rows import local_part, whole_shapes
 
 
@@ -33,7 +33,7 @@ def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype
     before sharding it (``model.to(dtype)``) where the two differ.
     """
     # A sharded model's own root must see that its parameters moved, and the stages' roots are no children of parts.
-    for root in model.roots() if isinstance(model, DecoderParts) else (model,):
+    for root in model.roots() if isinstance(model, AnyDecoder) else (model,):
         if dtype is not None:
             root.to(dtype=dtype)
         root.to_empty(device=device)
@@ -55,7 +55,7 @@ def post_load(model: nn.Module) -> None:
         raise ConfigurationError("PT622", f"the weights hold values that are not finite: {shown}")
 
 
-def freeze(model: Decoder | DecoderParts, patterns: Sequence[str]) -> list[str]:
+def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
     """Stop training of the parameters whose names match a glob pattern (``embed.*``); return the names of all of them.
 
     The patterns are about the whole model, of which this may be a part. Call it before the first forward pass. Raises

@@ -84,6 +84,9 @@ class PipelinePasses:
             total += self._engine.evaluate(together)
         return self._of_pipeline(total)
 
+    def close(self) -> None:
+        """See ``Passes``."""
+
     def _of_pipeline(self, loss_sum: torch.Tensor) -> torch.Tensor:
         total = sum_over(loss_sum, self._ranks.pp.get_group())
         return total if self._ranks.pp.get_local_rank() == 0 else torch.zeros_like(total)
@@ -131,8 +134,8 @@ def pipeline_passes(
         COMPUTE_DTYPE[plan.training.precision],
         ranks.device,
     )
-    groups = open_groups(ranks.pipelines)
-    wires = Wires(rank, groups, boundary, timeout_s=COLLECTIVE_TIMEOUT.total_seconds())
+    timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
+    wires = Wires(rank, open_groups(ranks.pipelines), boundary, timeout_s=timeout_s)
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
     return PipelinePasses(Engine(schedule, stages, wires, sync=sync), sync, ranks, tied=tied, report=report)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
-from partool_runtime.model.decoder import Block, Contexts, Head, embedded
+from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -48,7 +48,7 @@ class _Outputs(nn.Module):
         return loss(hidden_BSH, cast(torch.Tensor, self.head.weight), labels_BS)
 
 
-class RingDecoder(nn.Module):
+class RingDecoder(AnyDecoder):
     """What one rank of a ring holds of a decoder: embeddings, final norm and head, and the layers of its own stages.
 
     ``named_parameters`` yields these under the names of the whole decoder. The other stages' layers are there without

@@ -1,0 +1,95 @@
+"""A rank's part of the model and what runs it, for each way to spread a model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from partool.plan.types import Plan
+from partool.schedule import Schedule
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
+from partool_runtime.model import AnyDecoder
+from partool_runtime.parallel import parallelize, parallelize_stages
+from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
+from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.weipipe.parts import RingDecoder
+from partool_runtime.parallel.weipipe.passes import WeiPipePasses
+from partool_runtime.parallel.weipipe.ring import open_ring
+from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
+from partool_runtime.stepping import Passes, PlainPasses, Timer
+from partool_runtime.weights import build, build_parts, freeze, materialise
+
+
+def prepare(plan: Plan, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
+    """Return this rank's part of the plan's model, not filled yet, and its passes; a collective of all ranks.
+
+    ``report`` is told of the actions of every training step through a pipeline.
+    """
+    if plan.layout.mesh.pp == 1:
+        return _plain(plan, ranks)
+    schedule = trained_schedule(plan)
+    return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report)
+
+
+def _plain(plan: Plan, ranks: Ranks) -> tuple[AnyDecoder, Passes]:
+    model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
+    sync = parallelize(model, plan, ranks)
+    materialise(model, ranks.device)
+    freeze(model, plan.frozen)
+    return model, PlainPasses(model, sync, ranks.device)
+
+
+def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
+    mine = schedule.on_rank(ranks.pp.get_local_rank())
+    parts = build_parts(plan.model, plan.layout.stages, mine).to(MASTER_DTYPE[plan.training.precision])
+    units = parallelize_stages(parts, plan, ranks)
+    materialise(parts, ranks.device)
+    freeze(parts, plan.frozen)
+    return parts, pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
+
+
+def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
+    rank = ranks.pp.get_local_rank()
+    with torch.device("meta"):
+        model = RingDecoder(plan.model, plan.layout.stages, schedule.on_rank(rank))
+    materialise(model, ranks.device, MASTER_DTYPE[plan.training.precision])
+    frozen = freeze(model, plan.frozen)
+    for name, parameter in model.elsewhere():
+        parameter.requires_grad_(name not in frozen)
+    # Every rank has these and all have the same gradient, which counts once.
+    model.copies = model.replicated() if rank else frozenset()
+    done: list[Done] = []
+    passes = WeiPipePasses(
+        schedule,
+        model,
+        open_ring(ranks.pipelines),
+        COMPUTE_DTYPE[plan.training.precision],
+        replicas=ranks.dp.get_group(),
+        watch=done.append,
+        timeout_s=COLLECTIVE_TIMEOUT.total_seconds(),
+    )
+    return model, _Reported(passes, done, report)
+
+
+class _Reported:
+    """Passes whose actions are reported after each training step."""
+
+    def __init__(self, passes: Passes, done: list[Done], report: Report) -> None:
+        self._passes, self._done, self._report = passes, done, report
+
+    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
+        """See ``Passes``."""
+        self._done.clear()
+        loss_sum = self._passes.step(batch, weight, timer)
+        self._report(self._done)
+        return loss_sum
+
+    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
+        """See ``Passes``."""
+        return self._passes.evaluate(batches, stopping)
+
+    def close(self) -> None:
+        """See ``Passes``."""
+        self._passes.close()

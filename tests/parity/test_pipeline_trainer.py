@@ -1,0 +1,214 @@
+"""The whole trainer with pipelines: every schedule and ZeRO stage against one process, resume across layouts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _plans import small_plan, write_text
+from test_checkpoint import stored_values
+from test_trainer import Jobs
+
+from partool.plan.schedule import schedule_of
+from partool.plan.types import Mesh, Plan
+from partool.schedule import to_text
+from partool_runtime.checkpoint import step_folder
+
+LAYERS = 8
+STEPS = 4
+TWO = ((0, 3), (3, 8))
+FOUR = ((0, 2), (2, 3), (3, 6), (6, 8))
+EIGHT = tuple((layer, layer + 1) for layer in range(8))
+ZEROS = range(4)
+
+
+def plan(
+    text: Path,
+    mesh: Mesh,
+    schedule: str = "1f1b",
+    *,
+    stages: tuple[tuple[int, int], ...] = TWO,
+    micro_batches: int = 3,
+    recompute: str = "none",
+    model: dict[str, Any] | None = None,
+    frozen: tuple[str, ...] = (),
+    compile_: str = "none",
+    **settings: Any,
+) -> Plan:
+    """Return a plan of eight layers, with 12 sequences of 16 tokens a step."""
+    fields = {"layers": LAYERS} | (model or {})
+    settings = {"zero": 1, "precision": "fp64", "steps": STEPS} | settings
+    plain = small_plan(text, ranks=mesh.dp, accumulation=micro_batches, model=fields, **settings)
+    layout = plain.layout.model_copy(
+        update={
+            "mesh": mesh,
+            "schedule": schedule,
+            "stages": stages,
+            "chunks": len(stages) // mesh.pp,
+            "recompute": (recompute,) * LAYERS,
+            "compile": compile_,
+        }
+    )
+    devices = plain.devices.model_copy(update={"per_node": mesh.world_size})
+    return plain.model_copy(update={"layout": layout, "devices": devices, "frozen": frozen})
+
+
+def with_list(case: Plan) -> Plan:
+    """Return the plan with its schedule as a list of the user's own."""
+    update = {"schedule": "file", "schedule_text": to_text(schedule_of(case.layout))}
+    return case.model_copy(update={"layout": case.layout.model_copy(update=update)})
+
+
+ONE = Mesh()
+TWO_BY_TWO = Mesh(pp=2, dp_shard=2)
+LINE = Mesh(pp=4)
+TIED = {"tied_embeddings": True, "position": "learned", "max_position": 16}
+FROZEN = ("embed.*", "layers.[012].*", "layers.4.ffn.*")
+
+
+Cases = dict[str, tuple[Plan, str]]
+"""Plans of four ranks by name, each with the run of one process that it must equal."""
+
+
+def core_cases(text: Path) -> Cases:
+    """Return a few plans that together use everything once."""
+    make = partial(plan, text, TWO_BY_TWO)
+    return {
+        "zero-0 interleaved": (make("interleaved", stages=FOUR, micro_batches=2, zero=0), "one"),
+        "zero-1 1f1b tied apart": (make(model=TIED, zero=1), "tied"),
+        "zero-2 zb-v tied on one rank": (make("zb-v", stages=FOUR, model=TIED, zero=2), "tied"),
+        "zero-3 hanayo recomputed": (make("hanayo", stages=FOUR, recompute="full", zero=3), "one"),
+        "zero-3 zb-h1 frozen": (make("zb-h1", frozen=FROZEN, zero=3), "frozen"),
+        "zero-2 zb-h1 replicas": (plan(text, Mesh(pp=2, dp_replicate=2), "zb-h1", zero=2), "one"),
+        "weipipe": (make("weipipe", micro_batches=2, zero=0, recompute="full"), "one"),
+        "own list": (with_list(plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=3, zero=1)), "one"),
+        "line": (plan(text, LINE, "1f1b", stages=FOUR, micro_batches=6), "one"),
+    }
+
+
+def further_cases(text: Path) -> Cases:
+    """Return the rest of the combinations."""
+    make = partial(plan, text, TWO_BY_TWO)
+    found: Cases = {
+        f"zero-{zero} {name}": (make(name, zero=zero), "one") for name in ("1f1b", "zb-h1") for zero in ZEROS
+    }
+    for name in ("zb-v", "hanayo"):
+        found |= {f"zero-{zero} {name}": (make(name, stages=FOUR, zero=zero), "one") for zero in ZEROS}
+    return found | {
+        "replicas": (plan(text, Mesh(pp=2, dp_replicate=2), zero=1), "one"),
+        "replicas frozen": (plan(text, Mesh(pp=2, dp_replicate=2), "zb-v", stages=FOUR, frozen=FROZEN), "frozen"),
+        "weipipe tied": (make("weipipe", stages=FOUR, micro_batches=2, zero=0, recompute="full", model=TIED), "tied"),
+        "weipipe frozen": (make("weipipe", micro_batches=6, zero=0, recompute="full", frozen=FROZEN), "frozen"),
+        "weipipe-naive": (make("weipipe-naive", micro_batches=6, zero=0, recompute="full"), "one"),
+        "weipipe-zb": (plan(text, LINE, "weipipe-zb", stages=FOUR, micro_batches=4, zero=0, recompute="full"), "one"),
+        "gpipe": (make("gpipe", micro_batches=6), "one"),
+        "hanayo with 2 waves": (make("hanayo", stages=EIGHT, micro_batches=2, zero=3), "one"),
+        "selective": (make(recompute="selective", zero=3), "one"),
+        "attention": (make("zb-h1", recompute="attention", zero=1), "one"),
+        "full in halves": (make("zb-v", stages=FOUR, recompute="full", zero=2), "one"),
+        "tied apart zero-3": (make("zb-h1", model=TIED, zero=3), "tied"),
+        "tied on one rank zero-3": (make("hanayo", stages=FOUR, model=TIED, zero=3), "tied"),
+        "tied on one rank zero-0": (make("zb-v", stages=FOUR, model=TIED, zero=0), "tied"),
+        "frozen": (make(frozen=FROZEN, zero=0), "frozen"),
+        "frozen hanayo": (make("hanayo", stages=FOUR, frozen=FROZEN, zero=2), "frozen"),
+    }
+
+
+def launch(folder: Path, cases: Cases) -> Jobs:
+    """Run the cases, the references, and one run that goes through three layouts."""
+    text = folder / "text"
+    jobs = Jobs(folder)
+    for name, (case, _) in cases.items():
+        jobs.add(name, case, run=f"case {name}")
+    crossed = plan(text, TWO_BY_TWO, "zb-v", stages=FOUR, zero=3, model=TIED)
+    jobs.add("stopped", crossed, run="crossed", stop_at=2)
+    jobs.add(
+        "resumed",
+        plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=6, model=TIED, steps=3),
+        run="crossed",
+        resume=True,
+    )
+    for precision in ("bf16", "fp16"):
+        jobs.add(precision, plan(text, TWO_BY_TWO, "zb-h1", precision=precision, zero=2), run=precision)
+    jobs.run(4)
+    for name, settings in {"one": {}, "tied": {"model": TIED}, "frozen": {"frozen": FROZEN}}.items():
+        jobs.add(f"reference {name}", plan(text, ONE, stages=((0, LAYERS),), **settings), run=f"reference {name}")
+    jobs.add("alone", plan(text, ONE, stages=((0, LAYERS),), model=TIED), run="crossed", resume=True)
+    jobs.run(1)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Jobs:
+    return launch(folder, core_cases(folder / "text"))
+
+
+def assert_equal(jobs: Jobs, name: str, reference: str) -> None:
+    for rank in range(4):
+        assert jobs.ended(name, rank) == "done", name
+    assert_same_state(jobs, f"case {name}", f"reference {reference}")
+    for kind in ("step", "validation"):
+        wanted, got = (jobs.events(run, kind) for run in (f"reference {reference}", f"case {name}"))
+        for key in ("loss", "grad_norm") if kind == "step" else ("loss",):
+            assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-12), name
+
+
+def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) -> None:
+    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=STEPS)
+    assert wanted.keys() == got.keys()
+    for name, expected in wanted.items():
+        limit = 1e-12 * max(1.0, float(expected.abs().max()))
+        assert float((got[name] - expected).abs().max()) <= limit, f"{run}: {name} differs"
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_training_through_a_pipeline_equals_one_process(ran: Jobs, name: str) -> None:
+    assert_equal(ran, name, core_cases(Path("text"))[name][1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_schedule_with_every_zero_stage_equals_one_process(folder: Path) -> None:
+    cases = further_cases(folder / "text")
+    jobs = launch(folder, cases)
+    for name, (_, reference) in cases.items():
+        assert_equal(jobs, name, reference)
+
+
+@pytest.mark.timeout(170)
+def test_comparison_can_fail(ran: Jobs) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_state(ran, "case zero-1 1f1b tied apart", "reference tied", at=2)
+
+
+@pytest.mark.timeout(170)
+def test_resume_in_other_pipelines_goes_on_as_if_unbroken(ran: Jobs) -> None:
+    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 2"
+    assert ran.ended("resumed") == ran.ended("alone") == "done"
+    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 2, 3]
+    assert_same_state(ran, "crossed", "reference tied")
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 3e-3)])
+def test_low_precision_stays_near(ran: Jobs, precision: str, tolerance: float) -> None:
+    wanted, got = ([event["loss"] for event in ran.events(run, "step")] for run in ("reference one", precision))
+    assert got == pytest.approx(wanted, abs=tolerance)
+    assert got != wanted
+
+
+@pytest.mark.timeout(170)
+def test_what_two_ranks_hold_is_saved_once(ran: Jobs) -> None:
+    run = ran.folder / "case zero-1 1f1b tied apart" / "checkpoints"
+    elements = sum(tensor.numel() for tensor in ran.state("reference tied", step=STEPS).values())
+    assert stored_values(step_folder(run, STEPS)) == elements
