@@ -58,12 +58,14 @@ class Part(nn.Module):
         self.embed = nn.Embedding(V, H) if first else None
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.head = nn.Linear(H, V) if last else None
+        self.input_wants_gradient = False
 
     @property
     def module(self) -> nn.Module:
         return self
 
     def forward(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
+        self.input_wants_gradient = x_BSH is not None and x_BSH.requires_grad
         if self.embed is not None:
             x_BSH = self.embed(micro.tokens_BS)
         if torch.is_grad_enabled():

@@ -42,6 +42,37 @@ def schedules(ranks: int) -> list[Schedule]:
     return found
 
 
+class Spy:
+    """A sync that takes note of its calls, and holds that a first half leaves the weights of matrices alone."""
+
+    def __init__(self, mine: dict[int, Part]) -> None:
+        self.mine = mine
+        self.moved = False
+        """Stages have moved, and with them second halves that were done before."""
+        self.calls: list[tuple[str, Action]] = []
+        self.finished: list[tuple[str, Action]] = []
+        self.grads: dict[int, list[torch.Tensor | None]] = {}
+
+    def matrices(self, stage: int) -> list[torch.Tensor | None]:
+        linears = [module for module in self.mine[stage].modules() if isinstance(module, torch.nn.Linear)]
+        return [None if linear.weight.grad is None else linear.weight.grad.clone() for linear in linears]
+
+    def before(self, action: Action) -> None:
+        self.calls.append(("before", action))
+        self.grads[action.stage] = self.matrices(action.stage)
+
+    def after(self, action: Action) -> None:
+        self.calls.append(("after", action))
+        then, now = self.grads[action.stage], self.matrices(action.stage)
+        for one, two in zip(then, now, strict=True):
+            same = one is two is None or (one is not None and two is not None and torch.equal(one, two))
+            unlabelled = not (micro_batches(action.micro_batch + 1)[-1].labels_BS >= 0).any()
+            assert same == (action.kind in ("F", "I") or unlabelled) or one is None or self.moved, action
+
+    def finish(self) -> None:
+        self.finished, self.calls = self.calls, []
+
+
 class Case:
     """One schedule on one pipeline of the world."""
 
@@ -53,7 +84,8 @@ class Case:
         self.parts = parts(schedule.stages)
         self.mine: dict[int, Part] = {stage: self.parts[stage] for stage in schedule.on_rank(rank)}
         self.wires = Wires(rank, lines, BOUNDARY, timeout_s=60)
-        self.engine = Engine(schedule, self.mine, self.wires)
+        self.spy = Spy(self.mine)
+        self.engine = Engine(schedule, self.mine, self.wires, sync=self.spy)
         self.loss, self.gradients = reference(schedule.stages, len(self.micro))
 
     def step(self) -> torch.Tensor:
@@ -83,57 +115,20 @@ class Case:
 
 
 def whole_steps(case: Case) -> None:
-    """Two steps, then an evaluation of another number of micro-batches."""
-    loss = case.step()
-    case.compare(loss)
+    """A step, an evaluation of another number of micro-batches, and a step whose actions are told.
+
+    Every action is told once, in an order in which nothing comes before what it needs.
+    """
     case.compare(case.step())
     seen = case.engine.evaluate(micro_batches(3))
     if case.schedule.stages - 1 in case.mine:
         close(seen, reference(case.schedule.stages, 3)[0], case.what)
-
-
-def traffic(case: Case, lines: Lines) -> None:
-    """Messages and bytes against their formulas, and the activations held against the simulator's."""
-    schedule = case.schedule
-    sent, sent_bytes = case.wires.sent_messages, case.wires.sent_bytes
-    graphs = Alive.count
-    Alive.most = 0
-    case.compare(case.step())
-    assert Alive.count == graphs, case.what
-    mine = torch.tensor([case.wires.sent_messages - sent, case.wires.sent_bytes - sent_bytes])
-    gathered = [torch.zeros_like(mine) for _ in lines.ranks]
-    for index, ranks in enumerate(lines.ranks):
-        gathered[index] = mine.clone()
-        dist.broadcast(gathered[index], ranks, group=lines.groups[0, 1])
-    ranks, count, chunks = schedule.ranks, schedule.micro_batches, schedule.chunks
-    waves = schedule.name in ("hanayo", "zb-v")
-    # Hanayo with W = chunks / 2 waves: 4 M W (P - 1). Else each of the boundaries between stages is crossed twice.
-    messages = 2 * count * chunks * (ranks - 1) if waves else 2 * count * (ranks * chunks - 1)
-    assert sum(int(part[0]) for part in gathered) == messages, case.what
-    assert sum(int(part[1]) for part in gathered) == messages * B * S * H * 8, case.what
-    expected = in_flight(schedule.name, ranks, count, chunks)[case.rank]
-    assert case.engine.peak_live == expected, case.what
-    if not SCHEDULES[schedule.name].split:
-        assert Alive.most == graphs + expected, f"{case.what}: {Alive.most} graphs, not {expected}"
-
-
-def frozen(case: Case, lines: Lines) -> None:
-    """The first stages, or all but the last, or all are not trained."""
-    stages = case.schedule.stages
-    for trained_from in {1, stages - 1, stages}:
-        less = Case(without_backward(case.schedule, trained_from), case.rank, lines)
-        for stage, part in less.mine.items():
-            part.requires_grad_(stage >= trained_from)
-        less.compare(less.step(), trained_from)
-
-
-def watched(case: Case) -> None:
-    """Every action is told once, in an order in which nothing comes before what it needs."""
     told: list[Done] = []
     case.engine.watch = told.append
     case.compare(case.step())
     case.engine.watch = None
     own = case.schedule.lists[case.rank]
+    assert case.spy.finished == [(when, a) for a in own if a.kind in COMPUTE for when in ("before", "after")]
     assert sorted(done.action for done in told) == sorted(own), case.what
     assert [d.action for d in told if d.action.kind in COMPUTE] == [a for a in own if a.kind in COMPUTE]
     assert all(done.start_s <= done.stop_s for done in told)
@@ -142,29 +137,59 @@ def watched(case: Case) -> None:
         assert one.stop_s <= two.start_s - two.waited_s + 1e-9, case.what
 
 
+def traffic(case: Case, lines: Lines) -> None:
+    """Messages and bytes against their formulas, and the activations held against the simulator's."""
+    schedule = case.schedule
+    graphs = Alive.count
+    Alive.most = 0
+    sent, sent_bytes = case.wires.sent_messages, case.wires.sent_bytes
+    case.compare(case.step())
+    total = torch.tensor([case.wires.sent_messages - sent, case.wires.sent_bytes - sent_bytes])
+    dist.all_reduce(total, group=lines.groups[0, 1])
+    ranks, count, chunks = schedule.ranks, schedule.micro_batches, schedule.chunks
+    waves = schedule.name in ("hanayo", "zb-v")
+    # Hanayo with W = chunks / 2 waves: 4 M W (P - 1). Else each of the boundaries between stages is crossed twice.
+    messages = 2 * count * chunks * (ranks - 1) if waves else 2 * count * (ranks * chunks - 1)
+    assert total.tolist() == [messages, messages * B * S * H * 8], case.what
+    expected = in_flight(schedule.name, ranks, count, chunks)[case.rank]
+    assert case.engine.peak_live == expected, case.what
+    assert Alive.count == graphs, case.what
+    if not SCHEDULES[schedule.name].split:
+        assert Alive.most == graphs + expected, f"{case.what}: {Alive.most} graphs, not {expected}"
+
+
+def frozen(case: Case, lines: Lines) -> None:
+    """The first stages, or all but the last, or all are not trained."""
+    stages = case.schedule.stages
+    trained_from = random.Random(case.what).choice([1, stages - 1, stages])
+    less = Case(without_backward(case.schedule, trained_from), case.rank, lines)
+    for stage, part in less.mine.items():
+        part.requires_grad_(stage >= trained_from)
+    less.compare(less.step(), trained_from)
+    # The first trained stage computes no gradient that nobody wants.
+    wants = {stage: part.input_wants_gradient for stage, part in less.mine.items()}
+    assert wants == {stage: stage > trained_from for stage in less.mine}, less.what
+
+
 def stopped(case: Case, lines: Lines) -> None:
     """Stop at any action, go on with another map of stages, stop again, and do a whole step on the last map."""
     chosen = random.Random(case.what)
-    schedule = case.schedule
-    total = sum(map(len, schedule.lists))
-    for share in (0.0, 0.3, 0.6, 0.9):
-        run = Case(schedule, case.rank, lines)
-        run.clear()
-        run.engine.start(run.micro, run.weight)
-        loss = torch.zeros((), dtype=torch.float64)
-        left = schedule
-        for part_done in (share, 0.5):
-            done = after(left, int(part_done * sum(map(len, left.lists))))
-            run.engine.run(done)
-            placement = [chosen.randrange(schedule.ranks) for _ in range(schedule.stages)]
-            move(run, placement)
-            left = remap(remap(left, done, left.placement), [0] * schedule.ranks, placement)
-        run.engine.run()
-        loss = run.engine.finish()
-        dist.all_reduce(loss, group=lines.groups[0, 1])
-        close(loss, run.loss, f"{run.what} stopped at {share} of {total}")
-        run.compare_gradients()
-        run.compare(run.step())
+    schedule = left = case.schedule
+    run = Case(schedule, case.rank, lines)
+    run.clear()
+    run.engine.start(run.micro, run.weight)
+    for share in (chosen.random(), chosen.random()):
+        done = after(left, int(share * sum(map(len, left.lists))))
+        run.engine.run(done)
+        placement = [chosen.randrange(schedule.ranks) for _ in range(schedule.stages)]
+        move(run, placement)
+        left = remap(remap(left, done, left.placement), [0] * schedule.ranks, placement)
+    run.engine.run()
+    loss = run.engine.finish()
+    dist.all_reduce(loss, group=lines.groups[0, 1])
+    close(loss, run.loss, f"{run.what} stopped")
+    run.compare_gradients()
+    run.compare(run.step())
 
 
 def move(run: Case, placement: Sequence[int]) -> None:
@@ -173,7 +198,10 @@ def move(run: Case, placement: Sequence[int]) -> None:
     for part in fresh:
         for parameter in part.parameters():
             torch.nn.init.constant_(parameter, torch.nan)
-    run.mine = {stage: run.mine.get(stage, fresh[stage]) for stage, rank in enumerate(placement) if rank == run.rank}
+    run.spy.moved = True
+    run.mine = run.spy.mine = {
+        stage: run.mine.get(stage, fresh[stage]) for stage, rank in enumerate(placement) if rank == run.rank
+    }
     run.engine.move(placement, run.mine)
 
 
@@ -186,12 +214,12 @@ def parity(ranks: int) -> None:
     for schedule in schedules(len(lines.ranks)):
         case = Case(schedule, rank, lines)
         whole_steps(case)
-        watched(case)
         if schedule.ranks > 1:
             traffic(case, lines)
-            frozen(case, lines)
-            if schedule.micro_batches == ranks:
+            if schedule.micro_batches == schedule.ranks:
                 stopped(case, lines)
+            if schedule.micro_batches == 2 * schedule.ranks:
+                frozen(case, lines)
 
 
 class Faulty(Part):

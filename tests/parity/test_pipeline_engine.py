@@ -15,6 +15,6 @@ def test_every_schedule_has_the_gradients_of_one_process() -> None:
     run_ranks(SCRIPT, 4, "2,3,4")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 def test_a_hung_or_dead_peer_ends_in_an_error_that_says_where() -> None:
-    run_ranks(SCRIPT, 3, "faults", timeout_s=50)
+    run_ranks(SCRIPT, 3, "faults", timeout_s=110)

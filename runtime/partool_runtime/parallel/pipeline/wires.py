@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from partool.schedule import Action, cell
+from partool.schedule.actions import SHIFTS
 from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals import storage_users
 
@@ -25,8 +26,9 @@ class TransferError(RuntimeError):
 
     def __init__(self, rank: int, action: Action, peer: int, reason: str) -> None:
         way = "to" if action.kind.startswith("SEND") else "from"
+        which = "turn" if action.kind in SHIFTS else "micro-batch"
         super().__init__(
-            f"pipeline rank {rank}, {cell(action)} (stage {action.stage}, micro-batch {action.micro_batch}) "
+            f"pipeline rank {rank}, {cell(action)} (stage {action.stage}, {which} {action.micro_batch}) "
             f"{way} pipeline rank {peer}: {reason}"
         )
         self.rank, self.action, self.peer, self.reason = rank, action, peer, reason
