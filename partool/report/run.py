@@ -17,7 +17,7 @@ from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
-from partool.report.units import gib, seconds
+from partool.report.units import seconds, size
 
 SUMMARY_FILE = "summary.json"
 _SECTIONS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per step"}
@@ -47,17 +47,16 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def term_rows(summary: dict[str, Any]) -> list[Term]:
-    """Return the terms of a summary that were predicted or measured."""
+    """Return the terms of a summary that were predicted or measured; those that do not occur are left out."""
     found = []
     for term in summary["terms"]:
-        values = [
-            "–" if term[key] is None else seconds(term[key]) if term["unit"] == "s" else f"{gib(term[key])} GiB"
-            for key in ("predicted", "measured")
-        ]
-        if values != ["–", "–"]:
-            ratio = "" if term["ratio"] is None else f"{term['ratio']:.2f}"
-            section = _SECTIONS.get(term["section"], term["section"])
-            found.append(Term(section, term["term"], values[0], values[1], ratio, term["measure"]))
+        if not term["predicted"] and not term["measured"]:
+            continue
+        show = seconds if term["unit"] == "s" else size
+        values = ["–" if term[key] is None else show(term[key]) for key in ("predicted", "measured")]
+        ratio = "" if term["ratio"] is None else f"{term['ratio']:.2f}"
+        section = _SECTIONS.get(term["section"], term["section"])
+        found.append(Term(section, term["term"], values[0], values[1], ratio, term["measure"]))
     return found
 
 

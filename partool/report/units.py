@@ -11,6 +11,18 @@ def gib(size_bytes: float) -> str:
     return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
+def size(value_bytes: float) -> str:
+    """Return bytes with their unit: ``812 B``, ``1.5 MiB``, ``64.2 GiB``."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value_bytes >= limit:
+            return (
+                f"{value_bytes / limit:.3g} {unit}"
+                if value_bytes < 1000 * limit
+                else f"{value_bytes / limit:.0f} {unit}"
+            )
+    return f"{value_bytes:.0f} B"
+
+
 def seconds(value_s: float) -> str:
     """Return a short time with its unit: ``43 us``, ``1.2 ms``, ``3.4 s``."""
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):

@@ -22,6 +22,7 @@ from partool.plan.pipeline_log import Executed, pipeline_data, read_pipeline
 from partool.schedule import Action
 from partool_runtime.telemetry import Recorder
 from partool_runtime.telemetry._console import Lines
+from partool_runtime.telemetry.summary import Measurement, Measures, combine
 
 KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "SEND_FW", "RECV_BW", "SEND_G")
 MICROSECONDS = st.integers(0, 10**9).map(lambda us: us / 1e6)
@@ -146,3 +147,46 @@ def test_a_step_without_actions_writes_none(tmp_path: Path, clock: Clock) -> Non
         it.step(1, 1.0)
         it.step(2, 1.0)
     assert [event["step"] for event in logged(tmp_path)] == [1]
+
+
+def test_the_most_that_micro_batches_keep_at_once_is_measured(tmp_path: Path, clock: Clock) -> None:
+    layout = small_plan().layout
+    deep = layout.model_copy(update={"mesh": layout.mesh.model_copy(update={"pp": 2})})
+    weight = torch.nn.Parameter(torch.randn(5, 3))
+    for name, chosen, kept in (("pipeline", deep, 3), ("plain", layout, 1)):
+        with recorder(tmp_path / name, clock, layout=chosen) as it:
+            for step in range(1, 4):
+                losses = []
+                for batch in range(4):
+                    with it.timer("forward"):
+                        losses.append(torch.tanh(torch.randn(7, 3) @ weight.t()).sum())
+                    if batch >= 2:  # three are under way, then one comes for one that goes
+                        with it.timer("backward"):
+                            losses.pop(0).backward()
+                for loss in losses:
+                    with it.timer("backward"):
+                        loss.backward()
+                it.step(step, 1.0)
+            assert it.measures().memory["activations"].value == kept * (7 * 3 + 7 * 5) * 4
+
+
+def test_what_was_sent_is_the_traffic_of_the_latest_step(tmp_path: Path, clock: Clock) -> None:
+    with recorder(tmp_path, clock, steps=2, log_every=1) as it:
+        it.pipeline(list(work(clock)))
+        assert "pipeline" not in it.measures().traffic
+        it.pipeline(list(work(clock)), 4096)
+        assert it.measures().traffic["pipeline"].value == 4096
+
+
+def test_a_rank_that_computes_longest_stands_for_a_pipelines_times() -> None:
+    def rank(forward: float, backward: float, bubble: float, memory: float) -> Measures:
+        times = {"forward": forward, "backward": backward, "pipeline_bubble": bubble}
+        return Measures({"total": Measurement(memory, "x")}, {k: Measurement(v, "x") for k, v in times.items()})
+
+    ranks = [rank(1, 2, 9, 70), rank(4, 5, 3, 50), rank(2, 3, 5, 60)]
+    combined = combine(ranks, busiest=True)
+    assert {term: m.value for term, m in combined.time.items()} == {"forward": 4, "backward": 5, "pipeline_bubble": 3}
+    assert combined.memory["total"].value == 70
+    assert {term: m.value for term, m in combine(ranks).time.items()} == {
+        "forward": 2, "backward": 3, "pipeline_bubble": 5,
+    }  # fmt: skip

@@ -30,7 +30,7 @@ def close_run(
     for, a few seconds at most.
     """
     ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
-    combined = combine(ranks)
+    combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)
     table = rows(plan.prediction, combined)
     step_time = combined.time.get(TOTAL)
     data: dict[str, Any] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _STATUS = Path("/proc/self/status")
 
@@ -47,13 +48,14 @@ class SavedTensors:
         self._at_parameter = at_parameter
         self._vocab = vocab
         self._logits_numel = logits_numel
-        self._storages: dict[tuple[int, int], int] = {}
+        self._storages: dict[tuple[int, int], StorageWeakRef] = {}
         self._hooks = saved_tensors_hooks(self._pack, _same)
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of the storages that were saved."""
-        return sum(self._storages.values())
+    def live_bytes(self) -> int:
+        """Bytes of the storages that were saved and have not been freed yet."""
+        self._storages = {key: storage for key, storage in self._storages.items() if not storage.expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self._storages)
 
     def start(self) -> None:
         """Begin to count."""
@@ -71,7 +73,7 @@ class SavedTensors:
             self._at_parameter()
         elif not is_logits:
             storage = tensor.untyped_storage()
-            self._storages[(storage.data_ptr(), storage.nbytes())] = storage.nbytes()
+            self._storages[storage.data_ptr(), storage.nbytes()] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return tensor
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from partool.plan.pipeline_log import Timed, pipeline_data
 from partool.plan.types import Plan
 from partool_runtime.telemetry._timers import HostClock, Spans
+from partool_runtime.telemetry.summary import Measurement, Measures
 
 BUBBLE = "pipeline_bubble"
 Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
@@ -30,12 +31,19 @@ class PipelineSteps:
         self._log_steps = 0
         self._last = plan.training.steps
         self._done: Ran | None = None
+        self._sent_bytes: int | None = None
 
-    def take(self, done: Ran) -> None:
-        """Take over a step's actions."""
-        self._done = done
+    def take(self, done: Ran, sent_bytes: int | None) -> None:
+        """Take over a step's actions, and what was sent."""
+        self._done, self._sent_bytes = done, sent_bytes
         if not callable(done):
             self._add(done)
+
+    def measures(self) -> Measures:
+        """Return what was counted in the latest step."""
+        if self._sent_bytes is None:
+            return Measures()
+        return Measures(traffic={"pipeline": Measurement(float(self._sent_bytes), "bytes of messages")})
 
     def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
         """Return the data of a log step's event; None where there were no actions, or too many for every log step."""
@@ -51,4 +59,4 @@ class PipelineSteps:
         return pipeline_data(step, steady, time.time() - self._host.mark(), done)
 
     def _add(self, done: Sequence[Timed]) -> None:
-        self._spans.add(BUBBLE, self._host, 0.0, sum(one.waited_s for one in done))
+        self._spans.add(BUBBLE, self._host, 0.0, sum(max(one.waited_s, 0.0) for one in done))

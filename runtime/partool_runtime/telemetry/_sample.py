@@ -14,10 +14,16 @@ SAMPLED_STEP = 2
 """Which step of an attempt is sampled: the first one allocates, and both are left out of the medians."""
 
 
+_BEGIN = ("forward", "parameter_gather")
+"""Terms with which a step's traffic begins."""
+
+
 class StepSampler:
     """Watches one step: the first micro-batch's forward pass for saved tensors, the whole step for traffic.
 
-    Values are not changed. A compiled model is not sampled: its graphs would be compiled again for the hooks.
+    In a pipeline, where micro-batches are under way side by side, it watches all forward passes: the most that is kept
+    at once counts. Values are not changed. A compiled model is not sampled: its graphs would be compiled again for the
+    hooks.
     """
 
     def __init__(self, plan: Plan, spans: Spans) -> None:
@@ -30,6 +36,9 @@ class StepSampler:
         self._counter: CommCounter | None = None
         self._counting = False
         self._seen_forward = False
+        self._pipeline = plan.layout.mesh.pp > 1
+        self._watching = False
+        self._most_bytes = 0
 
     def add_probe(self, term: str, count_bytes: Callable[[], int]) -> None:
         """Look at a memory term in the sampled step: after each pass, and amid the first forward pass."""
@@ -53,8 +62,9 @@ class StepSampler:
         sent = {kind: entry.sent_bytes for kind, entry in traffic.items()}
         how = "collective counter"
         probed = {term: Measurement(value, "counted tensors") for term, value in self._probed.items()}
+        saved = {"activations": Measurement(self._most_bytes, "saved-tensor hook")} if self._most_bytes else {}
         return Measures(
-            memory={"activations": Measurement(self._saved.total_bytes, "saved-tensor hook"), **probed},
+            memory={**saved, **probed},
             traffic={
                 "gradient_sync": Measurement(sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), how),
                 "parameter_gather": Measurement(sent.get("all_gather", 0), how),
@@ -62,17 +72,20 @@ class StepSampler:
         )
 
     def _enter(self, term: str) -> None:
-        if term == "forward" and not self._seen_forward:
+        if term in _BEGIN and self._counter is None:
             self._counter, self._counting = CommCounter(), True
             self._counter.__enter__()  # type: ignore[no-untyped-call]
+        if term == "forward" and (self._pipeline or not self._seen_forward):
+            self._watching = True
             self._saved.start()
 
     def _exit(self, term: str) -> None:
         if term in ("forward", "backward"):
             self._probe()
-        if term == "forward" and not self._seen_forward:
+        if term == "forward" and self._watching:
             self._saved.stop()
-            self._seen_forward = True
+            self._watching, self._seen_forward = False, True
+            self._most_bytes = max(self._most_bytes, self._saved.live_bytes)
         elif term == "optimizer":
             self._stop_counting()
 

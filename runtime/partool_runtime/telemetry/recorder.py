@@ -149,13 +149,14 @@ class Recorder:
             self._sampler.arm()
         self._spans.add("overhead", self._host, host_start, self._host.mark())
 
-    def pipeline(self, done: Ran) -> None:
+    def pipeline(self, done: Ran, sent_bytes: int | None = None) -> None:
         """Take the executed actions of the step that is about to end, on the host's clock.
 
         What they waited counts as ``pipeline_bubble``; on log steps they are written as an event. A function is called
         on log steps only, where waiting for the device does no harm; then only these steps' waits count.
+        ``sent_bytes`` is what this rank sent to other ranks of its pipeline in the step.
         """
-        self._pipeline.take(done)
+        self._pipeline.take(done, sent_bytes)
 
     def event(self, kind: EventKind, **data: Any) -> None:
         """Append an event.
@@ -214,7 +215,7 @@ class Recorder:
             times[term] = Measurement(value, self._time_measure(term))
         if self._collectives is not None:
             times = {term: m for term, m in times.items() if term not in self._collectives.asynchronous}
-        return Measures(memory, times, {}).merged(self._sampler.measures())
+        return Measures(memory, times, {}).merged(self._sampler.measures()).merged(self._pipeline.measures())
 
     def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
         """Write summary and last event, restore the terminal, print the closing table; calling again does nothing."""

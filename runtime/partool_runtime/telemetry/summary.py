@@ -75,8 +75,12 @@ class Row:
         return self.measured / self.predicted
 
 
-def combine(ranks: Sequence[Measures]) -> Measures:
-    """Combine over ranks: the largest memory and traffic, the median time."""
+def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
+    """Combine over ranks: the largest memory and traffic, the median time.
+
+    With ``busiest``, times are those of the rank that computes longest, as they are predicted for pipelines, whose
+    ranks have different work.
+    """
     rules: dict[Section, Callable[[list[float]], float]] = {"memory": max, "time": statistics.median, "traffic": max}
     combined: dict[str, dict[str, Measurement]] = {}
     for name in SECTIONS:
@@ -86,7 +90,13 @@ def combine(ranks: Sequence[Measures]) -> Measures:
             term: Measurement(float(rules[name]([m.value for m in each])), each[0].measure)
             for term, each in found.items()
         }
+    if busiest and ranks:
+        combined["time"] |= max(ranks, key=_compute_s).time
     return Measures(**combined)
+
+
+def _compute_s(rank: Measures) -> float:
+    return sum(rank.time[term].value for term in ("forward", "backward") if term in rank.time)
 
 
 def rows(prediction: Prediction, measures: Measures) -> list[Row]:
