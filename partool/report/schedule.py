@@ -72,7 +72,9 @@ def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> N
     console.print(Text(summary(drawing, ""), "bold"))
     render_timeline(drawing, console, unit="")
     sent = ", ".join(f"{count:,} of {what}" for what, count in messages(schedule).items()) or "none"
-    console.print(Text(f"messages per step: {sent}; receives posted ahead: {receive_depth(schedule)} or more"))
+    console.print(
+        Text(f"messages per step: {sent}; at most {receive_depth(schedule)} under way per pair of ranks suffice")
+    )
 
 
 def schedule_data(schedule: Schedule, drawing: Drawing) -> dict[str, Any]:

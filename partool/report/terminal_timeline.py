@@ -30,6 +30,8 @@ _ACTIONS = 20_000
 """Actions followed for the picture."""
 _PARTS = 3
 """Parts in which a step is drawn one below the other; of a longer one, only the first and the last."""
+_USUAL = 0.4
+"""Share of the boxes that may be too short for their numbers: of three kinds, the shortest."""
 _TIGHTER = 0.3
 """By how much a part may hold more than fits well."""
 _LEAST = 40
@@ -97,7 +99,7 @@ def console_windows(drawing: Drawing, console: Console, span_s: float = 0.0) -> 
     width = _width(drawing, console)
     columns = len(str(drawing.micro_batches - 1)) + 1 + (not _has_colour(console))
     lengths = sorted(box.stop_s - box.start_s for box in drawing.boxes)
-    fit_s = width / columns * lengths[len(lengths) // 10] if lengths else 0.0
+    fit_s = width / columns * lengths[int(_USUAL * len(lengths))] if lengths else 0.0
     whole_s, left_out = max(drawing.span_s, span_s), drawing.left_out
     count = math.ceil(whole_s / fit_s - _TIGHTER) if fit_s else 1
     if count <= _PARTS and left_out is None:
