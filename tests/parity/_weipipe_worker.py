@@ -173,6 +173,8 @@ def check_narrow(ring: Ring) -> None:
     passes.step(expected.batches[0], expected.weights[0], timer)
     compare(model, expected.gradients[0], "float32", limit=1e-5)
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())
+    weights, gradients = passes.sent
+    assert passes.sent_bytes == 4 * weights + 8 * gradients
     assert not close(model.embed.weight.grad, expected.gradients[0]["embed.weight"])
     passes.close()
 

@@ -15,8 +15,9 @@ from partool.schedule import Schedule
 from partool.schedule.weipipe import room, weipipe
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.comm import sum_over
+from partool_runtime.parallel.pipeline.clock import clock_for
 from partool_runtime.parallel.pipeline.split import split_linears
-from partool_runtime.parallel.pipeline.types import Done, Watch
+from partool_runtime.parallel.pipeline.types import Watch
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.compute import Computation, RingModel
 from partool_runtime.parallel.weipipe.program import Compute, Move, Step, compile_program
@@ -50,6 +51,7 @@ class WeiPipePasses:
         _check(schedule, model, ring)
         self.schedule, self._model, self._ring = schedule, model, ring
         self._replicas, self._watch = replicas, watch
+        self._watching = False
         self._program = compile_program(schedule, ring.rank)
         self._evaluation: dict[int, tuple[Step, ...]] = {}
         self._chunks = [Chunk(stage) for stage in model.stages]
@@ -63,6 +65,8 @@ class WeiPipePasses:
         self._home = {
             stage: example.new_zeros(self._chunks[stage].gradient_elements, requires_grad=False) for stage in mine
         }
+        self._example, self._device = example, example.device
+        self._clock = clock_for(self._device)
         self._wire = Wire(ring, timeout_s)
         held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
         longest = max(chunk.weight_elements for chunk in self._chunks)
@@ -83,6 +87,12 @@ class WeiPipePasses:
         """
         return self._weights.sent_elements, self._gradients.sent_elements
 
+    @property
+    def sent_bytes(self) -> int:
+        """The same in bytes, weights and gradients together."""
+        weights, gradients = self.sent
+        return weights * next(iter(self._own.values())).flat.itemsize + gradients * self._example.itemsize
+
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See :class:`Passes`. Raises ``TransferError`` where a peer hangs or is gone."""
         if len(batch) != self.schedule.micro_batches:
@@ -90,10 +100,12 @@ class WeiPipePasses:
         for flat in self._home.values():
             flat.zero_()
         self._computation.begin(batch, weight)
+        self._watching = self._watch is not None
         self._run(self._program, self._computation, timer)
         with timer("pipeline_bubble"):
             self._finish()
         self._tell()
+        self._watching = False
         with timer("gradient_sync"):
             self._sum()
         return self._computation.loss_sum
@@ -101,7 +113,7 @@ class WeiPipePasses:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
         """See :class:`Passes`. Micro-batches go round the ring as many at a time as it has ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self._home[next(iter(self._home))].device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         waiting: list[MicroBatch] = []
         for micro in batches:
             if stopping():
@@ -121,7 +133,7 @@ class WeiPipePasses:
         count = len(batch)
         if count not in self._evaluation:
             self._evaluation[count] = compile_program(self._forward_only(count), self._ring.rank)
-        self._predicting.begin(batch, torch.ones((), device=self._home[next(iter(self._home))].device))
+        self._predicting.begin(batch, torch.ones((), device=self._device))
         self._run(self._evaluation[count], self._predicting, lambda _: nullcontext())
         self._finish()
         return self._predicting.loss_sum
@@ -134,6 +146,8 @@ class WeiPipePasses:
         for stage, buffer in self._own.items():
             self._chunks[stage].pack(self._model.stages[stage], buffer.flat)
         self._wire.done.clear()
+        if self._watching:
+            self._clock.begin()
         ended_s = time.perf_counter()
         for step in program:
             if isinstance(step, Move):
@@ -149,7 +163,8 @@ class WeiPipePasses:
         flat = None if kind == "W" else self._weights.of(stage)
         sums = kind in ("B", "W") and self._chunks[stage].gradient_elements > 0
         into = self._gradients.room() if sums else None
-        started_s = time.perf_counter()
+        waited_s = time.perf_counter() - ended_s
+        start = self._clock.mark() if self._watching else None
         with timer("forward" if kind == "F" else "backward"):
             if kind == "F" and flat is not None:
                 computation.forward(action, flat, keeps=step.keeps, halved=self._halved)
@@ -157,13 +172,14 @@ class WeiPipePasses:
                 computation.backward(action, flat)
             if kind in ("B", "W"):
                 computation.weights(action, None if into is None else into.flat)
-        stopped_s = time.perf_counter()
+        if self._watching:
+            self._clock.done(action, start, waited_s, self._wire.done.append)
+        ended_s = time.perf_counter()
         if into is not None:
             self._gradients.add(stage, into)
         if step.releases:
             self._weights.release(stage)
-        self._wire.done.append(Done(action, started_s, stopped_s, started_s - ended_s))
-        return stopped_s
+        return ended_s
 
     def _finish(self) -> None:
         self._weights.finish()
@@ -171,6 +187,7 @@ class WeiPipePasses:
 
     def _tell(self) -> None:
         if self._watch is not None:
+            self._clock.tell(self._wire.done.append)
             for done in sorted(self._wire.done, key=lambda done: done.stop_s):
                 self._watch(done)
 
