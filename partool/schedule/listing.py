@@ -25,38 +25,50 @@ class Choice(NamedTuple):
     batch: int
     before: str
     """Kind of the action that the rank did last."""
-    ranks: int
+    stages: int
+    """Of the whole model."""
+    chunks: int
+    """Of them on a rank."""
 
 
-Rule = Callable[[Choice], tuple[int, ...]]
+Rule = Callable[[Choice], tuple[float, ...]]
 """The least goes first."""
 
 
-def backward_first(choice: Choice) -> tuple[int, ...]:
+def backward_first(choice: Choice) -> tuple[float, ...]:
     """Prefer backward passes, then the deepest forward pass (Liu et al., Hanayo, SC'23), then weight gradients.
 
     Ties go to the lowest micro-batch.
     """
-    kind, stage, batch, _, _ = choice
+    kind, stage, batch = choice[:3]
     return ("FW".find(kind) + 1, -stage if kind == "F" else 0, batch, -stage)
 
 
-def in_turns(choice: Choice) -> tuple[int, ...]:
+def in_turns(choice: Choice) -> tuple[float, ...]:
     """Prefer forward after backward and backward after forward, as 1F1B does in its steady state."""
     same = (choice.kind == "F") == (choice.before == "F")
     return (choice.kind == "W", same, *backward_first(choice))
 
 
-def forward_first(choice: Choice) -> tuple[int, ...]:
+def forward_first(choice: Choice) -> tuple[float, ...]:
     """Prefer the deepest forward pass that memory allows: later ranks are fed where room is scarce."""
-    kind, stage, batch, _, _ = choice
+    kind, stage, batch = choice[:3]
     return (kind == "W", kind != "F", -stage, batch)
 
 
-def in_groups(choice: Choice) -> tuple[int, ...]:
-    """Prefer groups of as many micro-batches as ranks, one after the other, as interleaved 1F1B does."""
-    kind, stage, batch, _, ranks = choice
-    return (kind == "W", batch // ranks, kind == "F", -stage, batch)
+def paced(pace: float) -> Rule:
+    """Return the rule that does first what was due first, if a micro-batch entered every ``pace`` and never waited.
+
+    ``pace`` is in units of a rank's work on one micro-batch. Young micro-batches yield to old ones the more, the longer
+    it is: 0 goes by stages alone, and a long one by micro-batches alone.
+    """
+
+    def due(choice: Choice) -> tuple[float, ...]:
+        kind, stage, batch, _, stages, chunks = choice
+        way = stage * UNITS["F"] if kind == "F" else stages * UNITS["F"] + (stages - 1 - stage) * UNITS["B"]
+        return (kind == "W", batch * pace * chunks * (UNITS["F"] + UNITS["B"]) + way, -stage)
+
+    return due
 
 
 class Policy(NamedTuple):
@@ -136,7 +148,7 @@ class _Run:
             if batch < len(times) and times[batch] <= now:
                 kind, stage = key
                 if kind != "F" or self._may_begin(rank, stage, batch):
-                    found.append(Choice(kind, stage, batch, before, self.ranks))
+                    found.append(Choice(kind, stage, batch, before, self.stages, self.chunks))
         return min(found, key=self.policy.rule) if len(found) > 1 else found[0] if found else None
 
     def _may_begin(self, rank: int, stage: int, batch: int) -> bool:
