@@ -60,17 +60,27 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
     return found
 
 
+def keep_gradients(root: FSDPModule) -> None:
+    """Add gradients that came by other means than a backward pass to what waits for its reduction, in that one's type.
+
+    FSDP2 does so where a backward pass ends, and not otherwise: sums would be of the narrow type of computation.
+    """
+    for parameter in _fsdp_parameters(cast(nn.Module, root)):
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
+
+
 def end_backward(root: FSDPModule, *, fill: bool) -> None:
     """Do what FSDP2 does where a backward pass through ``root`` ends: reduce gradients, release parameters, as set.
 
-    It hangs that onto autograd only, and gradients that are computed by other means need it too. With ``fill``,
-    parameters that have no gradient this time take part with zeros: FSDP2 adds partial sums over replicas up as one
-    flat tensor, which must not change its shape.
+    It hangs that onto autograd only. With ``fill``, parameters that have no gradient this time take part with zeros:
+    FSDP2 adds partial sums over replicas up as one flat tensor, which must not change its shape.
     """
     for parameter in _fsdp_parameters(cast(nn.Module, root)) if fill else ():
         whole = parameter.unsharded_param
         if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
             whole.grad = torch.zeros_like(whole)
+            parameter.to_accumulated_grad_if_needed()
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 

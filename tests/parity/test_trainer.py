@@ -33,10 +33,10 @@ class Jobs:
         job = {"plan": plan_json, "run": run, "resume": resume, "stop_at": stop_at, "port": free_port()}
         self.jobs[name] = job
 
-    def run(self, ranks: int) -> None:
+    def run(self, ranks: int, timeout_s: float = 150) -> None:
         path = self.folder / "jobs.json"
         path.write_text(json.dumps(self.jobs))
-        run_ranks(Path(worker.__file__), ranks, str(path))
+        run_ranks(Path(worker.__file__), ranks, str(path), timeout_s=timeout_s)
         self.jobs.clear()
 
     def ended(self, name: str, rank: int = 0) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from partool.schedule import COMPUTE, Action
 from partool.spec.parallel import ZeroStage
-from partool_runtime.torch_internals import end_backward
+from partool_runtime.torch_internals import end_backward, keep_gradients
 
 Timer = Callable[[str], AbstractContextManager[object]]
 
@@ -75,10 +75,8 @@ class PipelineSync:
         for index, unit in enumerate(self._units):
             if action.stage not in unit.stages:
                 continue
-            if action.kind == "W" and (self._reduce_each or action == self._last[index]):
-                self._exchange(index, action)
-                with self._timer("gradient_sync"):
-                    end_backward(unit.root, fill=self._replicas > 1)
+            if action.kind == "W":
+                self._end(index, action)
             elif action.kind == "F" and action == self._last[index]:
                 _release(unit)
 
@@ -87,6 +85,15 @@ class PipelineSync:
         for unit in self._units:
             _release(unit)
         self._timer = _untimed
+
+    def _end(self, index: int, action: Action) -> None:
+        """Follow up on weight gradients, which autograd does not see."""
+        root = self._units[index].root
+        keep_gradients(root)
+        if self._reduce_each or action == self._last[index]:
+            self._exchange(index, action)
+            with self._timer("gradient_sync"):
+                end_backward(root, fill=self._replicas > 1)
 
     def _exchange(self, index: int, action: Action) -> None:
         """Tell FSDP2 what the end of the backward pass to come does, unless it was told so."""
