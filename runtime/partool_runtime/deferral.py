@@ -86,7 +86,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         needs_weight, needs_bias = ctx.needs_input_grad[1:]
-        if not weight.is_leaf or not defer(partial(_later, ctx.weight, ctx.bias if needs_bias else None, x, grad)):
+        # Detached, as the graph that made x must not live until then.
+        later = partial(_later, ctx.weight, ctx.bias if needs_bias else None, x.detach(), grad.detach())
+        if not weight.is_leaf or not defer(later):
             return grad_x, _of_weight(x, grad) if needs_weight else None, _of_bias(grad) if needs_bias else None
         return grad_x, None, None
 
@@ -98,8 +100,8 @@ def _later(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, gra
 
 
 def _of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+    return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
 def _of_bias(grad: torch.Tensor) -> torch.Tensor:
-    return grad.flatten(0, -2).sum(0)
+    return grad.reshape(-1, grad.shape[-1]).sum(0)

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from partool.schedule import (
     in_flight,
     peer,
     remap,
+    validate,
     without_backward,
 )
 from partool_runtime.data.batches import MicroBatch
@@ -40,6 +42,33 @@ def schedules(ranks: int) -> list[Schedule]:
                 if generator.moves == "activations" and check(name, ranks, count, chunks) is None:
                     found.append(generate(name, ranks, count, chunks))
     return found
+
+
+def scrambled(ranks: int) -> Schedule:
+    """Return a list as a user may write one: sends late, receives early, some backward passes in two halves."""
+    chosen = random.Random(ranks)
+    found = generate("interleaved", ranks, 2 * ranks, 2)
+    lists = [
+        [
+            half
+            for action in actions
+            for half in (
+                (action._replace(kind="I"), action._replace(kind="W"))
+                if action.kind == "B" and (action.stage + action.micro_batch) % 3 == 0
+                else (action,)
+            )
+        ]
+        for actions in found.lists
+    ]
+    for _ in range(30):
+        changed = [list(actions) for actions in lists]
+        for _ in range(2 * ranks):
+            actions = chosen.choice(changed)
+            place = chosen.randrange(len(actions))
+            actions.insert(place + chosen.randint(-3, 3), actions.pop(place))
+        if not validate(replace(found, lists=tuple(map(tuple, changed)))):
+            lists = changed
+    return replace(found, name="file", lists=tuple(map(tuple, lists)))
 
 
 class Spy:
@@ -220,6 +249,8 @@ def parity(ranks: int) -> None:
                 stopped(case, lines)
             if schedule.micro_batches == 2 * schedule.ranks:
                 frozen(case, lines)
+    own = scrambled(len(lines.ranks))
+    whole_steps(Case(own, rank, lines))
 
 
 class Faulty(Part):

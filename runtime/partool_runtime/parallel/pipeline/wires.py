@@ -64,7 +64,7 @@ def open_groups(pipelines: Sequence[Sequence[int]]) -> Lines:
     mine: Lines | None = None
     for pipeline in pipelines:
         ranks = tuple(pipeline)
-        groups = _paired(ranks) if dist.get_backend() == "nccl" else _by_direction(ranks)
+        groups = _paired(ranks) if "nccl" in dist.get_backend() else _by_direction(ranks)
         if dist.get_rank() in ranks:
             mine = Lines(ranks, groups)
     if mine is None:

@@ -1,0 +1,216 @@
+"""What a rank does at each action of a pipeline: forward and backward passes, what they take and what they hand on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from partool.schedule import Action, cell
+from partool_runtime import deferral
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.parallel.pipeline.clock import clock_for, received
+from partool_runtime.parallel.pipeline.handover import Held, Kept
+from partool_runtime.parallel.pipeline.program import Program, Step
+from partool_runtime.parallel.pipeline.types import Done, Stage, StageSync, Watch
+from partool_runtime.parallel.pipeline.wires import TransferError, Wires
+
+Calls = tuple[tuple[Callable[[Step], None], Step], ...]
+"""Which method of a worker does which step."""
+_UNDIVIDED = nullcontext()
+
+
+class Worker:
+    """One rank's stages, and the state of the step under way."""
+
+    def __init__(self, wires: Wires, sync: StageSync | None, watch: Watch | None) -> None:
+        self.wires, self._sync, self.watch = wires, sync, watch
+        self.stages: Mapping[int, Stage] = {}
+        self.kept = Kept()
+        self.loss = torch.zeros(())
+        """Sum of the token losses so far, float64."""
+        self.peak_live = 0
+        """Most (stage, micro-batch) pairs whose activations were held at once."""
+        self._micro: Sequence[MicroBatch] = ()
+        self._weight = torch.ones(())
+        self._clock = clock_for(wires.boundary.device)
+        self._waited_s = 0.0
+
+    def begin(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor | None) -> None:
+        """Start a step, or without a weight an evaluation."""
+        self._micro = micro_batches
+        self._weight = self._weight if weight is None else weight
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.wires.boundary.device)
+        self.kept = Kept()
+        self.peak_live = 0
+        if self.watch is not None:
+            self._clock.begin()
+
+    def execute(self, program: Program, calls: Calls, depth: int) -> None:
+        """Run a list; messages that it receives and does not use are kept."""
+        self.wires.begin(program.inbound, depth)
+        step = None
+        try:
+            for do, step in calls:
+                do(step)
+            for action, arrival in program.unclaimed:
+                kind: Literal["F", "B"] = "F" if action.kind == "RECV_F" else "B"
+                self.kept.ready[kind, action.stage, action.micro_batch] = self.wires.take(*arrival).x_BSH
+        except TransferError:
+            raise
+        except Exception as error:
+            if step is not None:
+                error.add_note(f"pipeline rank {self.wires.rank}, action {cell(step.action)}")
+            raise
+
+    def finish(self) -> None:
+        """End a step: everything sent has left, nothing of a stage stays gathered, all times are told."""
+        self.wires.finish()
+        if self._sync is not None:
+            self._sync.finish()
+        if self.watch is not None:
+            self._clock.tell(self.watch)
+
+    def calls(self, program: Program) -> Calls:
+        """Return what does each step of a program, looked up once."""
+        by_kind: dict[str, Callable[[Step], None]] = {
+            "F": self._infer,
+            "B": self._backward,
+            "I": self._input_gradient,
+            "W": self._weight_gradient,
+            "SEND_F": self._send,
+            "SEND_B": self._send,
+            "RECV_F": self._expect,
+            "RECV_B": self._expect,
+        }
+        train = by_kind | {"F": self._train}
+        return tuple(((train if step.trained else by_kind)[step.action.kind], step) for step in program.steps)
+
+    def again(self, step: Step) -> None:
+        """Do the forward pass of a backward action again whose graph stayed on another rank."""
+        held = self.kept.held.get((step.stage, step.batch))
+        if held is None or held.edge is not None or step.action.kind == "W":
+            return
+        forward = Action("F", step.stage, step.batch)
+        if self._sync is not None:
+            self._sync.before(forward)
+        self._hold(step, held.x_BSH)
+        if self._sync is not None:
+            self._sync.after(forward)
+
+    # One function per kind of action.
+
+    def _infer(self, step: Step) -> None:
+        x_BSH = None if step.first else self._take("F", step)
+        start = self._enter(step)
+        with torch.no_grad():
+            y_BSH = self.stages[step.stage](x_BSH, self._micro[step.batch])
+        self._leave(step, start)
+        self._hand_on(step, y_BSH)
+
+    def _train(self, step: Step) -> None:
+        x_BSH = None if step.first else self._take("F", step)
+        start = self._enter(step)
+        y_BSH = self._hold(step, x_BSH)
+        self._leave(step, start)
+        self._hand_on(step, y_BSH)
+
+    def _backward(self, step: Step) -> None:
+        held = self.kept.held[step.stage, step.batch]
+        grad_BSH = self._take("B", step) if held.scale is None else held.scale
+        start = self._enter(step)
+        assert held.edge is not None
+        torch.autograd.backward((held.edge,), (grad_BSH,))
+        del self.kept.held[step.stage, step.batch]
+        self._leave(step, start)
+        self._hand_back(step, held)
+
+    def _input_gradient(self, step: Step) -> None:
+        held = self.kept.held[step.stage, step.batch]
+        grad_BSH = self._take("B", step) if held.scale is None else held.scale
+        start = self._enter(step)
+        assert held.edge is not None
+        # Splitting too: recomputed layers must keep the same tensors as in their forward pass.
+        with deferral.splitting(), deferral.collecting(held.put_off):
+            torch.autograd.backward((held.edge,), (grad_BSH,))
+        self._leave(step, start)
+        self._hand_back(step, held)
+        held.x_BSH = held.edge = None
+
+    def _weight_gradient(self, step: Step) -> None:
+        start = self._enter(step)
+        for work in self.kept.held.pop((step.stage, step.batch)).put_off:
+            work()
+        self._leave(step, start)
+
+    def _send(self, step: Step) -> None:
+        self.wires.send(self.kept.outbox.pop(step.action), step.neighbour, step.action)
+        if self.watch is not None:
+            now_s = time.perf_counter()
+            self.watch(Done(step.action, now_s, now_s))
+
+    def _expect(self, step: Step) -> None:
+        assert step.arrival is not None
+        self.wires.expect(*step.arrival)
+
+    # What goes into compute and comes out of it.
+
+    def _hold(self, step: Step, x_BSH: torch.Tensor | None) -> torch.Tensor:
+        """Run a stage forward and hold what its backward pass needs; return the output without its graph."""
+        if x_BSH is not None:
+            x_BSH.requires_grad_(step.passes_back)
+        with deferral.splitting() if step.split else _UNDIVIDED:
+            y_BSH = self.stages[step.stage](x_BSH, self._micro[step.batch])
+        scale = self._weight.to(y_BSH.dtype) if step.last else None
+        held = self.kept.held
+        held[step.stage, step.batch] = Held(x_BSH, get_gradient_edge(y_BSH), scale)
+        self.peak_live = max(self.peak_live, len(held))
+        return y_BSH.detach()
+
+    def _take(self, kind: Literal["F", "B"], step: Step) -> torch.Tensor:
+        if step.arrival is None:
+            return self.kept.ready.pop((kind, step.stage, step.batch))
+        if self.watch is None:
+            return self.wires.take(*step.arrival).x_BSH
+        x_BSH, self._waited_s = received(self.wires, step.arrival, self.watch)
+        return x_BSH
+
+    def _hand_on(self, step: Step, y_BSH: torch.Tensor) -> None:
+        if step.last:
+            self.loss += y_BSH
+        else:
+            self._pass(step, "F", step.stage + 1, y_BSH)
+
+    def _hand_back(self, step: Step, held: Held) -> None:
+        x_BSH = held.x_BSH
+        if x_BSH is None or not step.passes_back:
+            return
+        grad_BSH, x_BSH.grad = x_BSH.grad, None
+        self._pass(step, "B", step.stage - 1, torch.zeros_like(x_BSH) if grad_BSH is None else grad_BSH)
+
+    def _pass(self, step: Step, kind: Literal["F", "B"], stage: int, x_BSH: torch.Tensor) -> None:
+        """Give an activation or a gradient to a neighbouring stage."""
+        if step.neighbour == self.wires.rank:
+            self.kept.ready[kind, stage, step.batch] = x_BSH
+            return
+        boundary = self.wires.boundary
+        if x_BSH.shape != boundary.shape or x_BSH.dtype != boundary.dtype:
+            raise ValueError(f"stage {step.stage} passes on {x_BSH.dtype} {list(x_BSH.shape)}, agreed is {boundary}")
+        send = Action("SEND_F" if kind == "F" else "SEND_B", step.stage, step.batch)
+        self.kept.outbox[send] = x_BSH.contiguous()
+
+    def _enter(self, step: Step) -> Any:
+        if self._sync is not None:
+            self._sync.before(step.action)
+        return None if self.watch is None else self._clock.mark()
+
+    def _leave(self, step: Step, start: Any) -> None:
+        if self.watch is not None:
+            self._clock.done(step.action, start, self._waited_s, self.watch)
+            self._waited_s = 0.0
+        if self._sync is not None:
+            self._sync.after(step.action)
