@@ -15,6 +15,7 @@ import torch.distributed as dist
 from _decoder_worker import CONFIGS, whole
 
 from partool.schedule import Schedule, generate
+from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import VARIANTS, volume, weipipe
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.data.batches import MicroBatch
@@ -131,6 +132,7 @@ def check_steps(schedule: Schedule, expected: Expected, ring: Ring) -> None:
         dist.all_reduce(loss, group=ring.everyone)
         assert close(loss, expected.losses[step]), (label, loss)
         compare(model, expected.gradients[step], label)
+        assert passes.peak_live == peak_held(schedule.lists[ring.rank]), (label, passes.peak_live)
         nudge(model)
     assert sorted(one.action for one in done) == sorted(2 * schedule.lists[ring.rank]), label
     check_volume(schedule, model, passes, steps=2)
@@ -162,6 +164,7 @@ def check_frozen(ring: Ring) -> None:
         passes = WeiPipePasses(schedule, model, ring, torch.float64, timeout_s=60)
         passes.step(expected.batches[0], expected.weights[0], timer)
         compare(model, expected.gradients[0], name)
+        assert passes.peak_live == peak_held(schedule.lists[ring.rank]), (name, passes.peak_live)
         check_volume(schedule, model, passes, steps=1)
         passes.close()
 

@@ -66,18 +66,24 @@ class Computation:
         self._gradients: dict[int, torch.Tensor] = {}
         """Of the output of the stage that is next in a micro-batch's backward pass."""
         self._put_off: dict[tuple[int, int], PutOff] = {}
+        self._live: set[tuple[int, int]] = set()
+        self.peak_live = 0
+        """Most pairs of stage and micro-batch between forward pass and the last of the backward, in this step."""
         self._batches: Sequence[MicroBatch] = ()
         self._weight = torch.ones(())
         self.loss_sum = torch.zeros(())
 
     def begin(self, batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
         """Start a step; gradients are those of the losses' sum times ``weight``."""
-        self._batches, self._weight = batches, weight
+        self._batches, self._weight, self.peak_live = batches, weight, 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=weight.device)
 
     def forward(self, action: Action, flat: torch.Tensor, *, keeps: bool = False, halved: bool = False) -> None:
         """Run a stage; ``keeps``: with a graph, for a backward pass in two halves if ``halved``."""
         _, stage, batch = action
+        if stage >= self._trained_from:
+            self._live.add((stage, batch))
+            self.peak_live = max(self.peak_live, len(self._live))
         if keeps:
             self._graphs[stage, batch] = graph = self._graph(stage, batch, flat, halved)
             self._done(stage, batch, graph.out.detach())
@@ -107,6 +113,7 @@ class Computation:
 
     def weights(self, action: Action, into: torch.Tensor | None) -> None:
         """Do what the backward pass put off, and leave the gradients of weights, if there are any, in flat memory."""
+        self._live.remove((action.stage, action.micro_batch))
         leaves, work = self._put_off.pop((action.stage, action.micro_batch))
         for job in work:
             job()

@@ -93,6 +93,11 @@ class WeiPipePasses:
         weights, gradients = self.sent
         return weights * next(iter(self._own.values())).flat.itemsize + gradients * self._example.itemsize
 
+    @property
+    def peak_live(self) -> int:
+        """Most (stage, micro-batch) pairs in the latest step of which something was kept for a backward pass."""
+        return self._computation.peak_live
+
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See :class:`Passes`. Raises ``TransferError`` where a peer hangs or is gone."""
         if len(batch) != self.schedule.micro_batches:
