@@ -183,12 +183,13 @@ def _spans(found: Comparison) -> Table:
 
 
 def _ranks(found: Comparison) -> Table:
-    table = _table("rank", "stages", "compute", "waiting", "between", "idle: executed", "simulated", "predicted")
+    stages = "owns" if found.schedule.moves == "weights" else "stages"
+    table = _table("rank", stages, "compute", "waiting", "between", "idle: executed", "simulated", "predicted")
     for rank, times in enumerate(found.ranks):
         idle = [idle_share(drawing, rank) for drawing in (found.executed, found.simulated, found.predicted)]
-        stages = ", ".join(map(str, found.schedule.on_rank(rank)))
+        mine = ", ".join(map(str, found.schedule.on_rank(rank)))
         table.add_row(
-            str(rank), stages, seconds(times.compute_s), seconds(times.waiting_s), seconds(times.other_s), *idle
+            str(rank), mine, seconds(times.compute_s), seconds(times.waiting_s), seconds(times.other_s), *idle
         )
     return table
 

@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
+from partool.plan.event_log import event_log
+from partool.plan.pipeline_log import Executed, pipeline_data
 from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.report.executed import compare
 from partool.report.html import render_html
+from partool.report.html_run import render_run_html
+from partool.report.timeline import planned
 from partool.spec import load_text
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -91,10 +96,10 @@ def framed(source: str, width: int) -> str:
     return f"<!doctype html><body>{frame}<script>addEventListener('load', () => {repeat})</script></body>"
 
 
-def probe(source: str, folder: Path, scheme: int = LIGHT, width: int = 1280) -> dict[str, Any]:
+def probe(source: str, folder: Path, scheme: int = LIGHT, width: int = 1280, script: str = PROBE) -> dict[str, Any]:
     """Return what the probe sees in a page that must load in silence."""
     page = folder / f"page-{scheme}-{width}.html"
-    page.write_text(framed(source.replace("</body>", f"<script>{{{PROBE}}}</script></body>"), width), encoding="utf-8")
+    page.write_text(framed(source.replace("</body>", f"<script>{{{script}}}</script></body>"), width), encoding="utf-8")
     dom, console = browse(page, "--dump-dom", "--window-size=1400,900", scheme=scheme)
     assert console == []
     found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
@@ -154,6 +159,64 @@ def test_a_dark_and_narrow_page_is_dark_and_does_not_scroll_sideways(plan: Plan,
     assert narrow["small"] == 0
     brightness = [sum(map(int, re.findall(r"\d+", narrow[key])[:3])) for key in ("page", "ink")]
     assert brightness[0] < 150 < 600 < brightness[1]
+
+
+# What a reader sees of a run's page: boxes of each picture in seconds of its axis, and whether anything sticks out.
+RUN_PROBE = """
+const all = (selector, from = document) => [...from.querySelectorAll(selector)];
+const box = (node) => node.getBoundingClientRect();
+const seen = {
+  titles: all("#timeline > p").map((node) => node.textContent),
+  rows: all("svg.timeline").map((svg) => all(".idle", svg).length),
+  boxes: all("svg.timeline").map((svg) => all("g.event", svg).length),
+  ends: all("svg.timeline").map((svg) => Math.max(...all("g.event rect", svg).map((node) => box(node).right))),
+  inside: all("svg.timeline g.event text").filter((text) => {
+    const [a, b] = [box(text), box(text.parentNode.querySelector("rect"))];
+    return a.left < b.left - .5 || a.right > b.right + .5;
+  }).length,
+  colours: new Set(all("svg.timeline g.event rect").map((node) => getComputedStyle(node).fill)).size,
+  terms: all("#terms tbody td").length,
+  resources: performance.getEntriesByType("resource").length,
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+};
+const result = document.createElement("pre");
+result.id = "probe";
+result.textContent = JSON.stringify(seen);
+document.body.append(result);
+"""
+
+
+def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Path) -> None:
+    few = plan.model_copy(update={"layout": plan.layout.model_copy(update={"accumulation": 8, "schedule_hash": ""})})
+    drawing = planned(few, 10_000)
+    for rank in range(8):
+        path = event_log(tmp_path, rank * (plan.layout.mesh.world_size // 8))
+        path.parent.mkdir(exist_ok=True)
+        boxes = [box for box in drawing.boxes if box.rank == rank]
+        done = [Executed(box.action, 1.25 * box.start_s, 1.25 * box.stop_s, 0.0) for box in boxes]
+        late = Executed(done[0].action, done[0].start_s, done[0].stop_s, done[0].start_s)  # since the step began
+        event = {
+            "v": 1,
+            "kind": "pipeline",
+            "t": 0.0,
+            "rank": rank,
+            "data": pipeline_data(3, True, 1e9, [late, *done[1:]]),
+        }
+        path.write_text(json.dumps(event) + "\n")
+    term = {"section": "time", "term": "forward", "predicted": 1.0, "measured": 2.0, "ratio": 2.0, "measure": "timer"}
+    found = compare(tmp_path, few)
+    source = render_run_html(few, "run-<b>", {"terms": [{**term, "unit": "s"}]}, found, "")
+    seen = probe(source, tmp_path, width=1280, script=RUN_PROBE)
+    assert [title.split(" ")[0] for title in seen["titles"][1:]] == ["Executed", "Simulated", "Predicted"]
+    assert seen["rows"] == [8, 8, 8]
+    assert seen["boxes"] == [len(drawing.boxes)] * 3
+    assert seen["ends"][1] == pytest.approx(seen["ends"][0], rel=0.02)
+    assert seen["ends"][2] < 0.85 * seen["ends"][0]
+    assert (seen["inside"], seen["resources"], seen["colours"]) == (0, 0, 2)
+    assert seen["overflow"] <= 0
+    assert seen["terms"] >= 5
+    narrow = probe(source, tmp_path, DARK, 420, script=RUN_PROBE)
+    assert narrow["overflow"] <= 0
 
 
 def test_a_page_that_reaches_out_would_be_noticed(plan: Plan, tmp_path: Path) -> None:
