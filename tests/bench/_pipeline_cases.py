@@ -11,7 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,16 +163,28 @@ def _start(folder: Path, ranks: int, cables: Cables | None, timeout_s: float) ->
             environment = common | {"RANK": str(rank)}
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             log.close()
-        for process in processes:
-            process.wait(timeout_s)
+        _wait(processes, timeout_s)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    failed = [rank for rank, process in enumerate(processes) if process.returncode]
-    if failed:
-        logs = {rank: (folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in failed}
+    # A rank that was killed here waited for one that failed, or for nothing that came.
+    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
+    if any(process.returncode for process in processes):
+        logs = {
+            rank: (folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in failed or range(ranks)
+        }
         raise RuntimeError("\n".join(f"rank {rank}:\n" + "\n".join(lines[-15:]) for rank, lines in logs.items()))
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Return when all have ended, one has failed, or the time is up."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return
+        time.sleep(0.05)
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ RANKS = 4
 MICRO_BATCHES = 2 * RANKS
 HIDDEN = 128
 RATES_MBIT = (200.0, 800.0)
-TOKENS = (1024, 4096, 8192)
+TOKENS = (1024, 2048, 8192)
 FASTER = 10
 """How much faster the imagined accelerator is than the core that the layer was measured on."""
 

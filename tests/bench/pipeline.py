@@ -14,6 +14,8 @@ import argparse
 import dataclasses
 import json
 import statistics
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +27,6 @@ from _record import RESULTS, write
 
 RANKS = 4
 LISTS = (
-    ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved", 2),
     ("interleaved", 4),
@@ -36,7 +37,7 @@ LISTS = (
 )
 REAL_LISTS = (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("hanayo", 2))
 ENGINES = ("partool", "torch")
-TIMED = Shape(batch=1, length=128, hidden=256, layers=16)
+TIMED = Shape(batch=1, length=192, hidden=256, layers=16)
 REAL = Shape(batch=1, length=128, hidden=256, layers=8)
 TINY = Shape(batch=1, length=5, hidden=32, layers=16, vocab=33)
 TOLERANCE = 1e-12
@@ -110,23 +111,34 @@ def main() -> None:
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
     reader.add_argument("--only", default="lists,overhead,real,links", help="parts, separated by commas")
     options = reader.parse_args()
-    parts, rounds = options.only.split(","), 1 if options.quick else 7
+    parts, rounds = options.only.split(","), 1 if options.quick else 5
     result: dict[str, Any] = _earlier() if not options.quick else {}
+    started_s = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - started_s:.0f} s: {what}", file=sys.stderr, flush=True)
+
     if "lists" in parts:
+        say("gradients of all lists")
         result["gradients_apart_4_ranks"] = check(LISTS, RANKS, RANKS)
         waits = measure(TIMED)
         result["waits_s"] = {name: dataclasses.asdict(part) for name, part in waits.items()}
         result["model"] = dataclasses.asdict(TIMED)
+        say("all lists, waits for arithmetic")
         result["lists"] = timed(waits, 2 * RANKS, rounds)
         result["lists_fewest_micro_batches"] = timed(waits, RANKS, rounds)
     if "overhead" in parts:
+        say("all lists, no waits")
         result["overhead"] = overhead(2 * RANKS, 2 * rounds)
     if "real" in parts:
+        say("real layers")
         result["gradients_apart_2_ranks"] = check(REAL_LISTS, 4, 2)
         result["real_model"] = dataclasses.asdict(REAL)
         result["real"] = real(8, rounds)
     if "links" in parts:
+        say("slow links")
         result |= links(quick=options.quick)
+    say("done")
     if options.quick:
         print(json.dumps(result, indent=2))
     else:
