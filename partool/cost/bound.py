@@ -90,17 +90,35 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     busiest = np.where(several, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
     through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
-    # Whatever the order: a micro-batch passes all stages, and halves of its backward passes may wait for others.
-    through = np.where(np.isin(layouts.schedule, _ANY_ORDER), forward, through)
+    # Whatever the order, a micro-batch passes all stages twice; only the weights' halves are not waited for.
+    path = total - costs.total("weight_s")
+    through = np.where(np.isin(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
-        busiest, through = total / layouts.pp, forward
+        busiest, through = total / layouts.pp, path
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not run again.
         again = _last_layers(job, stages) * np.max([unit.forward_s for unit in costs.layers.values()], axis=0)
         busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
-        through = np.where(layouts.ring, 0.0, through)
+        through = np.where(layouts.ring, _travelling_s(job, layouts, costs), through)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
     return job.time_scalar * (bound + parts.extra_s)
+
+
+def _travelling_s(job: Job, layouts: Layouts, costs: Micro) -> Column:
+    """Return a lower bound of the time that weights and gradients take from rank to rank.
+
+    Per round of micro-batches all stages' weights go round twice, but for the first and the last stage's where a pass
+    follows the one before at once, and all gradients once; a stage's owner is passed by.
+    """
+    pp, stages = layouts.pp, layouts.pp * layouts.chunks
+    each = [unit.dense + unit.expert for unit in costs.layers.values()]
+    whole = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
+    largest = (np.ceil(job.model.layers / stages) + 1) * np.max([0.0 * pp + size for size in each], axis=0)
+    moved = 2 * np.maximum(whole - largest, 0.0) * job.compute_bytes + whole * job.master_bytes
+    share = (pp - 2) / np.maximum(pp - 1, 1)
+    sent = layouts.accumulation / pp * share * moved
+    stride = layouts.tp * layouts.cp * layouts.dp
+    return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
 
 
 def _last_layers(job: Job, stages: Column) -> Column:

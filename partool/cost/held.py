@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, Column, Job, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, Column, Job, Layouts
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
 """Kinds of layers."""
+HALVED_RING = SCHEDULES.index("weipipe-zb")
+"""Keeps a whole micro-batch's tensors until the weights' half of its backward passes."""
 
 
 class Elements(NamedTuple):
@@ -46,6 +48,24 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Ring:
+    """What a rank holds of a pipeline whose weights travel; every field is a column."""
+
+    there: Column
+    """True where weights travel; elsewhere the other fields do not count."""
+    inputs: Column
+    """Inputs of stages that are kept at the peak, one micro-batch each."""
+    rebuilt: tuple[Column, Column]
+    """Layers by kind whose tensors exist while a backward pass runs: a stage's; of halved passes, all stages'."""
+    weights: Column
+    """Flat copies of a stage's weights, beside the rank's own."""
+    gradients: Column
+    """Flat copies of a stage's gradients."""
+    elements: Column
+    """Parameters of the largest stage."""
+
+
+@dataclass(frozen=True)
 class Held:
     """One pipeline rank's share of a job; every field but ``rank`` is a column."""
 
@@ -59,6 +79,8 @@ class Held:
     """Micro-batches of all its layers whose activations exist at the peak."""
     kept: dict[tuple[int, int], Column]
     """Layers by (kind, index of the recompute policy)."""
+    ring: Ring | None = None
+    """Where weights travel, what comes with that."""
 
     @property
     def layer_count(self) -> Column:
@@ -133,10 +155,23 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
             if policy == 0:
                 chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)
             kept[kind, policy] = kinds[kind] * chosen
-    first = np.where(rank == 0, 1, 0)
+    first = np.where((rank == 0) | layouts.ring, 1, 0)
     # Stages that come back end where they began.
-    last = np.where(rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1), 1, 0)
-    return Held(kinds, first, last, in_flight / chunks, kept)
+    last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
+    ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
+    return Held(kinds, first, last, in_flight / chunks, kept, ring)
+
+
+def _ring(job: Job, layouts: Layouts, most: Column) -> Ring:
+    """Return what comes with weights that travel, in stages of at most so many layers."""
+    groups = model_groups(job.model, job.padded_vocab, job.frozen)
+    share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
+    layers = np.where(layouts.schedule == HALVED_RING, job.model.layers, most)
+    owners: Column = np.where(layouts.ep > 1, layouts.ep, layouts.tp)
+    each = [one.cut / layouts.tp + one.whole + one.expert / owners for one in groups.layers]
+    stages = layouts.pp * layouts.chunks
+    return Ring(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
+                most * (share * each[DENSE] + (1 - share) * each[MOE]))  # fmt: skip
 
 
 def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
@@ -159,7 +194,7 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Co
         yield chunk * pp + np.where(back, pp - 1 - rank, rank), chunk < layouts.chunks
 
 
-def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int) -> Held:
+def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int, ring: Ring | None = None) -> Held:
     """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
     model, last = job.model, len(layout.stages) - 1
     kept: dict[tuple[int, int], Column] = {}
@@ -168,4 +203,5 @@ def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: i
             key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
             kept[key] = kept.get(key, 0) + 1
     kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
-    return Held((kinds[0], kinds[1]), int(0 in stages), int(last in stages), in_flight / len(stages), kept)
+    begins, ends = int(0 in stages or ring is not None), int(last in stages or ring is not None)
+    return Held((kinds[0], kinds[1]), begins, ends, in_flight / len(stages), kept, ring)

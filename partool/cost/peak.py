@@ -6,6 +6,7 @@ backward pass (all activations and one layer at work), its end (all gradients), 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,9 +16,9 @@ from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
 from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.cost.fit import fit_probability, verdict
-from partool.cost.held import DENSE, MOE, Held, held_by_layout, held_by_rank
+from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
-from partool.cost.pipeline import held_by_ranks, stages_of_ranks
+from partool.cost.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
 from partool.cost.predict import columns
 from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
@@ -135,7 +136,10 @@ def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
     layouts = columns(layout)
     ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
-    held = [held_by_layout(job, layout, stages, count) for stages, count in ranks]
+    rings: Sequence[Ring | None] = ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
+    held = [
+        held_by_layout(job, layout, stages, count, ring) for (stages, count), ring in zip(ranks, rings, strict=True)
+    ]
     layers = _layers(job, layouts, memory_stack(job.stack.name))
     return [_memory(job, layouts, each, layers) for each in held]
 
@@ -157,7 +161,7 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
     saved = saved - on_host
     loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
-    buffers = state.buffers + exchange_bytes(job, layouts)
+    buffers = state.buffers + exchange_bytes(job, layouts) + _copies_bytes(job, held)
     if backend == "cpu":
         activations, gradients = saved + at_work, state.gradients_at_step
     else:
@@ -183,6 +187,15 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
     return Memory(terms, sigma, host, outside, np.floor(job.memory_scalar * empty))
+
+
+def _copies_bytes(job: Job, held: Held) -> Column:
+    """Return the bytes of the flat copies of weights and gradients that travel."""
+    ring = held.ring
+    if ring is None:
+        return 0.0
+    each = ring.weights * job.compute_bytes + ring.gradients * job.master_bytes
+    return np.where(ring.there, ring.elements * each, 0.0)
 
 
 def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
@@ -253,4 +266,13 @@ def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, lay
         sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
         saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
     norm = norm_per_token(job, layouts, stack) * tokens
-    return saved * held.in_flight + held.last * norm, at_work
+    whole = saved * held.in_flight
+    if held.ring is not None:
+        ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
+        rebuilt = sum(
+            count * layers[kind, 0][0] for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
+        )  # fmt: skip
+        whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
+        backward = np.max([layers[kind, 0][1] + 0.0 * tokens for kind in (DENSE, MOE) if (kind, 0) in layers], axis=0)
+        at_work = np.where(ring.there, backward, at_work)
+    return whole + held.last * norm, at_work

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from partool.cost.bound import Step, owned_elements, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.flops import model_flops
 from partool.cost.layer import Layer, Pass, kinds
 from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
-from partool.cost.pipeline import span_s, stages_of_ranks
+from partool.cost.pipeline import (
+    messages,
+    moves_weights,
+    sent_bytes,
+    span_s,
+    stage_elements,
+    stages_of_ranks,
+    worked_by_ranks,
+)
 from partool.cost.sync import Held, Passes, sync
 from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
@@ -74,7 +82,7 @@ class Stages:
 
 def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePrediction:
     """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
-    costs = {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys(layout.recompute)}
+    costs = _costs(job, layout)
     base = step(job, columns(layout))
     stages = _stages(job, layout, costs)
     terms = _terms(job, layout, base, stages)
@@ -99,23 +107,33 @@ def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePredictio
 
 def stage_times(job: Job, layout: Layout) -> StageTimes:
     """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
-    costs = {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys(layout.recompute)}
-    stages = _stages(job, layout, costs)
+    found = _times(job, layout, step(job, columns(layout)), _stages(job, layout, _costs(job, layout)))
+    scale = job.time_scalar
     forward, backward, weight = (
-        [job.time_scalar * value for value in stages.total(name)] for name in ("forward_s", "backward_s", "weight_s")
+        [scale * value for value in times] for times in (found.forward_s, found.backward_s, found.weight_s or ())
     )
-    return StageTimes(forward, backward, weight, job.time_scalar * float(step(job, columns(layout)).send_s))
+    send, gradient = (None if one is None else scale * float(one) for one in (found.send_s, found.gradient_send_s))  # type: ignore[arg-type]
+    return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
+
+
+def _costs(job: Job, layout: Layout) -> dict[Recompute, Micro]:
+    """Return what a micro-batch costs under each policy that some layers follow."""
+    # On a ring the last stage's backward pass follows its forward pass at once: nothing is run again.
+    more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
+    return {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
 
 def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
     found = []
     of_layer = kinds(job.model)
     any_cost = next(iter(costs.values()))
+    ring, last = moves_weights(layout), len(layout.stages) - 1
     for index, (start, stop) in enumerate(layout.stages):
-        units = [costs[layout.recompute[at]].layers[of_layer[at]] for at in range(start, stop)]
+        policies = ["none" if ring and index == last else layout.recompute[at] for at in range(start, stop)]
+        units = [costs[policy].layers[of_layer[at]] for at, policy in zip(range(start, stop), policies, strict=True)]
         if index == 0:
             units.insert(0, any_cost.first)
-        if index == len(layout.stages) - 1:
+        if index == last:
             units.append(any_cost.last)
         found.append(tuple(units))
     return Stages(tuple(found))
@@ -125,19 +143,16 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
     m, pp = layout.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
-    on_rank = stages_of_ranks(layout)
-    f_rank, b_rank = _per_rank(forward, on_rank), _per_rank(backward, on_rank)
+    f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)
     busiest = int(np.argmax(np.array(f_rank) + np.array(b_rank)))
     busy = m * (f_rank[busiest] + b_rank[busiest])
     span = busy
     if pp > 1:
-        times = StageTimes(forward, backward, stages.total("weight_s"), float(base.send_s))
-        span = max(busy, span_s(layout, times))
-    comm = {name: m * _per_rank(stages.exposed(name), on_rank)[busiest] for name in COMMUNICATION}
-    before = m * _per_rank(stages.total("exposed_forward_s"), on_rank)[busiest]
+        span = max(busy, span_s(layout, _times(job, layout, base, stages)))
+    comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
+    before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
     passes = Passes(np.array(f_rank), np.array(b_rank))
-    dense, expert = (np.array(_per_rank(stages.total(name), on_rank)) for name in ("dense", "expert"))
-    groups = np.array(_per_rank([float(len(stage)) for stage in stages.units], on_rank))
+    dense, expert, groups = _parameters(layout, stages)
     shared = sync(job, columns(layout), Held(dense, expert, groups), passes)
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s
     slowest = int(np.argmax(exposed * np.ones(pp)))
@@ -147,7 +162,7 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         "data": _DATA_S,
         "forward": m * f_rank[busiest] - before,
         "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + _at(shared.slowdown_s, slowest),
-        "gradient_sync": _at(shared.gradient_exposed_s, slowest),
+        "gradient_sync": _at(shared.gradient_exposed_s, slowest) + _outer_sync_s(job, layout, stages),
         "parameter_gather": _at(shared.gather_exposed_s, slowest),
         **comm,
         # The host link works beside the network: only what outlasts the network's collectives shows.
@@ -158,8 +173,45 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     }
 
 
-def _per_rank(values: Sequence[float], on_rank: Sequence[Sequence[int]]) -> list[float]:
-    return [sum(values[stage] for stage in stages) for stages in on_rank]
+def _times(job: Job, layout: Layout, base: Step, stages: Stages) -> StageTimes:
+    """Return the seconds of stages and of what travels between ranks, for the schedule."""
+    forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
+    if not moves_weights(layout):
+        return StageTimes(forward, backward, weight, float(base.send_s))
+    # One time for all stages, that of the largest.
+    largest, stride = max(stage_elements(job, layout)), layout.mesh.world_size // layout.mesh.pp
+    weights_s, gradients_s = (
+        float(send_s(job, largest * size, stride)) for size in (job.compute_bytes, job.master_bytes)
+    )  # fmt: skip
+    return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
+
+
+def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+    """Return the seconds in which a ring's ranks sum the gradients of embedding and head, which all of them have."""
+    if not moves_weights(layout):
+        return 0.0
+    elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
+    return float(all_reduce_s(job, elements * job.master_bytes, axis_group(job, columns(layout), "pp")))
+
+
+def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each pipeline rank's parameters outside and inside of experts, and the groups that they are sent in."""
+    ring, end = moves_weights(layout), len(stages.units) - 1
+    inner = [
+        units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
+    ]
+    # Embedding and head are on all ranks of a ring.
+    outer = stages.units[0][0].dense + stages.units[end][-1].dense if ring else 0.0
+    found = [
+        (
+            outer + sum(unit.dense for stage in mine for unit in inner[stage]),
+            sum(unit.expert for stage in mine for unit in inner[stage]),
+            2 * ring + sum(len(inner[stage]) for stage in mine),
+        )
+        for mine in stages_of_ranks(layout)
+    ]
+    dense, expert, groups = np.array(found, dtype=float).T
+    return dense, expert, groups
 
 
 def _at(values: object, index: int) -> float:
@@ -177,7 +229,11 @@ def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) 
     parts["head"] = layout.accumulation * float(head.both_s)
     parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)
     if layout.mesh.pp > 1:
-        parts["pipeline_transfer"] = 2.0 * layout.accumulation * layout.chunks * float(base.send_s)
+        stride = layout.mesh.world_size // layout.mesh.pp
+        sent_s = messages(layout) * float(base.send_s)
+        parts["pipeline_transfer"] = (
+            float(send_s(job, sent_bytes(job, layout), stride)) if moves_weights(layout) else sent_s
+        )
     parts["host_transfer"] = float(base.offload.transfer_s)
     parts["host_optimizer"] = float(base.offload.optimizer_s)
     return {name: job.time_scalar * value for name, value in parts.items()}

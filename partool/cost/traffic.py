@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.case import Job
-from partool.cost.pipeline import stages_of_ranks
+from partool.cost.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -32,6 +32,7 @@ def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
     return {
         "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
         "parameter_gather": int(found.gather_bytes),
+        "pipeline": sent_bytes(job, layout),
     }
 
 
@@ -55,8 +56,16 @@ def traffic(job: Job, layout: Layout) -> Traffic:
         reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
         gather_bytes=gathers * ring * elements * job.compute_bytes,
         scatter_bytes=reductions * ring * trained * job.master_bytes,
-        replica_bytes=2 * (replicas - 1) / replicas * shard,
+        replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout),
     )
+
+
+def _ring_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes that sum the gradients of embedding and head over a ring, all of whose ranks have them."""
+    if not moves_weights(layout):
+        return 0.0
+    first, *_, last = _group_elements(job.model, layout.mesh.tp, layout.expert)
+    return 2 * (layout.mesh.pp - 1) / layout.mesh.pp * (first + last) * job.master_bytes
 
 
 @lru_cache(maxsize=16)
@@ -72,10 +81,12 @@ def _rank_groups(model: ModelConfig, layout: Layout, stages: Iterable[int]) -> l
     """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
     first, *layers, last = _group_elements(model, layout.mesh.tp, layout.expert)
     found: list[int] = []
+    everywhere = moves_weights(layout)
     for index in stages:
         start, stop = layout.stages[index]
-        found += [first] * (index == 0) + layers[start:stop] + [last] * (index == len(layout.stages) - 1)
-    return found
+        begins, ends = index == 0 and not everywhere, index == len(layout.stages) - 1 and not everywhere
+        found += [first] * begins + layers[start:stop] + [last] * ends
+    return [first, *found, last] if everywhere else found
 
 
 # Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.

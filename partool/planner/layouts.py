@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
@@ -43,7 +43,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         micro_batch=int(row.micro_batch),
         accumulation=int(row.accumulation),
         recompute=recompute_of(problem, int(row.recompute), float(row.recompute_share), bounds),
-        compile=problem.compile,
+        compile="block" if row.compiled else "none",
         stages=bounds,
         schedule=SCHEDULES[int(row.schedule)],
         chunks=int(row.chunks),
@@ -84,9 +84,13 @@ def variants(problem: Problem, rows: Layouts) -> list[Any]:
 
 def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
     """Return what micro-batches cost where all layers follow each of the policies in turn."""
-    return [
-        micro(problem.job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)
-    ]
+    job = job_of_rows(problem, rows)
+    return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
+
+
+def job_of_rows(problem: Problem, rows: Layouts) -> Job:
+    """Return what rows are priced from that are all compiled, or all not."""
+    return problem.job_of("block" if np.all(rows.compiled) else "none")
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, Layouts
+from partool.cost.case import RECOMPUTE, Job, Layouts
 from partool.cost.fit import fit_probability
 from partool.cost.peak import host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
@@ -27,22 +27,27 @@ class Priced:
     problem: Problem
     layout: Layout
 
+    @property
+    def job(self) -> Job:
+        """What its price is computed from."""
+        return self.problem.job_of(self.layout.compile)
+
     @cached_property
     def time(self) -> TimePrediction:
         """Predicted time and traffic of a step."""
-        return predict_time(self.problem.job, self.layout, self.problem.spec.training.steps)
+        return predict_time(self.job, self.layout, self.problem.spec.training.steps)
 
     @cached_property
     def memory(self) -> MemoryPrediction:
         """Predicted peak memory of each pipeline rank."""
-        return predict_memory(self.problem.job, self.layout, self.problem.spec.limits.memory_headroom)
+        return predict_memory(self.job, self.layout, self.problem.spec.limits.memory_headroom)
 
     @cached_property
     def host_bytes(self) -> int:
         """Of host memory, per node."""
         layout = self.layout
         offloaded = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
-        return host_bytes(self.problem.job, layout) if offloaded else 0
+        return host_bytes(self.job, layout) if offloaded else 0
 
     @property
     def fits(self) -> bool:
@@ -79,7 +84,15 @@ def room(problem: Problem, layouts: Layouts) -> Room:
 
 def bounds_s(problem: Problem, layouts: Layouts) -> Any:
     """Return a lower bound of the step time of many layouts."""
-    return np.broadcast_to(bound_s(problem.job, layouts), np.shape(layouts.pp))
+    shape = np.shape(layouts.pp)
+    compiled = np.broadcast_to(layouts.compiled == 1, shape)
+    if compiled.all() or not compiled.any():
+        job = problem.job_of("block" if compiled.all() else "none")
+        return np.broadcast_to(bound_s(job, layouts), shape)
+    found = np.zeros(shape)
+    for choice, rows in (("block", compiled), ("none", ~compiled)):
+        found[rows] = bound_s(problem.job_of(choice), layouts.take(rows))  # type: ignore[arg-type]
+    return found
 
 
 def host_limit(problem: Problem) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from partool.catalog.profile import Applied
-from partool.cost.case import Job
+from partool.cost.case import EAGER, SCHEDULES, Column, Job
 from partool.cost.layer import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
@@ -17,7 +19,6 @@ from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
-from partool.spec.pipeline_checks import SPLIT, WEIPIPE
 from partool.spec.spec import Spec
 
 
@@ -38,9 +39,24 @@ class Problem:
         """Number of ranks."""
         return self.devices.nodes * self.devices.per_node
 
-    @cached_property
+    @property
     def job(self) -> Job:
-        """What the cost functions read."""
+        """What the cost functions read of layouts that compile as most do."""
+        return self.job_of(self.compile)
+
+    def job_of(self, compile: Compile) -> Job:
+        """Return what the cost functions read of layouts whose blocks are compiled, or not."""
+        return self._eager if compile == "none" else self._compiled
+
+    @cached_property
+    def _eager(self) -> Job:
+        return self._job("none")
+
+    @cached_property
+    def _compiled(self) -> Job:
+        return self._job("block")
+
+    def _job(self, compile: Compile) -> Job:
         training, measured = self.spec.training, self.measured
         if measured is None or measured.devices.accelerator != self.devices.accelerator:
             measured = Applied(self.devices)
@@ -50,7 +66,7 @@ class Problem:
             sequence_length=training.sequence_length,
             global_batch=training.global_batch,
             precision=training.precision,
-            stack=own_stack(self.devices.backend, self.compile),
+            stack=own_stack(self.devices.backend, compile),
             frozen=tuple(self.spec.model.frozen),
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,
@@ -99,14 +115,21 @@ class Problem:
 
     @property
     def compile(self) -> Compile:
-        """Whether blocks are compiled: as pinned, else on accelerators, unless the pinned schedule excludes it."""
-        pinned, schedule = self.spec.parallel.compile, self.spec.parallel.pipeline.schedule
+        """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators."""
+        pinned = self.spec.parallel.compile
         if pinned != "auto":
             return pinned
-        split = self.lists is not None and splits_backward(self.lists)
-        if split or (isinstance(schedule, str) and schedule in (*SPLIT, *WEIPIPE)):
-            return "none"
         return "none" if self.devices.backend == "cpu" else "block"
+
+    @property
+    def compiles_later(self) -> bool:
+        """True if schedules that exclude compiled blocks are open all the same: their layouts are not compiled."""
+        return self.spec.parallel.compile == "auto" and self.compile == "block"
+
+    def excludes_compile(self, schedule: Column) -> Column:
+        """Return where blocks cannot be compiled under a pipeline's schedule, an index in ``cost.case.SCHEDULES``."""
+        own = self.lists is not None and splits_backward(self.lists)
+        return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)
 
     @cached_property
     def layer_elements(self) -> int:
@@ -157,6 +180,7 @@ def needs_of(layout: Layout, model: ModelConfig, devices: Devices, precision: st
         replicas=mesh.dp_replicate,
         tensor=mesh.tp,
         stages=mesh.pp,
+        schedule=layout.schedule,
         sequence=mesh.cp,
         expert=layout.expert,
         offload_optimizer=layout.offload_optimizer,
@@ -185,6 +209,7 @@ def plain_needs(problem: Problem) -> Needs:
         replicas=1,
         tensor=1,
         stages=1,
+        schedule="1f1b",
         sequence=1,
         expert=1,
         offload_optimizer="none",

@@ -11,7 +11,7 @@ from partool.cost.bound import bound_s, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro
-from partool.planner.layouts import Bounds, recompute_of, splits, variant_costs
+from partool.planner.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.problem import Problem
 from partool.schedule import SCHEDULES as KNOWN
 from partool.schedule import makespan
@@ -27,11 +27,13 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     A run of the shortest row's micro-batches, at most a round, shows how uneven stages fill and drain; each micro-batch
     after that takes the busiest rank at least its own time.
     """
+    job = job_of_rows(problem, rows)
     pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
     short = min(int(np.min(rows.accumulation)), pp)
-    if pp * chunks * short > _MOST or schedule == "file" or (schedule == "hanayo" and np.any(rows.accumulation > pp)):
+    longer = schedule == "hanayo" and np.any(rows.accumulation > pp)
+    if pp * chunks * short > _MOST or longer or schedule == "file" or KNOWN[schedule].moves == "weights":
         # Hanayo's lists for more micro-batches than ranks are others, found by search.
-        return bound_s(problem.job, rows)
+        return bound_s(job, rows)
     costs = variant_costs(problem, rows)
     counts = np.stack(
         [
@@ -40,7 +42,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
         ]
     )
     forward, backward, weight = (_stage_times(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
-    parts = step(problem.job, rows)
+    parts = step(job, rows)
     send = np.broadcast_to(parts.send_s, (len(rows.pp),))
     span = makespan(
         schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
@@ -50,7 +52,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
     # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
-    return problem.job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)
+    return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)
 
 
 def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:

@@ -9,7 +9,7 @@ from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
 from partool.schedule import SCHEDULES as KNOWN
 from partool.schedule import check
-from partool.spec.pipeline_checks import SPLIT, WEIPIPE, chunks_of
+from partool.spec.pipeline_checks import WEIPIPE, chunks_of
 
 CHUNKS = (2, 4, 8)
 """Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
@@ -17,11 +17,8 @@ stages even."""
 MOST_CHUNKS = 8
 WAVES = (1, 2, 4)
 """Waves of Hanayo to try; its figures go as far as 4 (Liu et al., SC'23)."""
-ROUNDS = 2
-"""Micro-batches per rank up to which Hanayo is tried: it is made for one per rank, and with more of them interleaved
-schedules idle less and send less. More can be pinned."""
-MOST_ACTIONS = 20_000
-"""Actions up to which lists that are found by search are tried; longer ones take seconds to find, and can be pinned."""
+MOST_ACTIONS = 6_000
+"""Actions up to which lists that are found one by one are tried; longer ones take long to find, and can be pinned."""
 
 
 class Scheduled(NamedTuple):
@@ -45,7 +42,8 @@ class Scheduled(NamedTuple):
             return False
         if self.pinned or name not in ("hanayo", "zb-v"):
             return True
-        if name == "hanayo" and micro_batches > ROUNDS * ranks:
+        # Made for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
+        if name == "hanayo" and micro_batches > ranks:
             return False
         return (2 + KNOWN[name].split) * ranks * self.chunks * micro_batches <= MOST_ACTIONS
 
@@ -67,15 +65,21 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
         if isinstance(name, str) and name in KNOWN and not _excluded(problem, name)
         for chunks in _chunks(problem, name, ranks)
         if chunks * ranks <= problem.model.layers and _layers(problem, chunks * ranks)
-        for cap in _caps(problem, name, ranks)
+        for cap in _caps(problem, name)
     )
 
 
 def _excluded(problem: Problem, name: str) -> bool:
-    """Return True if blocks are to be compiled, which halves of backward passes cannot be."""
-    if KNOWN[name].moves == "weights" and problem.spec.parallel.pipeline.schedule == "auto":
+    """Return True if what the spec pins rules a schedule out."""
+    parallel = problem.spec.parallel
+    if parallel.compile == "block" and problem.excludes_compile(SCHEDULES.index(name)):
         return True
-    return problem.compile == "block" and name in (*SPLIT, *WEIPIPE)
+    if name not in WEIPIPE:
+        return False
+    # Its passes take as long as those of the other two, and it sends less than either.
+    alike = parallel.pipeline.schedule == "auto" and name != "weipipe"
+    host = (parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations)
+    return alike or parallel.data.zero not in ("auto", 0) or parallel.recompute not in ("auto", "full") or "cpu" in host
 
 
 def _layers(problem: Problem, stages: int) -> bool:
@@ -103,12 +107,9 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
         yield pinned
 
 
-def _caps(problem: Problem, name: str, ranks: int) -> Iterator[int]:
-    """Yield the bounds of micro-batches in flight that a schedule is to be tried with; 0 sets none."""
+def _caps(problem: Problem, name: str) -> list[int]:
+    """Return the bound of micro-batches in flight that a schedule is to be tried with, if it can have it; 0: none."""
     pinned = problem.spec.parallel.pipeline.in_flight
-    if pinned != "auto":
-        yield from [pinned] if KNOWN[name].capped else []
-        return
-    yield 0
-    if KNOWN[name].capped and problem.spec.parallel.pipeline.schedule == "auto":
-        yield ranks
+    if pinned == "auto":
+        return [0]
+    return [pinned] if KNOWN[name].capped else []

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import SEQUENCE_METHODS, Layouts
+from partool.cost.case import RECOMPUTE, RING, SEQUENCE_METHODS, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
 from partool.planner.schedules import Scheduled, schedules
@@ -55,29 +55,39 @@ class Space:
         taken, chosen = self.groups.take(group), self.policies
         whole = self._share(taken, chosen.share[policy])
         share = whole if rounded else np.where(taken.pp == 1, whole, chosen.share[policy])
-        return Layouts(
-            **{
-                **{name: getattr(taken, name) for name in _GROUP_COLUMNS},
-                "compiled": taken.compiled,
-                "recompute": chosen.recompute[policy],
-                "recompute_share": share,
-                "host_optimizer": chosen.optimizer[policy],
-                "host_parameters": chosen.parameters[policy],
-                "host_activations": chosen.activations[policy],
-            }
-        )
+        values = {
+            "recompute": chosen.recompute[policy],
+            "recompute_share": share,
+            "host_optimizer": chosen.optimizer[policy],
+            "host_parameters": chosen.parameters[policy],
+            "host_activations": chosen.activations[policy],
+        }
+        if np.any(ring := taken.ring):
+            # Weights that travel leave one policy: stages are computed again, nothing goes to the host.
+            only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0}
+            values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
+        kept = {name: getattr(taken, name) for name in _GROUP_COLUMNS}
+        return Layouts(**kept, compiled=taken.compiled, **values)
 
     def allowed(self, group: Any, policy: Any) -> Any:
         """Return where a policy goes with a group.
 
         Parameters leave the device as ZeRO-3 shards only; of shares that come to the same layers the least stands for
-        all.
+        all. Where weights travel there is one policy.
         """
         taken, share = self.groups.take(group), self.policies.share[policy]
         less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
         before = less[np.searchsorted(less, share) - 1]
         differs = self._share(taken, share) > self._share(taken, before)
-        return ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
+        found = ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
+        return np.where(taken.ring, self._only[policy], found)
+
+    @cached_property
+    def _only(self) -> Any:
+        """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
+        table = self.policies
+        moved = table.optimizer + table.parameters + table.activations
+        return (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
 
     def _share(self, groups: Layouts, share: Any) -> Any:
         """Return the share of all layers that is recomputed where stages, split evenly, round up to whole layers."""
@@ -132,8 +142,10 @@ class _Builder:
     def run(self) -> Space:
         blocks = [block for mesh in self._meshes() for block in self._below(*mesh)]
         columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
-        compiled = 1 if self.problem.compile == "block" else 0
-        groups = Layouts(**dict(zip(_GROUP_COLUMNS, columns, strict=True)), compiled=compiled)
+        named = dict(zip(_GROUP_COLUMNS, columns, strict=True))
+        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
+        compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
+        groups = Layouts(**named, compiled=compiled)
         runnable, policies = runnable_masks(self.problem, groups, self.policies)
         return Space(
             groups=groups,
@@ -282,9 +294,11 @@ class _Builder:
         # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
+        # Owners of weights that travel have their state whole.
+        whole &= (shared[:, 0] == 0) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
         zero3 = shared[~whole, 0] == 3
         self._prune(
-            "the schedule does not take so many micro-batches",
+            "the schedule does not take so many micro-batches, or that ZeRO stage",
             int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
         )
         yield block[:, whole]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from partool.cost.traced import Trace, TraceError, refresh
 from partool.planner.problem import Problem
+from partool.spec.parallel import Compile
 
 __all__ = ["TraceError", "traced"]
 
 
 def traced(problem: Problem) -> Trace:
     """Return the trace of a problem's model; raises :class:`TraceError`, which needs torch on this machine to pass."""
-    return refresh(problem.model, problem.spec.training.precision, (problem.compile,))
+    compiles: tuple[Compile, ...] = ("block", "none") if problem.compiles_later else (problem.compile,)
+    return refresh(problem.model, problem.spec.training.precision, compiles)
