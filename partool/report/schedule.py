@@ -73,7 +73,7 @@ def render_schedule(schedule: Schedule, drawing: Drawing, console: Console) -> N
     render_timeline(drawing, console, unit="")
     sent = ", ".join(f"{count:,} of {what}" for what, count in messages(schedule).items()) or "none"
     console.print(
-        Text(f"messages per step: {sent}; at most {receive_depth(schedule)} under way per pair of ranks suffice")
+        Text(f"messages per step: {sent}; room for {receive_depth(schedule)} under way per pair of ranks is enough")
     )
 
 

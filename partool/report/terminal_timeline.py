@@ -53,11 +53,14 @@ def render_timeline(
     for part in parts:
         if part.title:
             console.print(Text(" " * (name + 1) + part.title, "dim"))
+        boxes: dict[int, list[Event]] = {rank: [] for rank in range(drawing.ranks)}
+        for box in inside(drawing, part):
+            boxes[box.rank].append(box)
         for index, rank in enumerate(rows):
             if index and rank != rows[index - 1] + 1:
                 console.print(Text(f"{'…':>{name}}", "dim"))
             line = Text().append(f"rank {rank}".rjust(name) + " ", "dim")
-            line.append_text(_line(drawing, part, rank, width, colour=colour))
+            line.append_text(_line(boxes[rank], part, width, drawing.pale if colour else None))
             line.append(" " + sides[rank], "dim")
             console.print(line, no_wrap=True, overflow="crop", crop=True)
         console.print(Text(" " * (name + 1) + _axis(part, width, unit), "dim"), no_wrap=True, overflow="crop")
@@ -120,22 +123,20 @@ def _width(drawing: Drawing, console: Console) -> int:
     return max(console.width - _name_width(drawing) - 2 - max(map(len, _sides(drawing))), _LEAST)
 
 
-def _line(drawing: Drawing, window: Window, rank: int, width: int, *, colour: bool) -> Text:
+def _line(boxes: Sequence[Event], window: Window, width: int, pale: frozenset[int] | None) -> Text:
+    """Return a rank's boxes in a window; without ``pale``, the stages in a lighter tone, as letters."""
     scale = width / (window.to_s - window.from_s)
+    blank = "·" if pale is None else " "
     line, at = Text(), 0
-    for box in inside(drawing, window):
-        if box.rank != rank:
-            continue
+    for box in boxes:
         left = max(at, round((box.start_s - window.from_s) * scale))
         right = min(width, round((box.stop_s - window.from_s) * scale))
-        if right <= left:
-            continue
-        line.append((" " if colour else "·") * (left - at))
-        line.append_text(
-            _box(box, right - left, box.action.stage in drawing.pale) if colour else _letters(box, right - left)
-        )
-        at = right
-    return line.append((" " if colour else "·") * (width - at))
+        if right > left:
+            line.append(blank * (left - at))
+            shown = _letters(box, right - left) if pale is None else _box(box, right - left, box.action.stage in pale)
+            line.append_text(shown)
+            at = right
+    return line.append(blank * (width - at))
 
 
 def _box(box: Event, columns: int, pale: bool) -> Text:
