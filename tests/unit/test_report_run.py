@@ -13,11 +13,11 @@ from _executed import executed, plan_of, scaled, write_event, write_run
 
 from partool.cli.main import run
 from partool.plan.event_log import event_log
-from partool.plan.pipeline_log import pipeline_data
+from partool.plan.pipeline_log import Executed, ExecutedStep, pipeline_data
 from partool.plan.types import Plan
-from partool.report.executed import NothingExecutedError, aligned, compare, executed_steps
+from partool.report.executed import NothingExecutedError, aligned, compare, executed_steps, measured_times
 from partool.report.timeline import predicted_times
-from partool.schedule import StageTimes
+from partool.schedule import Action, StageTimes, generate
 
 SPEC = """\
 model: llama3-8b
@@ -257,3 +257,21 @@ def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_pa
     (folder / "plan.json").write_text(flat.to_json())
     assert "No timeline: the run has no pipeline." in home()[1]
     assert home("nothing")[0] == 1
+
+
+def test_measured_times_are_means_of_stages_and_of_the_quicker_messages() -> None:
+    schedule = generate("1f1b", 2, 4)
+    ranks: dict[int, list[Executed]] = {0: [], 1: []}
+    for batch in range(4):
+        for stage in (0, 1):
+            start_s, took_s = 10.0 * batch, (1.0 + stage) * (1 + batch)
+            ranks[stage].append(Executed(Action("F", stage, batch), start_s, start_s + took_s, 0.0))
+            ranks[stage].append(Executed(Action("B", stage, batch), start_s + 100, start_s + 100 + 2 * took_s, 0.0))
+        for kind, to, back in (("SEND_F", 1, "RECV_F"), ("SEND_B", 0, "RECV_B")):
+            ranks[1 - to].append(Executed(Action(kind, 1 - to, batch), 10.0 * batch, 10.0 * batch, 0.0))  # type: ignore[arg-type]
+            ranks[to].append(Executed(Action(back, to, batch), 0.0, 10.5 * batch + 0.25 + to, 0.0))  # type: ignore[arg-type]
+    steps = {rank: ExecutedStep(3, True, 5.0, tuple(done)) for rank, done in ranks.items()}
+    times = measured_times(schedule, steps)
+    assert times.forward_s == [2.5, 5.0]
+    assert times.backward_s == [5.0, 10.0]
+    assert times.send_s == {(0, 1): 1.25, (1, 0): 0.25}  # later ones were noticed late
