@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import torch
@@ -78,8 +79,13 @@ class Part(nn.Module):
         return F.cross_entropy(logits, micro.labels_BS.flatten(), reduction="sum")
 
 
-def parts(stages: int) -> list[Part]:
-    """Return uneven stages, with the same parameters on every rank; a stage may have no layer, and no parameter."""
+def make_part(stages: int, stage: int) -> Part:
+    """Return one of uneven stages, with the same parameters on every rank; it may have no layer, and no parameter."""
+    return copy.deepcopy(_parts(stages)[stage])
+
+
+@cache
+def _parts(stages: int) -> list[Part]:
     torch.manual_seed(stages)
     sizes = [(1, 2, 1, 0)[stage % 4] if stages > 2 else 1 + stage for stage in range(stages)]
     return [Part(n, first=i == 0, last=i == stages - 1).double() for i, n in enumerate(sizes)]
@@ -107,15 +113,15 @@ def weight(count: int) -> torch.Tensor:
 @cache
 def reference(stages: int, count: int) -> tuple[torch.Tensor, list[dict[str, torch.Tensor | None]]]:
     """Return the loss and each stage's gradients in one process."""
-    model = parts(stages)
+    model = [make_part(stages, stage) for stage in range(stages)]
     total = torch.zeros((), dtype=torch.float64)
     for micro in micro_batches(count):
         x = None
-        for part in model:
-            x = part(x, micro)
+        for stage in model:
+            x = stage(x, micro)
         total = total + x
     (total * weight(count)).backward()
-    return total.detach(), [{n: p.grad for n, p in part.named_parameters()} for part in model]
+    return total.detach(), [{n: p.grad for n, p in stage.named_parameters()} for stage in model]
 
 
 def close(a: torch.Tensor | None, b: torch.Tensor | None, what: str) -> None:

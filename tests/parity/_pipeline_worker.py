@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from _pipeline_parts import BOUNDARY, Alive, B, H, Part, S, close, micro_batches, parts, reference, weight
+from _pipeline_parts import BOUNDARY, Alive, B, H, Part, S, close, make_part, micro_batches, reference, weight
 
 from partool.schedule import (
     COMPUTE,
@@ -110,8 +110,7 @@ class Case:
         self.what = f"{schedule.name} P={schedule.ranks} M={schedule.micro_batches} chunks={schedule.chunks}"
         self.micro = micro_batches(schedule.micro_batches)
         self.weight = weight(len(self.micro))
-        self.parts = parts(schedule.stages)
-        self.mine: dict[int, Part] = {stage: self.parts[stage] for stage in schedule.on_rank(rank)}
+        self.mine: dict[int, Part] = {stage: make_part(schedule.stages, stage) for stage in schedule.on_rank(rank)}
         self.wires = Wires(rank, lines, BOUNDARY, timeout_s=60)
         self.spy = Spy(self.mine)
         self.engine = Engine(schedule, self.mine, self.wires, sync=self.spy)
@@ -223,14 +222,13 @@ def stopped(case: Case, lines: Lines) -> None:
 
 def move(run: Case, placement: Sequence[int]) -> None:
     """Put stages on other ranks; where one arrives, there is one without any of its values."""
-    fresh = parts(run.schedule.stages)
-    for part in fresh:
-        for parameter in part.parameters():
-            torch.nn.init.constant_(parameter, torch.nan)
-    run.spy.moved = True
-    run.mine = run.spy.mine = {
-        stage: run.mine.get(stage, fresh[stage]) for stage, rank in enumerate(placement) if rank == run.rank
-    }
+    before, run.mine = run.mine, {}
+    for stage in (stage for stage, rank in enumerate(placement) if rank == run.rank):
+        run.mine[stage] = before.get(stage) or make_part(run.schedule.stages, stage)
+        if stage not in before:
+            for parameter in run.mine[stage].parameters():
+                torch.nn.init.constant_(parameter, torch.nan)
+    run.spy.moved, run.spy.mine = True, run.mine
     run.engine.move(placement, run.mine)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from partool.schedule import COMPUTE, Schedule, forward_only, receive_depth, remap, validate
+from partool.schedule import COMPUTE, Action, Schedule, forward_only, receive_depth, remap, validate
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.handover import Handover, unfinished
 from partool_runtime.parallel.pipeline.program import Program, compile_program, halved, until
@@ -14,6 +14,9 @@ from partool_runtime.parallel.pipeline.split import split_linears
 from partool_runtime.parallel.pipeline.types import Stage, StageSync, Watch
 from partool_runtime.parallel.pipeline.wires import Wires
 from partool_runtime.parallel.pipeline.worker import Calls, Worker
+
+_Ready = tuple[Program, Calls, int]
+"""A rank's program, what does its steps, and how many messages per peer are posted ahead."""
 
 
 class Engine:
@@ -52,15 +55,15 @@ class Engine:
         self._halved = halved(schedule)
         for stage in {stage for stage, _ in self._halved} & stages.keys():
             split_linears(stages[stage].module)
-        # At least two, so that a message can travel while another one is worked on.
-        self._depth = max(2, receive_depth(schedule))
         self._whole = self._ready(schedule)
-        self._forward: dict[int, tuple[Program, Calls]] = {}
+        self._forward: dict[int, _Ready] = {}
         self._rest: Schedule | None = None
 
-    def _ready(self, schedule: Schedule) -> tuple[Program, Calls]:
+    def _ready(self, schedule: Schedule, done: Set[Action] = frozenset()) -> _Ready:
+        """Return what runs lists, which come after the compute actions ``done``."""
         program = compile_program(schedule, self._wires.rank, self._halved)
-        return program, self._worker.calls(program)
+        # At least two, so that a message can travel while another one is worked on.
+        return program, self._worker.calls(program), max(2, receive_depth(schedule, done))
 
     @property
     def watch(self) -> Watch | None:
@@ -95,7 +98,7 @@ class Engine:
         if count not in self._forward:
             self._forward[count] = self._ready(forward_only(self.schedule, count))
         self._worker.begin(micro_batches, None)
-        self._worker.execute(*self._forward[count], self._depth)
+        self._worker.execute(*self._forward[count])
         return self.finish()
 
     def start(self, micro_batches: Sequence[MicroBatch], weight: torch.Tensor) -> None:
@@ -113,10 +116,11 @@ class Engine:
         """
         rest = self._unfinished()
         if done is None:
-            self._worker.execute(*(self._whole if rest is self.schedule else self._ready(rest)), self._depth)
+            whole = rest is self.schedule
+            self._worker.execute(*(self._whole if whole else self._ready(rest, self._done(rest))))
             self._rest = None
         else:
-            self._worker.execute(*self._ready(until(rest, done)), self._depth)
+            self._worker.execute(*self._ready(until(rest, done), self._done(rest)))
             self._rest = remap(rest, done, rest.placement)
 
     def move(self, placement: Sequence[int], stages: Mapping[int, Stage]) -> None:
@@ -127,8 +131,7 @@ class Engine:
         inputs. The state of an optimizer is the caller's.
         """
         rest, rank = self._unfinished(), self._wires.rank
-        left = {action for actions in rest.lists for action in actions}
-        done = {a for actions in self.schedule.lists for a in actions if a.kind in COMPUTE and a not in left}
+        done = self._done(rest)
         handover = Handover(self._worker.kept, self._wires)
         moved = [s for s, (old, new) in enumerate(zip(rest.placement, placement, strict=True)) if old != new]
         for stage in moved:
@@ -142,13 +145,17 @@ class Engine:
         rest = remap(rest, none, placement)
         self._settle(remap(self.schedule, none, placement), stages)
         self._rest = rest
-        for step in self._ready(rest)[0].steps:
+        for step in compile_program(rest, rank, self._halved).steps:
             self._worker.again(step)
 
     def finish(self) -> torch.Tensor:
         """End a step that has run; return what :meth:`step` does."""
         self._worker.finish()
         return self._worker.loss
+
+    def _done(self, rest: Schedule) -> set[Action]:
+        left = {action for actions in rest.lists for action in actions}
+        return {a for actions in self.schedule.lists for a in actions if a.kind in COMPUTE and a not in left}
 
     def _unfinished(self) -> Schedule:
         if self._rest is None:
