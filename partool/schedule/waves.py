@@ -54,7 +54,7 @@ of 1F1B on) gets longer: these are 0.3 % longer than the best of all on average,
 54 %. The first three find lists of little memory where many are as quick, and ZB-V's."""
 _WORTH = 1.01
 """Without a bound of memory, time that is given up for less of it."""
-_FULL = 3
+_FULL = 5
 """Recipes that are tried on all micro-batches, of those tried on few."""
 
 
@@ -121,23 +121,30 @@ def _searched(ranks: int, micro_batches: int, chunks: int, cap: int, *, split: b
     few = micro_batches - max(0, (micro_batches - 2 * ranks - 1) // ranks) * ranks
     recipes = _recipes(ranks, cap)
     if few < micro_batches:
-        trial = _tried(ranks, few, chunks, recipes, split)
-        recipes = [_paper(cap), *sorted(trial, key=lambda recipe: _score(trial[recipe], trial, cap))[:_FULL]]
-    found = _tried(ranks, micro_batches, chunks, recipes, split)
+        # All of them: many are as quick as can be on few micro-batches, and not on more.
+        trial = _tried((ranks, few, chunks), recipes, split=split)
+        recipes = [_paper(cap), *sorted(trial, key=lambda recipe: trial[recipe][:2])[:_FULL]]
+    least = shortest(ranks, micro_batches, chunks, split=split)
+    found = _tried((ranks, micro_batches, chunks), recipes, split=split, enough=least)
     return min(found.values(), key=lambda one: _score(one, found, cap))
 
 
-def _tried(ranks: int, micro_batches: int, chunks: int, recipes: list[_Recipe], split: bool) -> dict[_Recipe, Listed]:
-    """Return the lists of recipes, the paper's first, up to the first that cannot be beaten."""
+def _tried(
+    sizes: tuple[int, int, int], recipes: list[_Recipe], *, split: bool, enough: int = 0
+) -> dict[_Recipe, Listed]:
+    """Return the lists of recipes, the paper's first, up to the first that takes no longer than ``enough``.
+
+    ``sizes`` are ranks, micro-batches and stages per rank.
+    """
+    ranks, micro_batches, chunks = sizes
     found: dict[_Recipe, Listed] = {}
     policies = set()
-    least = shortest(ranks, micro_batches, chunks, split=split)
     for recipe in recipes:
         policy = recipe.policy(micro_batches, chunks)
         if policy not in policies:
             policies.add(policy)
             found[recipe] = listed(_placement(ranks, chunks), ranks, micro_batches, policy, split=split)
-            if found[recipe].time == least:
+            if found[recipe].time <= enough:
                 break
     return found
 
