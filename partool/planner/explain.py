@@ -9,6 +9,7 @@ import numpy as np
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
+from partool.planner.pipeline_words import pipeline_reasons
 from partool.planner.price import Priced
 from partool.planner.problem import nothing_runs, runnable
 from partool.planner.search import SLACK, TIE, firsts
@@ -43,6 +44,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
             found.append(
                 f"{name} {degree}: " + ("the spec asks for it." if pinned else _without(solution, best, name, column))
             )
+    found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.accumulation

@@ -80,10 +80,10 @@ class Space:
         before = less[np.searchsorted(less, share) - 1]
         differs = self._share(taken, share) > self._share(taken, before)
         found = ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
-        return np.where(taken.ring, self._only[policy], found)
+        return np.where(taken.ring, self.only[policy], found)
 
     @cached_property
-    def _only(self) -> Any:
+    def only(self) -> Any:
         """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
         table = self.policies
         moved = table.optimizer + table.parameters + table.activations

@@ -1,0 +1,154 @@
+"""Why this schedule: what the others would take on the same ranks, and what travels in either way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from partool.cost.case import SCHEDULES
+from partool.cost.pipeline import moves_weights, sent_bytes
+from partool.layout.stages import balance
+from partool.plan.types import Layout
+from partool.planner.price import Priced
+from partool.planner.problem import Problem
+from partool.planner.solve import Solution
+from partool.planner.words import GIB, schedule
+from partool.schedule import check
+from partool.spec.pipeline_checks import WEIPIPE
+
+_MOST_PRICED = 12
+"""Layouts of other schedules that are priced exactly to compare with."""
+
+
+def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
+    """Yield sentences on a pipeline's schedule; none for one rank."""
+    layout = best.layout
+    if layout.mesh.pp == 1:
+        return
+    idle = best.time.terms_s["pipeline_bubble"] / best.time.step_time_s
+    others = list(_others(solution, best))
+    pinned = solution.problem.spec.parallel.pipeline.schedule != "auto"
+    text = f"Schedule {schedule(layout)}: ranks idle {idle:.1%} of the step"
+    if pinned:
+        yield f"{text}; the spec asks for it."
+    else:
+        listed = ", ".join(
+            f"{schedule(one.layout)}{'' if one.layout.compile == layout.compile else _compiled(one.layout)} "
+            f"{_more(one, best)}"
+            for one in others
+            if not moves_weights(one.layout)
+        )
+        yield f"{text}. With the same ranks and micro-batches: {listed}." if listed else f"{text}."
+        yield from _halved(solution.problem, best)
+    yield from _travels(solution, best, others)
+
+
+def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
+    """Yield the fastest layout of each other schedule on the same mesh, with the same micro-batches, fastest first."""
+    groups, search, mesh = solution.space.groups, solution.search, best.layout.mesh
+    layout = best.layout
+    same = (groups.pp == mesh.pp) & (groups.tp == mesh.tp) & (groups.cp == mesh.cp) & (groups.ep == layout.expert)
+    same &= (groups.micro_batch == layout.micro_batch) & ((groups.zero == layout.zero) | groups.ring)
+    same &= (groups.shards == mesh.dp_shard) | groups.ring
+    same &= groups.schedule != SCHEDULES.index(layout.schedule)
+    index = np.flatnonzero(same)
+    if not len(index):
+        return
+    policy = next((key[1] for key, one in search.exact.items() if one is best), int(search.policies[0]))
+    policies = np.full(len(index), policy)
+    only = np.flatnonzero(solution.space.only)
+    if len(only):
+        policies[groups.ring[index]] = only[0]
+    allowed = solution.space.allowed(index, policies)
+    index, policies = index[allowed], policies[allowed]
+    bounds, _ = search.columns(index, policies)
+    seen: dict[str, Priced] = {}
+    for at in np.argsort(bounds, kind="stable")[:_MOST_PRICED]:
+        name = SCHEDULES[int(groups.schedule[index[at]])]
+        if np.isfinite(bounds[at]) and name not in seen:
+            seen[name] = search.price(int(index[at]), int(policies[at]))
+    yield from sorted(seen.values(), key=lambda one: one.time.step_time_s)
+
+
+def _halved(problem: Problem, best: Priced) -> Iterator[str]:
+    """Yield why a schedule's blocks are compiled or not."""
+    if not problem.compiles_later:
+        return
+    name = best.layout.schedule
+    if best.layout.compile == "block":
+        text = "excludes halved backward passes and weights that travel"
+        yield f"Blocks are compiled, which {text}: zb-h1, zb-v and WeiPipe were priced with blocks that are not."
+    else:
+        yield f"Blocks are not compiled: {name} excludes it, and idles so much less that it is faster all the same."
+
+
+def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator[str]:
+    """Yield what would travel if weights did instead of activations, or the other way round."""
+    problem, layout = solution.problem, best.layout
+    ring = moves_weights(layout)
+    count, pp = layout.accumulation, layout.mesh.pp
+    if not ring and check("weipipe", pp, count, 1) is not None:
+        yield f"WeiPipe takes multiples of {pp} micro-batches, not {count}."
+        return
+    other = _the_other_way(problem, layout)
+    mine, theirs = (sent_bytes(best.job, one) for one in (layout, other))
+    weights, activations = (mine, theirs) if ring else (theirs, mine)
+    tokens = layout.micro_batch * problem.spec.training.sequence_length // layout.mesh.cp
+    even = tokens * weights / max(activations, 1)
+    verb = "sends" if ring else "would send"
+    text = (
+        f"WeiPipe {verb} {_size(weights)} of weights and gradients per rank and step, activations "
+        f"{'would take' if ring else 'take'} {_size(activations)}: weights are less from {even:,.0f} tokens per "
+        f"micro-batch on, there are {tokens:,}"
+    )
+    wanted = [one for one in others if moves_weights(one.layout) != ring]
+    if wanted:
+        text += f"; {'its step' if not ring else schedule(wanted[0].layout)} would take {_more(wanted[0], best)}"
+    elif not ring:
+        pinned = _pinned_away(problem)
+        text += f"; the spec rules it out ({pinned})" if pinned else "; it does not fit"
+    yield text + "."
+
+
+def _the_other_way(problem: Problem, layout: Layout) -> Layout:
+    """Return the layout with WeiPipe, or from WeiPipe the one with 1F1B, as far as it decides what travels."""
+    name = "1f1b" if moves_weights(layout) else "weipipe"
+    stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
+    changed = {
+        "schedule": name,
+        "chunks": 1,
+        "in_flight": 0,
+        "stages": stages,
+        "schedule_text": "",
+        "schedule_hash": "",
+    }
+    return layout.model_copy(update=changed)
+
+
+def _pinned_away(problem: Problem) -> str:
+    """Return what in a spec keeps WeiPipe from being tried."""
+    parallel = problem.spec.parallel
+    if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in WEIPIPE:
+        return "schedule"
+    if parallel.data.zero not in ("auto", 0):
+        return f"zero: {parallel.data.zero}"
+    if parallel.recompute not in ("auto", "full"):
+        return "recompute"
+    return "compile: block" if parallel.compile == "block" else ""
+
+
+def _compiled(layout: Layout) -> str:
+    return " (not compiled)" if layout.compile == "none" else " (compiled)"
+
+
+def _more(one: Priced, best: Priced) -> str:
+    ratio = one.time.step_time_s / best.time.step_time_s - 1.0
+    if abs(ratio) < 0.0005:
+        return "as long"
+    size = f"{abs(ratio):.1%} {'longer' if ratio > 0 else 'less'}"
+    return size if one.fits else f"{size}, but does not fit"
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB / 10 else f"{size_bytes / 2**20:.1f} MiB"
