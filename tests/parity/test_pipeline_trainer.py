@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,14 @@ from _plans import small_plan, write_text
 from test_checkpoint import stored_values
 from test_trainer import Jobs
 
+from partool.layout.parameters import parameters
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Mesh, Plan
 from partool.schedule import to_text
 from partool_runtime.checkpoint import step_folder
 
 LAYERS = 8
-STEPS = 4
+STEPS = 3
 TWO = ((0, 3), (3, 8))
 FOUR = ((0, 2), (2, 3), (3, 6), (6, 8))
 EIGHT = tuple((layer, layer + 1) for layer in range(8))
@@ -103,6 +107,8 @@ def further_cases(text: Path) -> Cases:
         "weipipe frozen": (make("weipipe", micro_batches=6, zero=0, recompute="full", frozen=FROZEN), "frozen"),
         "weipipe-naive": (make("weipipe-naive", micro_batches=6, zero=0, recompute="full"), "one"),
         "weipipe-zb": (plan(text, LINE, "weipipe-zb", stages=FOUR, micro_batches=4, zero=0, recompute="full"), "one"),
+        "compiled": (make("hanayo", stages=FOUR, zero=3, compile_="block"), "one"),
+        "compiled tied": (make(zero=1, model=TIED, compile_="block", recompute="full"), "tied"),
         "gpipe": (make("gpipe", micro_batches=6), "one"),
         "hanayo with 2 waves": (make("hanayo", stages=EIGHT, micro_batches=2, zero=3), "one"),
         "selective": (make(recompute="selective", zero=3), "one"),
@@ -116,23 +122,22 @@ def further_cases(text: Path) -> Cases:
     }
 
 
-def launch(folder: Path, cases: Cases) -> Jobs:
-    """Run the cases, the references, one run that goes through three layouts, and narrow precisions."""
+def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
+    """Run the cases, the references, one run that goes through three layouts, and one in bf16."""
     text = folder / "text"
     jobs = Jobs(folder)
     for name, (case, _) in cases.items():
         jobs.add(name, case, run=f"case {name}")
     crossed = plan(text, TWO_BY_TWO, "zb-v", stages=FOUR, zero=3, model=TIED)
-    jobs.add("stopped", crossed, run="crossed", stop_at=2)
+    jobs.add("stopped", crossed, run="crossed", stop_at=1)
     jobs.add(
         "resumed",
-        plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=6, model=TIED, steps=3),
+        plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=6, model=TIED, steps=2),
         run="crossed",
         resume=True,
     )
-    for precision in ("bf16", "fp16"):
-        jobs.add(precision, plan(text, TWO_BY_TWO, "zb-h1", precision=precision, zero=2), run=precision)
-    jobs.run(4, timeout_s=400)
+    jobs.add("bf16", plan(text, TWO_BY_TWO, "zb-h1", precision="bf16", zero=2), run="bf16")
+    jobs.run(4, timeout_s)
     for name, settings in {"one": {}, "tied": {"model": TIED}, "frozen": {"frozen": FROZEN}}.items():
         jobs.add(f"reference {name}", plan(text, ONE, stages=((0, LAYERS),), **settings), run=f"reference {name}")
     jobs.add("alone", plan(text, ONE, stages=((0, LAYERS),), model=TIED), run="crossed", resume=True)
@@ -177,10 +182,10 @@ def test_training_through_a_pipeline_equals_one_process(ran: Jobs, name: str) ->
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_every_schedule_with_every_zero_stage_equals_one_process(folder: Path) -> None:
     cases = further_cases(folder / "text")
-    jobs = launch(folder, cases)
+    jobs = launch(folder, cases, timeout_s=1200)
     for name, (_, reference) in cases.items():
         assert_equal(jobs, name, reference)
 
@@ -193,17 +198,16 @@ def test_comparison_can_fail(ran: Jobs) -> None:
 
 @pytest.mark.timeout(500)
 def test_resume_in_other_pipelines_goes_on_as_if_unbroken(ran: Jobs) -> None:
-    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 2"
+    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 1"
     assert ran.ended("resumed") == ran.ended("alone") == "done"
-    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 2, 3]
+    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 1, 2]
     assert_same_state(ran, "crossed", "reference tied")
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 3e-2), ("fp16", 3e-3)])
-def test_low_precision_stays_near(ran: Jobs, precision: str, tolerance: float) -> None:
-    wanted, got = ([event["loss"] for event in ran.events(run, "step")] for run in ("reference one", precision))
-    assert got == pytest.approx(wanted, abs=tolerance)
+def test_low_precision_stays_near(ran: Jobs) -> None:
+    wanted, got = ([event["loss"] for event in ran.events(run, "step")] for run in ("reference one", "bf16"))
+    assert got == pytest.approx(wanted, abs=3e-2)
     assert got != wanted
 
 
@@ -212,3 +216,79 @@ def test_what_two_ranks_hold_is_saved_once(ran: Jobs) -> None:
     run = ran.folder / "case zero-1 1f1b tied apart" / "checkpoints"
     elements = sum(tensor.numel() for tensor in ran.state("reference tied", step=STEPS).values())
     assert stored_values(step_folder(run, STEPS)) == elements
+
+
+def sent_bytes(jobs: Jobs, name: str, rank: int) -> tuple[int, int]:
+    """Return what a rank sent in the collectives of a step: for gathers of parameters, and to reduce gradients."""
+    summary = next(event for event in jobs.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
+    traffic = summary["measures"]["traffic"]
+    return traffic["parameter_gather"]["value"], traffic["gradient_sync"]["value"]
+
+
+def shard_bytes(*parts: str, tied: bool = True) -> int:
+    """Return the bytes of one of two shards of the parameters whose names begin with one of ``parts``."""
+    config = plan(Path("text"), ONE, stages=((0, LAYERS),), model=TIED if tied else None).model
+    held = [info for info in parameters(config) if info.name.startswith(parts)]
+    return sum(-(-info.shape[0] // 2) * (info.elements // info.shape[0]) for info in held) * 8
+
+
+SMALL_BYTES = 200
+"""More than the few sums of single numbers that come on top."""
+
+
+@pytest.mark.timeout(500)
+def test_parameters_are_gathered_and_gradients_reduced_as_often_as_the_stage_says(ran: Jobs) -> None:
+    """Of two ranks, each sends the half of what is gathered or reduced: its shard, or the other's."""
+    embed = shard_bytes("embed")
+    gathered, reduced = sent_bytes(ran, "zero-1 1f1b tied apart", rank=0)
+    mine = shard_bytes("embed", "position", "layers.0", "layers.1", "layers.2")
+    assert gathered == mine
+    assert reduced == pytest.approx(mine + embed, abs=SMALL_BYTES)  # and the sum with the last stage's copy
+
+    gathered, reduced = sent_bytes(ran, "zero-2 zb-v tied on one rank", rank=0)
+    stages = shard_bytes("position", "layers.0", "layers.1", "layers.6", "layers.7", "final_norm")
+    assert gathered == stages + embed
+    # Halves may come in one, where the gradients of norms and embedding are ahead of the other weights'.
+    assert 2 * (stages + embed) < reduced <= 3 * stages + 2 * 3 * embed + SMALL_BYTES
+
+    gathered, reduced = sent_bytes(ran, "zero-3 hanayo recomputed", rank=2)
+    mine = shard_bytes("layers.2", "layers.3", "layers.4", "layers.5", tied=False)
+    assert gathered == 3 * 2 * mine  # forward and backward; recomputation is part of the latter
+    assert reduced == pytest.approx(3 * mine, abs=SMALL_BYTES)
+
+
+SPEC = """
+name: piped
+model: {{layers: 6, hidden: 32, ffn_hidden: 40, heads: 4, vocab: 257}}
+hardware: {{accelerator: cpu, per_node: 4}}
+data: {{source: {text}, validation: 0.1, cache: {text}.cache}}
+training: {{sequence_length: 16, global_batch: 8, steps: {steps}, precision: fp64}}
+checkpoint: {{every: 2}}
+parallel: {{pipeline: {{{pipeline}}}, data: {{zero: {zero}}}, micro_batch: 1}}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_launch_resume_and_export_from_a_spec(tmp_path: Path, folder: Path) -> None:
+    """The command line all through: a pipeline on this machine, resumed as another, exported."""
+
+    def partool(*arguments: str) -> str:
+        command = [sys.executable, "-m", "partool", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def spec(name: str, **fields: object) -> str:
+        (tmp_path / name).write_text(SPEC.format(text=folder / "text", **fields))
+        return name
+
+    partool("launch", spec("a.yaml", steps=2, pipeline="stages: 2, schedule: hanayo, waves: 1", zero=2))
+    run = next((tmp_path / ".partool" / "runs").iterdir())
+    partool("launch", spec("b.yaml", steps=4, pipeline="stages: 4, schedule: weipipe", zero=0), "--resume", run.name)
+    log = [json.loads(line) for line in (run / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [event["data"]["resumed_from"] for event in log if event["kind"] == "start"] == [0, 2]
+    losses = [event["data"]["loss"] for event in log if event["kind"] == "step"]
+    assert len(losses) == 4
+    partool("export", run.name, "--out", "model")
+    assert (tmp_path / "model" / "config.json").exists()
