@@ -132,6 +132,14 @@ def test_two_waves_of_many_micro_batches(ranks: int, batches: int, cap: int, idl
     assert max(held(schedule.lists)) / 4 == share
 
 
+def test_without_a_bound_much_memory_is_not_given_for_little_time() -> None:
+    """Four waves of eight: 202 units with seven micro-batches' activations, or 203 with five."""
+    schedule = generate("hanayo", 4, 8, 8)
+    assert simulate(schedule, StageTimes([1.0] * 32, [2.0] * 32)).makespan_s == 203
+    assert max(held(schedule.lists)) == 5 * 8
+    assert simulate(generate("hanayo", 4, 8, 8, 8), StageTimes([1.0] * 32, [2.0] * 32)).makespan_s == 202
+
+
 @pytest.mark.parametrize("batches", [8, 9, 11, 12, 16, 18, 20, 32])
 def test_one_wave_of_two_rounds_or_more_idles_no_longer_than_it_must(batches: int) -> None:
     """What is tried on few micro-batches only must not hide what is best on more."""
