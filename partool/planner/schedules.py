@@ -59,8 +59,9 @@ def schedules(problem: Problem, ranks: int) -> tuple[Scheduled, ...]:
         alone = pipeline.chunks in ("auto", 1) and pipeline.waves == "auto" and pipeline.in_flight == "auto"
         return (Scheduled(SCHEDULES.index("1f1b"), 1, 0),) if alone and _layers(problem, 1) else ()
     names = SCHEDULES if pipeline.schedule == "auto" else (pipeline.schedule,)
+    pinned = any(value != "auto" for value in (pipeline.schedule, pipeline.waves, pipeline.in_flight))
     return tuple(
-        Scheduled(SCHEDULES.index(name), chunks, cap, pinned=pipeline.schedule != "auto")
+        Scheduled(SCHEDULES.index(name), chunks, cap, pinned=pinned)
         for name in names
         if isinstance(name, str) and name in KNOWN and not _excluded(problem, name)
         for chunks in _chunks(problem, name, ranks)

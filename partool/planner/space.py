@@ -78,7 +78,8 @@ class Space:
         taken, share = self.groups.take(group), self.policies.share[policy]
         less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
         before = less[np.searchsorted(less, share) - 1]
-        differs = self._share(taken, share) > self._share(taken, before)
+        none = self.policies.recompute[policy] == 0
+        differs = none | (self._share(taken, share) > self._share(taken, before))
         found = ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
         return np.where(taken.ring, self.only[policy], found)
 

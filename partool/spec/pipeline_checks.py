@@ -37,7 +37,8 @@ def chunks_of(pipeline: Pipeline) -> int | None:
         return 2 * pipeline.waves
     if pipeline.chunks != "auto":
         return pipeline.chunks
-    if pipeline.schedule in ("auto", "interleaved", "hanayo") or isinstance(pipeline.schedule, ScheduleFile):
+    open_ = ("auto", "interleaved", "hanayo", *WEIPIPE)
+    if isinstance(pipeline.schedule, ScheduleFile) or pipeline.schedule in open_:
         return None
     return 2 if pipeline.schedule == "zb-v" else 1
 
@@ -102,12 +103,13 @@ def _layers(pipeline: Pipeline) -> Iterator[Diagnostic]:
         return
     count, stages = len(layers), pipeline.stages
     chunks = 1 if stages == 1 else chunks
-    if chunks is None and count % stages == 0 and count > stages:
+    least = 1 if pipeline.schedule in ("auto", *WEIPIPE) else 2
+    if chunks is None and count % stages == 0 and count >= least * stages:
         return
     if chunks is None or count != stages * chunks:
         each = "1 chunk" if chunks == 1 else "several chunks" if chunks is None else f"{chunks} chunks"
         message = f"layers has {count} entries for {stages} pipeline ranks with {each} each"
-        help = f"give {stages * (chunks or 2)} numbers that sum up to the model's layers"
+        help = f"give {stages * (chunks or least)} numbers that sum up to the model's layers"
         yield Diagnostic("PT431", message, path=(*_PATH, "layers"), help=help)
 
 

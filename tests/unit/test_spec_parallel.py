@@ -61,6 +61,25 @@ WRONG: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "chunks": ("{pipeline: {schedule: 1f1b, chunks: 2}}", "PT223", ("parallel", "pipeline", "chunks")),
     "one chunk": ("{pipeline: {schedule: interleaved, chunks: 1}}", "PT223", ("parallel", "pipeline", "chunks")),
     "one stage": ("{pipeline: {stages: 1, chunks: 2}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "a V of three": ("{pipeline: {schedule: zb-v, chunks: 3}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "half a wave": ("{pipeline: {schedule: hanayo, chunks: 3}}", "PT223", ("parallel", "pipeline", "chunks")),
+    "waves of 1f1b": ("{pipeline: {schedule: 1f1b, waves: 2}}", "PT436", ("parallel", "pipeline", "waves")),
+    "waves of one stage": ("{pipeline: {stages: 1, waves: 2}}", "PT436", ("parallel", "pipeline", "waves")),
+    "waves and chunks": (
+        "{pipeline: {schedule: hanayo, waves: 2, chunks: 2}}", "PT436", ("parallel", "pipeline", "waves")
+    ),
+    "no bound": ("{pipeline: {schedule: gpipe, in_flight: 2}}", "PT436", ("parallel", "pipeline", "in_flight")),
+    "waves of a file": (
+        "{pipeline: {schedule: {file: my.csv}, waves: 2}}", "PT436", ("parallel", "pipeline", "waves")
+    ),
+    "few layers": (
+        "{pipeline: {stages: 2, schedule: hanayo, waves: 1, layers: [1, 1, 2]}}", "PT431",
+        ("parallel", "pipeline", "layers"),
+    ),
+    "halves and compiler": ("{compile: block, pipeline: {schedule: zb-v}}", "PT434", ("parallel", "compile")),
+    "ring and compiler": ("{compile: block, pipeline: {schedule: weipipe}}", "PT435", ("parallel", "compile")),
+    "ring and ZeRO": ("{data: {zero: 3}, pipeline: {schedule: weipipe}}", "PT435", ("parallel", "data", "zero")),
+    "ring and recompute": ("{recompute: none, pipeline: {schedule: weipipe}}", "PT435", ("parallel", "recompute")),
     "share of nothing": (
         "{offload: {optimizer: none, gpu_fraction: 0.5}}", "PT224", ("parallel", "offload", "gpu_fraction")
     ),

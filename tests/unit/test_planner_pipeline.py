@@ -1,0 +1,283 @@
+"""Pipelines in plans: every field of the section, what is found wrong with it, what the search makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from partool.cost.case import SCHEDULES
+from partool.cost.pipeline import messages, sent_bytes
+from partool.cost.predict import stage_times
+from partool.diagnostics.record import Diagnostic
+from partool.plan.schedule import placement_of, schedule_of
+from partool.plan.types import Plan
+from partool.planner import make_plan
+from partool.planner.layouts import layout_of
+from partool.planner.make import resolve
+from partool.planner.price import Priced, bounds_s, room
+from partool.planner.problem import Problem
+from partool.planner.refine import refined_s
+from partool.planner.space import build
+from partool.schedule import generate, schedule_hash, simulate, to_text, validate
+from partool.schedule.weipipe import volume
+from partool.spec import load_text
+
+HEAD = """\
+model: {layers: LAYERS, hidden: 64, heads: 4, vocab: 256}
+hardware: {accelerator: DEVICE, per_node: 4}
+data: python-stdlib
+training: {global_batch: BATCH, sequence_length: 128, steps: 10}
+parallel: {PARALLEL}
+"""
+
+
+def text(parallel: str, *, batch: int = 8, layers: int = 8, device: str = "cpu") -> str:
+    values = {"PARALLEL": parallel, "BATCH": str(batch), "LAYERS": str(layers), "DEVICE": device}
+    found = HEAD
+    for name, value in values.items():
+        found = found.replace(name, value)
+    return found
+
+
+def result(spec: str, folder: Path) -> tuple[Plan | None, list[Diagnostic]]:
+    loaded = load_text(spec)
+    if loaded.spec is None:
+        return None, loaded.diagnostics
+    made = make_plan(loaded.spec, base_dir=folder, default_name="pipeline")
+    return made.plan, [*loaded.diagnostics, *made.diagnostics]
+
+
+def planned(spec: str, folder: Path) -> Plan:
+    plan, found = result(spec, folder)
+    assert plan is not None, found
+    return plan
+
+
+def problem_of(spec: str) -> Problem:
+    loaded = load_text(spec)
+    assert loaded.spec is not None, loaded.diagnostics
+    problem = resolve(loaded.spec, Path("/")).problem
+    assert problem is not None
+    return problem
+
+
+PLANS: dict[str, tuple[str, tuple[str, int, int]]] = {
+    "one wave": ("{stages: 4, schedule: hanayo, waves: 1}", ("hanayo", 2, 0)),
+    "two waves of two ranks": ("{stages: 2, schedule: hanayo, waves: 2}", ("hanayo", 4, 0)),
+    "waves as chunks": ("{stages: 2, schedule: hanayo, chunks: 4}", ("hanayo", 4, 0)),
+    "waves alone": ("{stages: 4, waves: 1}", ("hanayo", 2, 0)),
+    "less memory": ("{stages: 2, schedule: hanayo, waves: 1, in_flight: 2}", ("hanayo", 2, 2)),
+    "a V": ("{stages: 4, schedule: zb-v}", ("zb-v", 2, 0)),
+    "a V for less memory": ("{stages: 4, schedule: zb-v, in_flight: 3}", ("zb-v", 2, 3)),
+    "weights travel": ("{stages: 4, schedule: weipipe}", ("weipipe", 1, 0)),
+    "in smaller pieces": ("{stages: 2, schedule: weipipe, chunks: 2}", ("weipipe", 2, 0)),
+    "chunks": ("{stages: 2, schedule: interleaved, chunks: 4}", ("interleaved", 4, 0)),
+}
+
+
+@pytest.mark.parametrize(("pipeline", "wanted"), PLANS.values(), ids=PLANS)
+def test_what_is_pinned_is_planned(pipeline: str, wanted: tuple[str, int, int], tmp_path: Path) -> None:
+    plan = planned(text(f"micro_batch: 1, pipeline: {pipeline}"), tmp_path)
+    layout = plan.layout
+    assert (layout.schedule, layout.chunks, layout.in_flight) == wanted
+    schedule = schedule_of(layout)
+    assert validate(schedule) == []
+    assert schedule.placement == placement_of(layout)
+    assert layout.schedule_hash == schedule_hash(schedule)
+    assert len(layout.stages) == layout.mesh.pp * layout.chunks
+    assert plan.runnable
+
+
+def test_a_plan_of_other_lists_is_refused(tmp_path: Path) -> None:
+    layout = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: hanayo, waves: 1}"), tmp_path).layout
+    with pytest.raises(ValueError, match="not the one that was planned"):
+        schedule_of(layout.model_copy(update={"schedule": "zb-v"}))
+
+
+def test_layers_are_split_as_given(tmp_path: Path) -> None:
+    plan = planned(text("pipeline: {stages: 2, schedule: hanayo, layers: [3, 3, 1, 1]}"), tmp_path)
+    assert plan.layout.stages == ((0, 3), (3, 6), (6, 7), (7, 8))
+    open_schedule = planned(text("pipeline: {layers: [1, 3, 3, 1]}"), tmp_path).layout
+    assert open_schedule.stages == ((0, 1), (1, 4), (4, 7), (7, 8))
+    assert open_schedule.mesh.pp * open_schedule.chunks == 4
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    own = generate("hanayo", 4, 4, 2)
+    (tmp_path / "my.csv").write_text("# mine\n" + to_text(own))
+    plan = planned(text("pipeline: {schedule: {file: my.csv}}"), tmp_path)
+    layout = plan.layout
+    assert (layout.schedule, layout.mesh.pp, layout.chunks, layout.accumulation) == ("file", 4, 2, 4)
+    assert schedule_of(layout).lists == own.lists
+    named = planned(text("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 2"), tmp_path)
+    assert plan.prediction.time.step_time_s == pytest.approx(named.prediction.time.step_time_s, rel=1e-9)
+    assert plan.prediction.memory.ranks == named.prediction.memory.ranks
+    again = Plan.from_json(plan.to_json())
+    assert schedule_of(again.layout) == schedule_of(layout)
+
+
+WRONG: dict[str, tuple[str, int, str, str]] = {
+    "rounds": (
+        "micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}",
+        6,
+        "PT430",
+        "global_batch: 8",
+    ),
+    "rounds below": ("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}", 9, "PT430", "global_batch: 8"),
+    "any size": ("pipeline: {stages: 4, schedule: weipipe}", 6, "PT430", "global_batch: 8"),
+    "data ranks": (
+        "tensor: 1, sequence: 1, micro_batch: 2, pipeline: {stages: 2, schedule: weipipe}", 12, "PT430",
+        "global_batch: 16",
+    ),
+    "sum": ("pipeline: {stages: 2, schedule: 1f1b, layers: [3, 4]}", 8, "PT431", "add 1"),
+    "waves": ("pipeline: {stages: 4, schedule: hanayo, waves: 2}", 8, "PT264", "use at most 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "batch", "code", "help"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_is_found_with_the_nearest_that_can(
+    parallel: str, batch: int, code: str, help: str, tmp_path: Path
+) -> None:
+    plan, found = result(text(parallel, batch=batch), tmp_path)
+    assert plan is None
+    (error,) = [finding for finding in found if finding.severity == "error"]
+    assert error.code == code
+    assert help in error.help
+    if code == "PT430":
+        planned(text(parallel, batch=int(error.help.rsplit(" ", 1)[1])), tmp_path)
+
+
+def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:
+    lists = to_text(generate("1f1b", 2, 4))
+    spec = text("pipeline: {stages: 2, schedule: {file: my.csv}}")
+    for name, broken, code, words in (
+        ("a cell", "# mine\n" + lists.replace("0F1", "0Q1", 1), "PT432", "row 2"),
+        ("twice", "# mine\n" + lists.replace("1F0,", "1F0,1F0,", 1), "PT433", "micro-batch 0"),
+        ("rows", to_text(generate("1f1b", 4, 4)), "PT437", "4 rows"),
+        ("weights", to_text(generate("weipipe", 2, 4)), "PT437", "weights that travel"),
+    ):
+        (tmp_path / "my.csv").write_text(broken)
+        plan, found = result(spec, tmp_path)
+        assert plan is None, name
+        errors = [finding for finding in found if finding.severity == "error"]
+        assert {finding.code for finding in errors} == {code}, name
+        assert any(words in finding.message for finding in errors), (name, errors)
+
+
+def test_own_lists_that_halve_passes_are_not_compiled(tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text(to_text(generate("zb-h1", 4, 4)))
+    pipeline = "pipeline: {stages: 4, schedule: {file: my.csv}}"
+    assert planned(text(pipeline, device="h100-sxm"), tmp_path).layout.compile == "none"
+    _, found = result(text(f"compile: block, {pipeline}", device="h100-sxm"), tmp_path)
+    assert "PT434" in {finding.code for finding in found}
+
+
+def test_layouts_that_can_be_compiled_stand_beside_those_that_cannot() -> None:
+    problem = problem_of(text("pipeline: 4, micro_batch: 1", device="h100-sxm"))
+    groups = build(problem).groups
+    names = {SCHEDULES[index]: bool(done) for index, done in zip(groups.schedule, groups.compiled, strict=True)}
+    assert names == {
+        "gpipe": True, "1f1b": True, "interleaved": True, "zb-h1": False, "zb-v": False, "weipipe": False,
+    }  # fmt: skip
+    pinned = build(problem_of(text("compile: block, pipeline: 4, micro_batch: 1", device="h100-sxm"))).groups
+    assert {SCHEDULES[index] for index in pinned.schedule} == {"gpipe", "1f1b", "interleaved"}
+
+
+EVERY = {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "weipipe"}
+SPACES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "CPU": ({"parallel": "pipeline: 4"}, EVERY),
+    "few micro-batches": ({"parallel": "pipeline: 2", "batch": 4, "layers": 9}, EVERY),
+    "devices": ({"parallel": "pipeline: 4", "device": "h100-sxm", "batch": 16}, EVERY),
+    "layers given": (
+        {"parallel": "pipeline: {stages: 2, layers: [1, 5, 1, 1]}"}, {"interleaved", "zb-v", "hanayo", "weipipe"}
+    ),
+    "less memory": (
+        {"parallel": "pipeline: {stages: 4, schedule: hanayo, waves: 1, in_flight: 4}", "batch": 16}, {"hanayo"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "schedules"), SPACES.values(), ids=SPACES)
+def test_bounds_of_every_schedule_are_below_exact_times(case: dict[str, Any], schedules: set[str]) -> None:
+    problem = problem_of(text(**case))
+    space = build(problem)
+    seen = set()
+    everything = np.arange(len(space.policies))
+    for group in range(space.size):
+        for policy in np.flatnonzero(space.allowed(np.full(len(everything), group), everything))[:2]:
+            row = space.rows(np.array([group]), np.array([policy]))
+            exact = Priced(problem, layout_of(problem, space.rows(group, policy)))
+            time_s = exact.time.step_time_s * (1.0 + 1e-9)
+            assert float(bounds_s(problem, row)[0]) <= time_s, exact.layout
+            assert float(np.ravel(refined_s(problem, row))[0]) <= time_s, exact.layout
+            seen.add(exact.layout.schedule)
+    assert seen == schedules
+
+
+def test_nothing_that_fits_is_taken_for_too_large() -> None:
+    """Columns are not above the exact memory by more than the search allows for."""
+    problem = problem_of(text("pipeline: 4", layers=16))
+    space = build(problem)
+    policy = int(np.flatnonzero(space.only)[0])
+    for group in range(space.size):
+        row = space.rows(np.array([group]), np.array([policy]))
+        exact = Priced(problem, layout_of(problem, space.rows(group, policy))).memory.total_bytes
+        assert float(np.ravel(room(problem, row).total_bytes)[0]) <= 1.03 * exact
+
+
+def test_bytes_that_are_sent(tmp_path: Path) -> None:
+    hanayo = planned(
+        text("micro_batch: 1, pipeline: {stages: 2, schedule: hanayo, waves: 2}, data: {zero: 0}"), tmp_path
+    )
+    layout, m, waves = hanayo.layout, hanayo.layout.accumulation, 2
+    # 4 M W (P - 1) messages in all (Hanayo), of which two ranks send half each.
+    assert messages(layout) == 4 * m * waves // 2
+    boundary = 128 * 64 * 2
+    assert hanayo.prediction.time.traffic_bytes["pipeline"] == messages(layout) * boundary
+    ring = planned(
+        text("micro_batch: 1, pipeline: {stages: 2, schedule: weipipe}, data: {zero: 0}", batch=32), tmp_path
+    )
+    job = problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)).job
+    elements = [4 * (4 * 64 * 64 + 3 * 64 * ring.model.ffn_hidden + 2 * 64)] * 2
+    counted = volume(schedule_of(ring.layout), [2 * one for one in elements], [4 * one for one in elements])
+    assert sent_bytes(job, ring.layout) == max(counted)
+
+
+def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:
+    spec = text("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}, data: {zero: 0}")
+    plan, job = planned(spec, tmp_path), problem_of(spec).job
+    times = stage_times(job, plan.layout)
+    line = simulate(schedule_of(plan.layout), times)
+    terms = plan.prediction.time.terms_s
+    assert terms["forward"] + terms["backward"] == pytest.approx(sum(line.busy_s) / 4, rel=1e-9)
+    assert terms["pipeline_bubble"] == pytest.approx(line.makespan_s - sum(line.busy_s) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100-sxm"])
+def test_plans_say_why_their_schedule(device: str, tmp_path: Path) -> None:
+    reasons = " ".join(planned(text("pipeline: 4", device=device, batch=16), tmp_path).reasons)
+    assert "ranks idle" in reasons
+    assert "With the same ranks and micro-batches" in reasons
+    assert "WeiPipe" in reasons
+    assert ("Blocks are compiled" in reasons) == (device != "cpu")
+
+
+def test_weipipe_is_weighed_by_what_travels(tmp_path: Path) -> None:
+    """Weights are less from as many tokens on as a stage's copies weigh activations of so many."""
+    reasons = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}"), tmp_path).reasons
+    (said,) = [reason for reason in reasons if reason.startswith("WeiPipe")]
+    assert "weights are less from" in said
+    assert "there are 128" in said
+    odd = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}", batch=6), tmp_path).reasons
+    assert any("multiples of 4 micro-batches, not 6" in reason for reason in odd)
+
+
+@pytest.mark.parametrize("name", ["hanayo", "weipipe"])
+def test_examples_plan_and_can_run(name: str) -> None:
+    root = Path(__file__).parents[2]
+    plan = planned((root / f"specs/{name}.yaml").read_text(), root / "specs")
+    assert plan.layout.schedule == name
+    assert plan.runnable
