@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from partool_runtime.data.batches import MicroBatch
@@ -60,6 +61,7 @@ class Part(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.head = nn.Linear(H, V) if last else None
         self.input_wants_gradient = False
+        self.outputs: list[StorageWeakRef] = []
 
     @property
     def module(self) -> nn.Module:
@@ -74,6 +76,8 @@ class Part(nn.Module):
         for layer in self.layers:
             x_BSH = layer(x_BSH)
         if self.head is None:
+            if torch.is_grad_enabled():
+                self.outputs.append(StorageWeakRef(x_BSH.untyped_storage()))
             return x_BSH
         logits = self.head(x_BSH).flatten(0, 1)
         return F.cross_entropy(logits, micro.labels_BS.flatten(), reduction="sum")
