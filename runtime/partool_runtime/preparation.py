@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +20,30 @@ from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
+from partool_runtime.torch_internals import gathered_bytes, gradient_bytes
 from partool_runtime.weights import build, build_parts, freeze, materialise
 
 
-def prepare(plan: Plan, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
-    """Return this rank's part of the plan's model, not filled yet, and its passes; a collective of all ranks.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A rank's part of a model, with memory, and how it is run."""
+
+    model: AnyDecoder
+    passes: Passes
+    gathered_bytes: Callable[[], int]
+    """Of the parameters that are held for computation now, besides those that are trained."""
+    gradient_bytes: Callable[[], int]
+    """Of the gradients that are held now."""
+
+    @classmethod
+    def sharded(cls, model: AnyDecoder, passes: Passes) -> Prepared:
+        """Return a part that FSDP2 gathers and reduces."""
+        roots = model.roots()
+        return cls(model, passes, lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots)))
+
+
+def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
+    """Return this rank's part of the plan's model, not filled yet, and what runs it; a collective of all ranks.
 
     ``report`` is told of the actions of every training step through a pipeline.
     """
@@ -33,24 +53,25 @@ def prepare(plan: Plan, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passe
     return (_stages if schedule.moves == "activations" else _ring)(plan, schedule, ranks, report)
 
 
-def _plain(plan: Plan, ranks: Ranks) -> tuple[AnyDecoder, Passes]:
+def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
     sync = parallelize(model, plan, ranks)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
-    return model, PlainPasses(model, sync, ranks.device)
+    return Prepared.sharded(model, PlainPasses(model, sync, ranks.device))
 
 
-def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
+def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     mine = schedule.on_rank(ranks.pp.get_local_rank())
     parts = build_parts(plan.model, plan.layout.stages, mine).to(MASTER_DTYPE[plan.training.precision])
     units = parallelize_stages(parts, plan, ranks)
     materialise(parts, ranks.device)
     freeze(parts, plan.frozen)
-    return parts, pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
+    passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
+    return Prepared.sharded(parts, passes)
 
 
-def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> tuple[AnyDecoder, Passes]:
+def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     rank = ranks.pp.get_local_rank()
     with torch.device("meta"):
         model = RingDecoder(plan.model, plan.layout.stages, schedule.on_rank(rank))
@@ -70,20 +91,22 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> tuple
         watch=done.append,
         timeout_s=COLLECTIVE_TIMEOUT.total_seconds(),
     )
-    return model, _Reported(passes, done, report)
+    reported = _Reported(passes, done, report)
+    return Prepared(model, reported, lambda: passes.copies_bytes, lambda: passes.gradient_bytes)
 
 
 class _Reported:
     """Passes whose actions are reported after each training step."""
 
-    def __init__(self, passes: Passes, done: list[Done], report: Report) -> None:
+    def __init__(self, passes: WeiPipePasses, done: list[Done], report: Report) -> None:
         self._passes, self._done, self._report = passes, done, report
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See ``Passes``."""
         self._done.clear()
+        before_bytes = self._passes.sent_bytes
         loss_sum = self._passes.step(batch, weight, timer)
-        self._report(self._done)
+        self._report(self._done, self._passes.sent_bytes - before_bytes)
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:

@@ -13,17 +13,16 @@ from partool_kernels import isa
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
-from partool_runtime.preparation import prepare
+from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import Saver
-from partool_runtime.stepping import Passes, Stepper, StepResult
+from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, local_bytes
+from partool_runtime.torch_internals import local_bytes
 from partool_runtime.weights import fill, post_load
 
 
@@ -38,9 +37,9 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
-        model, passes = prepare(plan, ranks, recorder.pipeline)
+        prepared = prepare(plan, ranks, recorder.pipeline)
         stepper, saver, first = _open(
-            plan, run_dir, ranks, recorder, model=model, passes=passes, fingerprint=data.fingerprint, resume=resume
+            plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume
         )
         attempt = int(os.environ.get("PARTOOL_ATTEMPT", "1"))
         recorder.event("start", attempt=attempt, world_size=ranks.world_size, plan_hash=plan.hash, resumed_from=first)
@@ -49,7 +48,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
         data.close()
         saver.close()
-        passes.close()
+        prepared.passes.close()
         _report_write(saver, recorder)
         stopped = done < plan.training.steps
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
@@ -136,20 +135,20 @@ def _open(
     ranks: Ranks,
     recorder: Recorder,
     *,
-    model: AnyDecoder,
-    passes: Passes,
+    prepared: Prepared,
     fingerprint: str,
     resume: bool,
 ) -> tuple[Stepper, Saver, int]:
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
+    model = prepared.model
     optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
-    recorder.probe_memory("gathered", lambda: sum(map(gathered_bytes, model.roots())))
-    recorder.probe_memory("gradients", lambda: sum(map(gradient_bytes, model.roots())))
+    recorder.probe_memory("gathered", prepared.gathered_bytes)
+    recorder.probe_memory("gradients", prepared.gradient_bytes)
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
-        passes,
+        prepared.passes,
         optimizer,
         scaler,
         ranks=ranks,

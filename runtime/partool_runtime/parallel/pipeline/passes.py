@@ -23,8 +23,8 @@ from partool_runtime.parallel.pipeline.wires import Wires, open_groups
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.weights import frozen_names, whole_shapes
 
-Report = Callable[[Sequence[Done]], None]
-"""Is told of what a training step has done, in the order in which it became known."""
+Report = Callable[[Sequence[Done], int], None]
+"""Is told of what a training step has done, in the order in which it became known, and how many bytes were sent."""
 
 
 class DecoderStage:
@@ -50,9 +50,17 @@ class PipelinePasses:
     """Passes (``partool_runtime.stepping.Passes``) of the ranks of a pipeline, which share one batch."""
 
     def __init__(
-        self, engine: Engine, sync: PipelineSync, ranks: Ranks, *, tied: TiedGradients | None, report: Report
+        self,
+        engine: Engine,
+        wires: Wires,
+        sync: PipelineSync,
+        ranks: Ranks,
+        *,
+        tied: TiedGradients | None,
+        report: Report,
     ) -> None:
-        self._engine, self._sync, self._ranks, self._tied, self._report = engine, sync, ranks, tied, report
+        self._engine, self._wires, self._sync, self._ranks = engine, wires, sync, ranks
+        self._tied, self._report = tied, report
         self._done: list[Done] = []
         engine.watch = self._done.append
 
@@ -60,13 +68,14 @@ class PipelinePasses:
         """See ``Passes``. The first rank of the pipeline returns the loss of all its ranks, the others return 0."""
         self._done.clear()
         self._sync.use(timer)
+        before_bytes = self._wires.sent_bytes
         loss_sum = self._engine.step(batch, weight)
         if self._tied is not None:
             with timer("gradient_sync"):
                 self._tied.add_up()
         with timer("pipeline_bubble"):  # ranks that are done early wait here for the others
             loss_sum = self._of_pipeline(loss_sum)
-        self._report(self._done)
+        self._report(self._done, self._wires.sent_bytes - before_bytes)
         return loss_sum
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
@@ -138,4 +147,5 @@ def pipeline_passes(
     wires = Wires(rank, open_groups(ranks.pipelines), boundary, timeout_s=timeout_s)
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
-    return PipelinePasses(Engine(schedule, stages, wires, sync=sync), sync, ranks, tied=tied, report=report)
+    engine = Engine(schedule, stages, wires, sync=sync)
+    return PipelinePasses(engine, wires, sync, ranks, tied=tied, report=report)

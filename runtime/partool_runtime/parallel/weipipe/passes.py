@@ -80,6 +80,17 @@ class WeiPipePasses:
         self._predicting = Computation(model, self._chunks, dtype, schedule.stages)
 
     @property
+    def copies_bytes(self) -> int:
+        """Bytes of this rank's own weights in the type of computation, besides those that are trained."""
+        return sum(buffer.flat.numel() * buffer.flat.itemsize for buffer in self._own.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that stay on this rank: its own stages' and those of the outer modules."""
+        held = [*self._home.values(), *(p.grad for p in self._outer if p.grad is not None)]
+        return sum(gradient.numel() * gradient.itemsize for gradient in held)
+
+    @property
     def sent(self) -> tuple[int, int]:
         """Elements of weights and of gradients that this rank has sent over the ring, sums over replicas not counted.
 
