@@ -218,11 +218,11 @@ def test_what_two_ranks_hold_is_saved_once(ran: Jobs) -> None:
     assert stored_values(step_folder(run, STEPS)) == elements
 
 
-def sent_bytes(jobs: Jobs, name: str, rank: int) -> tuple[int, int]:
-    """Return what a rank sent in the collectives of a step: for gathers of parameters, and to reduce gradients."""
+def sent_bytes(jobs: Jobs, name: str, rank: int) -> tuple[int, int, int]:
+    """Return what a rank sent in a step: to gather parameters, to reduce gradients, and to its pipeline's ranks."""
     summary = next(event for event in jobs.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
     traffic = summary["measures"]["traffic"]
-    return traffic["parameter_gather"]["value"], traffic["gradient_sync"]["value"]
+    return tuple(traffic[term]["value"] for term in ("parameter_gather", "gradient_sync", "pipeline"))
 
 
 def shard_bytes(*parts: str, tied: bool = True) -> int:
@@ -232,6 +232,8 @@ def shard_bytes(*parts: str, tied: bool = True) -> int:
     return sum(-(-info.shape[0] // 2) * (info.elements // info.shape[0]) for info in held) * 8
 
 
+BOUNDARY_BYTES = 2 * 16 * 30 * 8
+"""A micro-batch's hidden state."""
 SMALL_BYTES = 200
 """More than the few sums of single numbers that come on top."""
 
@@ -240,21 +242,24 @@ SMALL_BYTES = 200
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_the_stage_says(ran: Jobs) -> None:
     """Of two ranks, each sends the half of what is gathered or reduced: its shard, or the other's."""
     embed = shard_bytes("embed")
-    gathered, reduced = sent_bytes(ran, "zero-1 1f1b tied apart", rank=0)
+    gathered, reduced, sent = sent_bytes(ran, "zero-1 1f1b tied apart", rank=0)
     mine = shard_bytes("embed", "position", "layers.0", "layers.1", "layers.2")
     assert gathered == mine
     assert reduced == pytest.approx(mine + embed, abs=SMALL_BYTES)  # and the sum with the last stage's copy
+    assert sent == 3 * BOUNDARY_BYTES
 
-    gathered, reduced = sent_bytes(ran, "zero-2 zb-v tied on one rank", rank=0)
+    gathered, reduced, sent = sent_bytes(ran, "zero-2 zb-v tied on one rank", rank=0)
     stages = shard_bytes("position", "layers.0", "layers.1", "layers.6", "layers.7", "final_norm")
     assert gathered == stages + embed
+    assert sent == 2 * 3 * BOUNDARY_BYTES  # activations of its first stage, gradients of its last
     # Halves may come in one, where the gradients of norms and embedding are ahead of the other weights'.
     assert 2 * (stages + embed) < reduced <= 3 * stages + 2 * 3 * embed + SMALL_BYTES
 
-    gathered, reduced = sent_bytes(ran, "zero-3 hanayo recomputed", rank=2)
+    gathered, reduced, sent = sent_bytes(ran, "zero-3 hanayo recomputed", rank=2)
     mine = shard_bytes("layers.2", "layers.3", "layers.4", "layers.5", tied=False)
     assert gathered == 3 * 2 * mine  # forward and backward; recomputation is part of the latter
     assert reduced == pytest.approx(3 * mine, abs=SMALL_BYTES)
+    assert sent == 2 * 3 * BOUNDARY_BYTES
 
 
 SPEC = """
