@@ -287,7 +287,7 @@ def faults(timeout_s: float = 1.5) -> None:
             took_s = time.monotonic() - started_s
             print(f"{fault}: {error}", flush=True)
             told(schedule, error, fault, rank)
-            assert took_s < (4 * timeout_s if rank == 1 else 2 * timeout_s), f"{fault}: {took_s} s"
+            assert took_s < (4 * timeout_s if rank == 1 else 3 * timeout_s), f"{fault}: {took_s} s"
         else:
             raise AssertionError(f"{fault}: rank {rank} has noticed nothing")
 
