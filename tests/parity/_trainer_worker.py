@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 from partool.plan.types import Plan
@@ -27,10 +29,23 @@ class StopAt(StopRequest):
         return super().agree(step)
 
 
+def agreed_port(file: Path) -> str:
+    """Return a port that is free now, chosen by rank 0: one chosen for a job long ahead may be taken by then."""
+    if os.environ["RANK"] == "0":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            written = file.with_suffix(".new")
+            written.write_text(str(probe.getsockname()[1]))
+        written.rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return file.read_text()
+
+
 def main(jobs: str) -> None:
     folder = Path(jobs).parent
     for name, job in json.loads(Path(jobs).read_text()).items():
-        os.environ["MASTER_PORT"] = str(job["port"])
+        os.environ["MASTER_PORT"] = agreed_port(folder / f"{name}.port")
         plan = Plan.model_validate_json(json.dumps(job["plan"]))
         try:
             train(plan, folder / job["run"], job["resume"], StopAt(job["stop_at"]))

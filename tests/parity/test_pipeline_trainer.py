@@ -183,9 +183,10 @@ def test_training_through_a_pipeline_equals_one_process(ran: Jobs, name: str) ->
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_every_schedule_with_every_zero_stage_equals_one_process(folder: Path) -> None:
-    cases = further_cases(folder / "text")
-    jobs = launch(folder, cases, timeout_s=1200)
+def test_every_schedule_with_every_zero_stage_equals_one_process(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    cases = further_cases(tmp_path / "text")
+    jobs = launch(tmp_path, cases, timeout_s=1200)
     for name, (_, reference) in cases.items():
         assert_equal(jobs, name, reference)
 

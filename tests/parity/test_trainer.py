@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ class Jobs:
 
     def add(self, name: str, plan: Any, *, run: str, resume: bool = False, stop_at: int = -1) -> None:
         plan_json = json.loads(plan.to_json())
-        job = {"plan": plan_json, "run": run, "resume": resume, "stop_at": stop_at, "port": free_port()}
+        job = {"plan": plan_json, "run": run, "resume": resume, "stop_at": stop_at}
         self.jobs[name] = job
 
     def run(self, ranks: int, timeout_s: float = 150) -> None:
@@ -51,12 +50,6 @@ class Jobs:
         dcp_to_torch_save(self.folder / run / "checkpoints" / f"step-{step:08d}", whole)
         state = torch.load(whole)
         return {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
