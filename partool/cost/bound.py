@@ -10,7 +10,7 @@ from partool.cost import collective
 from partool.cost.case import SCHEDULES, Column, Job, Layouts
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
-from partool.cost.sync import Held, Passes, Sync, sync
+from partool.cost.sync import Held, Passes, Sync, pipeline_wait, sync
 from partool.cost.traffic import trained_share
 
 _STREAM_SHARE = 0.80
@@ -101,6 +101,7 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
         busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
         through = np.where(layouts.ring, _travelling_s(job, layouts, costs), through)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
+    bound = bound + pipeline_wait(job, layouts) * m * busiest
     return job.time_scalar * (bound + parts.extra_s)
 
 

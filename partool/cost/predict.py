@@ -22,7 +22,7 @@ from partool.cost.pipeline import (
     stages_of_ranks,
     worked_by_ranks,
 )
-from partool.cost.sync import Held, Passes, sync
+from partool.cost.sync import Held, Passes, pipeline_wait, sync
 from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import Layout, TimePrediction
@@ -168,7 +168,7 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         # The host link works beside the network: only what outlasts the network's collectives shows.
         "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest)),
         "optimizer": fullest * float(base.optimizer_s),
-        "pipeline_bubble": span - busy,
+        "pipeline_bubble": span - busy + float(pipeline_wait(job, columns(layout))) * busy,
         "overhead": job.stack.overhead_s,
     }
 

@@ -61,7 +61,7 @@ class Stack:
     operators_head: float = 8.0
     """Kernels of the head and the loss, per pass."""
     wait_share: float = 0.0
-    """Of its passes, how long a rank waits at collectives for others that work on the same cores."""
+    """Of its passes, how long a rank waits at collectives and transfers for others that work on the same cores."""
     host_overlap: float = 8.0
     """How well the host runs ahead: 1 adds its time to the device's, large values leave the slower of both."""
     optimizer_bytes: float = 28.0

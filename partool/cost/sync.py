@@ -72,6 +72,14 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
 
 
+def pipeline_wait(job: Job, layouts: Layouts) -> Column:
+    """Return the share of its passes that a pipeline rank waits for others on its cores, where no collective counts it.
+
+    Shared cores make stages that are alike take turns, whatever the schedule says.
+    """
+    return np.where((layouts.pp > 1) & (layouts.dp == 1), job.stack.wait_share, 0.0)
+
+
 @dataclass(frozen=True)
 class Passes:
     """Seconds of a rank's passes over one micro-batch."""

@@ -141,8 +141,29 @@ def _runners_up(solution: Solution) -> list[Priced]:
     """Return exact prices of the best priced layouts of each kind."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
+        _price_unstaged(solution)
     _price_kinds(solution, solution.overall.leaves)
     return solution.priced
+
+
+def _price_unstaged(solution: Solution) -> None:
+    """Price the fastest layouts without pipeline stages that can run, by ZeRO stage and by what they recompute.
+
+    Bounds of pipelines are low, so that the search looks at many of these before it comes to such a runner-up.
+    """
+    search, space, groups = solution.search, solution.space, solution.space.groups
+    index = np.flatnonzero(space.runnable & (groups.pp == 1))
+    index = index[np.argsort(search.bound_s[index], kind="stable")][: _NEAREST // 100]
+    policies = np.flatnonzero(space.runnable_policies)
+    group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
+    allowed = space.allowed(group, policy)
+    group, policy = group[allowed], policy[allowed]
+    bound, _ = search.columns(group, policy)
+    order = np.argsort(bound, kind="stable")
+    order = order[np.isfinite(bound[order])]
+    code = 4 * groups.zero[group[order]] + space.policies.recompute[policy[order]]
+    for at in np.sort(firsts(code))[:_LOOKED_AT]:
+        search.price(int(group[order[at]]), int(policy[order[at]]))
 
 
 def _price_kinds(solution: Solution, leaves: Any) -> None:

@@ -11,6 +11,7 @@ from partool.cost.bound import bound_s, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro
+from partool.cost.sync import pipeline_wait
 from partool.planner.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.problem import Problem
 from partool.schedule import SCHEDULES as KNOWN
@@ -52,7 +53,8 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
     # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)
-    return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + parts.extra_s)
+    waits = pipeline_wait(job, rows) * rows.accumulation * busiest
+    return job.time_scalar * (np.maximum(longer, rows.accumulation * busiest) + waits + parts.extra_s)
 
 
 def _counts(problem: Problem, policy: int, share: float, bounds: Bounds) -> Any:

@@ -247,8 +247,8 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
 
 
 def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:
-    spec = text("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}, data: {zero: 0}")
-    plan, job = planned(spec, tmp_path), problem_of(spec).job
+    spec = text("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}, data: {zero: 0}", device="h100-sxm")
+    plan, job = planned(spec, tmp_path), problem_of(spec).job_of("none")
     times = stage_times(job, plan.layout)
     line = simulate(schedule_of(plan.layout), times)
     terms = plan.prediction.time.terms_s
