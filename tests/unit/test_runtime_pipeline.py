@@ -16,7 +16,7 @@ from partool_runtime.parallel.pipeline.handover import unfinished
 from partool_runtime.parallel.pipeline.program import compile_program, halved, until
 from partool_runtime.parallel.pipeline.split import split_linears
 from partool_runtime.parallel.pipeline.types import Boundary
-from partool_runtime.parallel.pipeline.wires import TransferError, _Buffers
+from partool_runtime.parallel.pipeline.wires import TransferError, _Buffers, connected
 
 WEIGHTS = ("0.weight", "0.bias", "2.weight")
 
@@ -155,3 +155,11 @@ def test_what_a_stage_has_begun() -> None:
 def test_an_error_of_a_shift_counts_turns() -> None:
     error = TransferError(1, Action("RECV_FW", 2, 5), 0, "gone")
     assert str(error) == "pipeline rank 1, 2RECV_FW5 (stage 2, turn 5) from pipeline rank 0: gone"
+
+
+def test_ranks_that_talk_to_each_other_have_a_wire_of_their_own():
+    assert connected(2, (0, 1)) == [(0, 1), (1, 0)]
+    assert connected(3, (0, 1, 2)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert (0, 2) in connected(4, (0, 2, 1, 3))
+    assert (2, 0) in connected(4, (0, 2, 1, 3))
+    assert (0, 2) not in connected(4, (0, 1, 2, 3, 3, 2, 1, 0))

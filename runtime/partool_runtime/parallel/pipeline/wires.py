@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,10 +54,11 @@ class Lines:
     """By (sending, receiving) pipeline rank."""
 
 
-def open_groups(pipelines: Sequence[Sequence[int]]) -> Lines:
+def open_groups(pipelines: Sequence[Sequence[int]], placement: Sequence[int] = ()) -> Lines:
     """Return the groups of this rank's pipeline.
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
+    ``placement`` is the pipeline rank of each stage; it tells which ranks talk to each other beside neighbours.
     With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL works off what is posted on
     a communicator one after the other, so there every ordered pair of neighbours in the ring has one of its own: a
     receive that is posted ahead holds up no send, and messages that cross each other need not be posted together.
@@ -64,7 +66,7 @@ def open_groups(pipelines: Sequence[Sequence[int]]) -> Lines:
     mine: Lines | None = None
     for pipeline in pipelines:
         ranks = tuple(pipeline)
-        groups = _paired(ranks) if "nccl" in dist.get_backend() else _by_direction(ranks)
+        groups = _paired(ranks, placement) if "nccl" in dist.get_backend() else _by_direction(ranks)
         if dist.get_rank() in ranks:
             mine = Lines(ranks, groups)
     if mine is None:
@@ -78,10 +80,15 @@ def _by_direction(ranks: tuple[int, ...]) -> dict[tuple[int, int], dist.ProcessG
     return {(a, b): up if b > a else down for a in places for b in places if a != b}
 
 
-def _paired(ranks: tuple[int, ...]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    size = len(ranks)
-    pairs = sorted({(a, (a + step) % size) for a in range(size) for step in (1, -1)} - {(a, a) for a in range(size)})
-    return {(a, b): dist.new_group([ranks[a], ranks[b]]) for a, b in pairs}
+def _paired(ranks: tuple[int, ...], placement: Sequence[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
+    return {(a, b): dist.new_group([ranks[a], ranks[b]]) for a, b in connected(len(ranks), placement)}
+
+
+def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the ordered pairs of pipeline ranks that need a wire: neighbours in the ring and of stages."""
+    ring = {(rank, (rank + 1) % size) for rank in range(size)}
+    pairs = {(a, b) for a, b in ring | set(pairwise(placement)) if a != b}
+    return sorted(pairs | {(b, a) for a, b in pairs})
 
 
 class Wires:
