@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -281,7 +282,8 @@ def test_launch_resume_and_export_from_a_spec(tmp_path: Path, folder: Path) -> N
 
     def partool(*arguments: str) -> str:
         command = [sys.executable, "-m", "partool", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        env = os.environ | {"PARTOOL_HOME": str(tmp_path / "home")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -290,7 +292,7 @@ def test_launch_resume_and_export_from_a_spec(tmp_path: Path, folder: Path) -> N
         return name
 
     partool("launch", spec("a.yaml", steps=2, pipeline="stages: 2, schedule: hanayo, waves: 1", zero=2))
-    run = next((tmp_path / ".partool" / "runs").iterdir())
+    run = next((tmp_path / "home" / "runs").iterdir())
     partool("launch", spec("b.yaml", steps=4, pipeline="stages: 4, schedule: weipipe", zero=0), "--resume", run.name)
     log = [json.loads(line) for line in (run / "events" / "rank-0.jsonl").read_text().splitlines()]
     assert [event["data"]["resumed_from"] for event in log if event["kind"] == "start"] == [0, 2]

@@ -298,10 +298,10 @@ def test_window_mask_and_full_attention_beyond_it():
     model = make(config)
     short, _ = batch(config, length=20)
     model.hidden(short)
-    assert not model._masks  # all positions fit into the window: the mask-free path
+    assert not model.contexts._masks  # all positions fit into the window: the mask-free path
     model.hidden(torch.cat((short, short), 1))
     model.hidden(torch.cat((short, short), 1))
-    assert len(model._masks) == 1
+    assert len(model.contexts._masks) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -322,7 +322,7 @@ def test_statistics_and_rotations_are_wide(dtype):
     total = model(tokens_BS, labels_BS)
     assert total.dtype == torch.float32
     torch.testing.assert_close(total.double(), make(CONFIGS["qwen-like"])(tokens_BS, labels_BS), rtol=0.03, atol=0.0)
-    assert [table.dtype for table in next(iter(model._rope.values()))] == [torch.float32] * 2
+    assert [table.dtype for table in next(iter(model.contexts._rope.values()))] == [torch.float32] * 2
 
 
 def test_llama3_frequencies_with_equal_factors():
