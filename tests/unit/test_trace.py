@@ -46,8 +46,9 @@ def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
     counter.start()
     total = network(tokens, tokens)
     counter.stop()
+    saved = counter.live_bytes
     total.backward()
-    return counter.total_bytes
+    return saved
 
 
 def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
