@@ -133,7 +133,7 @@ def test_scale_at_its_floor_is_resumed_and_other_precisions_are_not() -> None:
 def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     saver = saving.Saver.__new__(saving.Saver)
     group: Any = SimpleNamespace(size=lambda: 1)
-    saver._ranks = SimpleNamespace(rank=0, dp=SimpleNamespace(get_group=lambda: group), device=torch.device("cpu"))  # type: ignore[assignment]
+    saver._ranks = SimpleNamespace(rank=0, world=group, device=torch.device("cpu"))  # type: ignore[assignment]
     saver._every_steps, saver._every_s, saver._saved_at_s = 0, 60.0, 100.0
     monkeypatch.setattr(saving.time, "monotonic", lambda: 159.0)
     assert not saver.due(7)
