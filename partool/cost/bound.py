@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import SCHEDULES, Column, Job, Layouts
+from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
 from partool.cost.sync import Held, Passes, Sync, pipeline_wait, sync
@@ -92,7 +92,7 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
     # Whatever the order, a micro-batch passes all stages twice; only the weights' halves are not waited for.
     path = total - costs.total("weight_s")
-    through = np.where(np.isin(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
+    through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
     if job.stage_layers is not None:
         busiest, through = total / layouts.pp, path
     if np.any(layouts.ring):

@@ -51,6 +51,14 @@ MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8
 """Bytes of one element of master weights, moments and reduced gradients."""
 
 
+def among(column: Column, values: tuple[int, ...]) -> Column:
+    """Return where a column has one of a few values; ``numpy.isin`` sorts for that."""
+    found = np.asarray(column) == values[0]
+    for value in values[1:]:
+        found = found | (column == value)
+    return found
+
+
 @dataclass(frozen=True)
 class Job:
     """What all layouts of one search share."""
@@ -136,12 +144,12 @@ class Layouts:
     @property
     def folded(self) -> Column:
         """True where stages go to and fro over the ranks."""
-        return np.isin(self.schedule, FOLDED)
+        return among(self.schedule, FOLDED)
 
     @property
     def ring(self) -> Column:
         """True where weights travel instead of activations."""
-        return np.isin(self.schedule, RING) & (self.pp > 1)
+        return among(self.schedule, RING) & (self.pp > 1)
 
     @property
     def dp(self) -> Column:

@@ -24,6 +24,9 @@ _LOOKED_AT = 5
 _NEAREST = 20_000
 """Layouts among which kinds are looked for, by their bound."""
 
+_MESHES = 32
+"""Meshes without pipeline stages among which runners-up are looked for."""
+
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     """Return one sentence per decision."""
@@ -153,7 +156,7 @@ def _price_unstaged(solution: Solution) -> None:
     """
     search, space, groups = solution.search, solution.space, solution.space.groups
     index = np.flatnonzero(space.runnable & (groups.pp == 1))
-    index = index[np.argsort(search.bound_s[index], kind="stable")][: _NEAREST // 100]
+    index = index[np.argsort(search.bound_s[index], kind="stable")][:_MESHES]
     policies = np.flatnonzero(space.runnable_policies)
     group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
     allowed = space.allowed(group, policy)

@@ -21,8 +21,10 @@ Key = tuple[int, int]
 class Queue:
     """A priority queue of layouts by lower bound."""
 
-    def __init__(self, problem: Problem, space: Space) -> None:
+    def __init__(self, problem: Problem, space: Space, second: dict[Key, float] | None = None) -> None:
         self._problem = problem
+        self._second: dict[Key, float] = {} if second is None else second
+        """Second bounds by layout; searches of one space may share them."""
         self._space = space
         self._heap: list[tuple[float, int, int]] = []
         self._settled: dict[Key, float] = {}
@@ -59,15 +61,20 @@ class Queue:
             return (group, policy) if self._settled[group, policy] <= bound else None
         waiting = self._coarse[self._structure(group)]
         near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
-        groups, policies = (np.array(part) for part in zip(*(key for _, key in near), strict=True))
-        second = refined_s(self._problem, self._space.rows(groups, policies))
-        for (first, key), value in zip(near, second.tolist(), strict=True):
-            self._settled[key] = max(first, value)
+        self._refine([key for _, key in near if key not in self._second])
+        for first, key in near:
+            self._settled[key] = max(first, self._second[key])
             if self._settled[key] > first:
                 heapq.heappush(self._heap, (self._settled[key], *key))
             del waiting[key]
         own = (group, policy)
         return own if self._settled[own] <= bound else None
+
+    def _refine(self, keys: list[Key]) -> None:
+        if keys:
+            groups, policies = (np.array(part) for part in zip(*keys, strict=True))
+            found = refined_s(self._problem, self._space.rows(groups, policies))
+            self._second.update(zip(keys, found.tolist(), strict=True))
 
     def _structure(self, group: int) -> Any:
         groups = self._space.groups

@@ -15,7 +15,7 @@ import numpy as np
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s, host_limit, room
 from partool.planner.problem import Problem
-from partool.planner.queue import Queue
+from partool.planner.queue import Key, Queue
 from partool.planner.space import Space
 
 TIE = 1e-3
@@ -84,15 +84,17 @@ class Search:
         space: Space,
         groups: Any = None,
         policies: Any = None,
-        exact: dict[tuple[int, int], Priced] | None = None,
+        shared: Search | None = None,
     ) -> None:
         self.problem = problem
         self.space = space
         self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
         self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
         self.found = Found(None)
-        self.exact: dict[tuple[int, int], Priced] = {} if exact is None else exact
+        self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
+        self._second: dict[Key, float] = {} if shared is None else shared._second
+        """The same of second bounds."""
         self._settled: list[Priced] = []
         self.bound_s: Any = np.zeros(0)
         """Least step time of each group."""
@@ -100,7 +102,7 @@ class Search:
         """Least memory of each group."""
         self._parts: list[Leaves] = []
         self._limit_s = float("inf")
-        self._queue = Queue(problem, space)
+        self._queue = Queue(problem, space, self._second)
 
     def run(self) -> Found:
         """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
@@ -203,7 +205,8 @@ class Search:
             self.found.too_large = int((~may).sum()) * len(self.policies)
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
-        self._limit_s, self._queue = float("inf"), Queue(self.problem, self.space)
+        self._limit_s = float("inf")
+        self._queue = Queue(self.problem, self.space, self._second)
         position, batch = 0, 32
         while True:
             following = bound[order[position]] if position < len(order) else float("inf")

@@ -81,7 +81,7 @@ def solve(problem: Problem) -> Solution:
     if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
         best = overall.best
         if best is None or not runnable(problem, best.layout):
-            able = Search(problem, space, space.runnable, space.runnable_policies, search.exact).run()
+            able = Search(problem, space, space.runnable, space.runnable_policies, search).run()
     return Solution(problem, space, search, overall, able)
 
 
