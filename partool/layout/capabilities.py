@@ -125,7 +125,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("recompute attention", _RECOMPUTE),
     Capability("recompute selective", _RECOMPUTE),
     Capability("recompute full", _RECOMPUTE),
-    *(Capability(f"schedule {name}", _PIPELINES) for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")),
+    *(
+        Capability(f"schedule {name}", _PIPELINES)
+        for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")
+    ),
     *(Capability(f"schedule {name}", _ALL_PIPELINES) for name in ("gpipe", "weipipe", "weipipe-naive", "weipipe-zb")),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),

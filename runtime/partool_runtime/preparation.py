@@ -82,14 +82,16 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     # Every rank has these and all have the same gradient, which counts once.
     model.copies = model.replicated() if rank else frozenset()
     done: list[Done] = []
+    timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     passes = WeiPipePasses(
         schedule,
         model,
-        open_ring(ranks.pipelines),
+        open_ring(ranks.pipelines, timeout_s=timeout_s),
         COMPUTE_DTYPE[plan.training.precision],
         replicas=ranks.dp.get_group(),
+        everyone=ranks.world,
         watch=done.append,
-        timeout_s=COLLECTIVE_TIMEOUT.total_seconds(),
+        timeout_s=timeout_s,
     )
     reported = _Reported(passes, done, report)
     return Prepared(model, reported, lambda: passes.copies_bytes, lambda: passes.gradient_bytes)

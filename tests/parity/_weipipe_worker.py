@@ -193,7 +193,9 @@ def check_replicas(ring: Ring) -> None:
     for name in VARIANTS:
         schedule = generate(name, 2, 4)
         model = part(config, schedule, ring)
-        passes = WeiPipePasses(schedule, model, ring, torch.float64, replicas=pairs[place[1]], timeout_s=60)
+        passes = WeiPipePasses(
+            schedule, model, ring, torch.float64, replicas=pairs[place[1]], everyone=dist.group.WORLD, timeout_s=60
+        )
         loss = passes.step(expected.batches[0][4 * place[0] :][:4], expected.weights[0], timer)
         dist.all_reduce(loss)
         assert close(loss, expected.losses[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _plans import small_plan, write_text
 from test_checkpoint import stored_values
 from test_trainer import Jobs
@@ -138,9 +139,12 @@ def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
         resume=True,
     )
     jobs.add("bf16", plan(text, TWO_BY_TWO, "zb-h1", precision="bf16", zero=2), run="bf16")
+    jobs.add("bf16 line", plan(text, LINE, "zb-h1", stages=FOUR, precision="bf16", zero=1), run="bf16 line")
     jobs.run(4, timeout_s)
     for name, settings in {"one": {}, "tied": {"model": TIED}, "frozen": {"frozen": FROZEN}}.items():
         jobs.add(f"reference {name}", plan(text, ONE, stages=((0, LAYERS),), **settings), run=f"reference {name}")
+    same_sums = plan(text, ONE, stages=((0, LAYERS),), precision="bf16", zero=0)
+    jobs.add("reference bf16", same_sums, run="reference bf16")
     jobs.add("alone", plan(text, ONE, stages=((0, LAYERS),), model=TIED), run="crossed", resume=True)
     jobs.run(1)
     return jobs
@@ -211,6 +215,14 @@ def test_low_precision_stays_near(ran: Jobs) -> None:
     wanted, got = ([event["loss"] for event in ran.events(run, "step")] for run in ("reference one", "bf16"))
     assert got == pytest.approx(wanted, abs=3e-2)
     assert got != wanted
+
+
+@pytest.mark.timeout(500)
+def test_low_precision_sums_as_wide_as_one_process(ran: Jobs) -> None:
+    """The same micro-batches without data parallelism: a weight gradient summed in bf16 would show in the last bits."""
+    wanted, got = (ran.state(run, step=STEPS) for run in ("reference bf16", "bf16 line"))
+    assert wanted.keys() == got.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], got[name])] == []
 
 
 @pytest.mark.timeout(500)

@@ -67,7 +67,10 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = tensor if tensor._base is None else tensor._base
-        is_parameter = isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+        # Leaves of three dimensions are what a pipeline's stage has received, [B, S, H]; weights have two at most.
+        is_parameter = isinstance(owner, torch.nn.Parameter) or (
+            owner.is_leaf and owner.requires_grad and owner.ndim < 3
+        )
         is_logits = tensor.numel() == self._logits_numel and tensor.shape[-1] == self._vocab
         if is_parameter:
             self._at_parameter()

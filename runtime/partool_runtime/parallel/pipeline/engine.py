@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from partool.schedule import COMPUTE, Action, Schedule, forward_only, receive_depth, remap, validate
 from partool_runtime.data.batches import MicroBatch
@@ -128,9 +129,12 @@ class Engine:
 
         ``stages`` are this rank's under the new map. One that was elsewhere gets its parameters, buffers and gradients
         from there, as they are on that rank; forward passes whose backward pass is to come are done again from their
-        inputs. The state of an optimizer is the caller's.
+        inputs. The state of an optimizer is the caller's. Raises ``ValueError`` for stages under ``fully_shard``, whose
+        gradients are not in ``grad`` before they are reduced.
         """
         rest, rank = self._unfinished(), self._wires.rank
+        if any(isinstance(part, FSDPModule) for one in self._worker.stages.values() for part in one.module.modules()):
+            raise ValueError("stages that share their parameters out with fully_shard cannot move within a step")
         done = self._done(rest)
         handover = Handover(self._worker.kept, self._wires)
         moved = [s for s, (old, new) in enumerate(zip(rest.placement, placement, strict=True)) if old != new]

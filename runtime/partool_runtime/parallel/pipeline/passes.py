@@ -144,7 +144,8 @@ def pipeline_passes(
         ranks.device,
     )
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
-    wires = Wires(rank, open_groups(ranks.pipelines, schedule.placement), boundary, timeout_s=timeout_s)
+    lines = open_groups(ranks.pipelines, schedule.placement, timeout_s=timeout_s)
+    wires = Wires(rank, lines, boundary, timeout_s=timeout_s)
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
     engine = Engine(schedule, stages, wires, sync=sync)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from partool.schedule.actions import SHIFTS
 from partool_runtime.parallel.pipeline.types import Boundary
 from partool_runtime.torch_internals import storage_users
 
+TIMEOUT_S = 600.0
+"""How long a rank waits for a message unless it is told otherwise."""
 UNFINISHED_SENDS = 8
 """Sends per peer that may be under way before the oldest is waited for, so that what has arrived is freed."""
 
@@ -54,10 +57,13 @@ class Lines:
     """By (sending, receiving) pipeline rank."""
 
 
-def open_groups(pipelines: Sequence[Sequence[int]], placement: Sequence[int] = ()) -> Lines:
+def open_groups(
+    pipelines: Sequence[Sequence[int]], placement: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
+) -> Lines:
     """Return the groups of this rank's pipeline.
 
     Every rank of the world calls this with the same lists of global ranks, each in the order of its pipeline.
+    ``timeout_s`` is that of :class:`Wires`; the backend itself gives up later, so that the error can say what waits.
     ``placement`` is the pipeline rank of each stage; it tells which ranks talk to each other beside neighbours.
     With gloo one group carries messages to higher ranks, another those to lower ranks. NCCL works off what is posted on
     a communicator one after the other, so there every ordered pair of neighbours in the ring has one of its own: a
@@ -66,7 +72,9 @@ def open_groups(pipelines: Sequence[Sequence[int]], placement: Sequence[int] = (
     mine: Lines | None = None
     for pipeline in pipelines:
         ranks = tuple(pipeline)
-        groups = _paired(ranks, placement) if "nccl" in dist.get_backend() else _by_direction(ranks)
+        open_one = partial(dist.new_group, timeout=backend_limit(timeout_s))
+        nccl = "nccl" in dist.get_backend()
+        groups = _paired(ranks, placement, open_one) if nccl else _by_direction(ranks, open_one)
         if dist.get_rank() in ranks:
             mine = Lines(ranks, groups)
     if mine is None:
@@ -74,14 +82,23 @@ def open_groups(pipelines: Sequence[Sequence[int]], placement: Sequence[int] = (
     return mine
 
 
-def _by_direction(ranks: tuple[int, ...]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    up, down = (dist.new_group(list(ranks)) for _ in range(2))
+def backend_limit(timeout_s: float) -> timedelta:
+    """Return after how long the backend itself gives up on a transfer; receives are posted long before they matter."""
+    return timedelta(seconds=3 * timeout_s + 60)
+
+
+def _by_direction(
+    ranks: tuple[int, ...], open_one: Callable[[list[int]], dist.ProcessGroup]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    up, down = (open_one(list(ranks)) for _ in range(2))
     places = range(len(ranks))
     return {(a, b): up if b > a else down for a in places for b in places if a != b}
 
 
-def _paired(ranks: tuple[int, ...], placement: Sequence[int]) -> dict[tuple[int, int], dist.ProcessGroup]:
-    return {(a, b): dist.new_group([ranks[a], ranks[b]]) for a, b in connected(len(ranks), placement)}
+def _paired(
+    ranks: tuple[int, ...], placement: Sequence[int], open_one: Callable[[list[int]], dist.ProcessGroup]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    return {(a, b): open_one([ranks[a], ranks[b]]) for a, b in connected(len(ranks), placement)}
 
 
 def connected(size: int, placement: Sequence[int]) -> list[tuple[int, int]]:
@@ -98,7 +115,7 @@ class Wires:
     order of the wire, up to ``depth`` ahead of the list. Every wait ends after ``timeout_s`` in :class:`TransferError`.
     """
 
-    def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, rank: int, lines: Lines, boundary: Boundary, *, timeout_s: float = TIMEOUT_S) -> None:
         self.rank, self._lines, self.boundary, self.timeout_s = rank, lines, boundary, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._polls = boundary.device.type != "cpu"

@@ -31,8 +31,9 @@ class WeiPipePasses:
 
     Micro-batch ``m`` of a step runs on rank ``m mod ranks``. The rank's own stages leave their summed gradients in
     their parameters' ``grad``; so do the outer modules, which every rank has: theirs are summed over the ring.
-    ``replicas`` are the ranks with the same place in other rings, over which all gradients are summed. ``dtype`` is the
-    type of computation and of weights on their way; gradients travel and are summed in the parameters' own.
+    ``replicas`` are the ranks with the same place in other rings, over which the stages' gradients are summed, and
+    ``everyone`` those of all these rings, over which the outer modules' are. ``dtype`` is the type of computation and
+    of weights on their way; gradients travel and are summed in the parameters' own.
 
     Raises ``ValueError`` where schedule, ring and model do not fit.
     """
@@ -45,12 +46,15 @@ class WeiPipePasses:
         dtype: torch.dtype,
         *,
         replicas: dist.ProcessGroup | None = None,
+        everyone: dist.ProcessGroup | None = None,
         watch: Watch | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         _check(schedule, model, ring)
         self.schedule, self._model, self._ring = schedule, model, ring
-        self._replicas, self._watch = replicas, watch
+        if (replicas is None) != (everyone is None):
+            raise ValueError("replicas and the ranks of all rings go together")
+        self._replicas, self._everyone, self._watch = replicas, everyone or ring.everyone, watch
         self._watching = False
         self._program = compile_program(schedule, ring.rank)
         self._evaluation: dict[int, tuple[Step, ...]] = {}
@@ -67,7 +71,7 @@ class WeiPipePasses:
         }
         self._example, self._device = example, example.device
         self._clock = clock_for(self._device)
-        self._wire = Wire(ring, timeout_s)
+        self._wire = Wire(ring, timeout_s, self._device)
         held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
         longest = max(chunk.weight_elements for chunk in self._chunks)
         self._weights = Weights(self._wire, self._chunks, self._own, Pool(held, longest, dtype, example.device))
@@ -200,6 +204,7 @@ class WeiPipePasses:
     def _finish(self) -> None:
         self._weights.finish()
         self._gradients.finish()
+        self._wire.finish()
 
     def _tell(self) -> None:
         if self._watch is not None:
@@ -212,9 +217,8 @@ class WeiPipePasses:
         for parameter in self._outer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sum_over(parameter.grad, self._ring.everyone)
-            if self._replicas is not None:
-                sum_over(parameter.grad, self._replicas)
+            # In one sum where there are replicas too: rings that sum one by one may differ in the last bit.
+            sum_over(parameter.grad, self._everyone)
         for stage, flat in self._home.items():
             if self._replicas is not None and flat.numel():
                 sum_over(flat, self._replicas)

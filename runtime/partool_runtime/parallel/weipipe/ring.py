@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from partool_runtime.parallel.pipeline.wires import TIMEOUT_S, backend_limit
+
 Group = dist.ProcessGroup
 
 
@@ -40,11 +42,14 @@ class Ring:
         return self.everyone.size()
 
 
-def open_ring(rings: Sequence[Sequence[int]]) -> Ring:
-    """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks."""
+def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> Ring:
+    """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks.
+
+    ``timeout_s`` is that of the passes; the backend itself gives up later, so that the error can say what waits.
+    """
     mine: Ring | None = None
     for ranks in rings:
-        groups = [dist.new_group(list(ranks)) for _ in range(5)]
+        groups = [dist.new_group(list(ranks), timeout=backend_limit(timeout_s)) for _ in range(5)]
         if dist.get_rank() in ranks:
             mine = Ring(*groups)
     if mine is None:

@@ -27,6 +27,8 @@ class Buffer:
 
     flat: torch.Tensor
     leaving: list[tuple[dist.Work, Action, int]] = field(default_factory=list)
+    added: Ticket[None] | None = None
+    """The job that adds it to a sum. On a GPU the buffer is free for the host before the device has read it."""
 
 
 class Pool:
@@ -52,9 +54,11 @@ class Pool:
 class Wire:
     """Sends and receives of one rank, with what went wrong told by action and peer; counts what it sends."""
 
-    def __init__(self, ring: Ring, timeout_s: float) -> None:
+    def __init__(self, ring: Ring, timeout_s: float, device: torch.device) -> None:
         self.ring, self.timeout_s = ring, timeout_s
         self._limit = timedelta(seconds=timeout_s)
+        self._ordered: list[tuple[dist.Work, Action, int]] | None = [] if device.type == "cuda" else None
+        """On a GPU, what streams wait for and the host has not seen the end of."""
         self.done: list[Done] = []
         """Shifts of the current step, in the order in which they ended."""
 
@@ -89,14 +93,32 @@ class Wire:
         while buffer.leaving:
             self._wait(*buffer.leaving.pop(0))
 
+    def finish(self) -> None:
+        """On a GPU, wait until the device has done all transfers; elsewhere they were waited for one by one."""
+        for work, action, peer in self._ordered or ():
+            last_s = time.monotonic() + self.timeout_s
+            while not work.is_completed():
+                if time.monotonic() > last_s:
+                    raise TransferError(self.ring.rank, action, peer, self._late())
+                time.sleep(1e-3)
+        if self._ordered:
+            self._ordered.clear()
+
     def _wait(self, work: dist.Work, action: Action, peer: int) -> None:
         started_s = time.monotonic()
         try:
+            if self._ordered is not None:
+                # With a limit NCCL's wait holds the host up; without one it only makes the current stream wait.
+                work.wait()
+                self._ordered.append((work, action, peer))
+                return
             work.wait(self._limit)
         except RuntimeError as error:
             late = time.monotonic() - started_s >= self.timeout_s
-            what = f"nothing moved for {self.timeout_s:g} s" if late else _reason(error)
-            raise TransferError(self.ring.rank, action, peer, what) from error
+            raise TransferError(self.ring.rank, action, peer, self._late() if late else _reason(error)) from error
+
+    def _late(self) -> str:
+        return f"nothing moved for {self.timeout_s:g} s"
 
 
 class Weights:
@@ -198,12 +220,15 @@ class Gradients:
         """Return a buffer for a stage's gradients, to be handed to :meth:`add`."""
         while (buffer := self._pool.take(0)) is None:
             self._jobs.popleft().wait()
+        if buffer.added is not None:
+            buffer.added.wait()
+            buffer.added = None
         self._wire.settle(buffer)
         return buffer
 
     def add(self, stage: int, buffer: Buffer) -> None:
         """Add this rank's gradients of one micro-batch."""
-        self._submit(lambda: self._added(stage, buffer))
+        buffer.added = self._submit(lambda: self._added(stage, buffer))
 
     def shift(self, action: Action, peer: int) -> None:
         """Receive a stage's sum and add it, or send it on."""
@@ -220,10 +245,12 @@ class Gradients:
         """End the lane."""
         self._lane.close()
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit(self, job: Callable[[], None]) -> Ticket[None]:
         while len(self._jobs) > 2 * GRADIENT_COPIES and self._jobs[0].done:
             self._jobs.popleft().wait()
-        self._jobs.append(self._lane.submit(job))
+        ticket = self._lane.submit(job)
+        self._jobs.append(ticket)
+        return ticket
 
     def _added(self, stage: int, buffer: Buffer) -> None:
         flat = self._cut(stage, buffer.flat)
