@@ -54,12 +54,13 @@ class WeiPipePasses:
         self.schedule, self._model, self._ring = schedule, model, ring
         if (replicas is None) != (everyone is None):
             raise ValueError("replicas and the ranks of all rings go together")
-        self._replicas, self._everyone, self._watch = replicas, everyone or ring.everyone, watch
+        self._replicas, self._watch = replicas, watch
         self._watching = False
         self._program = compile_program(schedule, ring.rank)
         self._evaluation: dict[int, tuple[Step, ...]] = {}
         self._chunks = [Chunk(stage) for stage in model.stages]
         self._outer = _distinct(model)
+        self._everyone = ring.everyone if everyone is None else everyone
         mine = schedule.on_rank(ring.rank)
         example = next(model.stages[mine[0]].parameters())
         self._own = {
