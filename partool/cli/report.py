@@ -11,6 +11,7 @@ import typer
 from partool.cli._files import write_or_exit
 from partool.cli._load import read_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
+from partool.plan.run import STATUS_FILE
 from partool.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -39,27 +40,35 @@ def command(
     if comparison is None and asked:
         fail("PT515", note, "partool report without --step, --pipeline and --timeline shows what is there", 1)
     summary = read_summary(found.path)
+    status = found.status() if (found.path / STATUS_FILE).is_file() else None  # a cluster's may be elsewhere
     if html is not None:
         from partool.report.html_run import render_run_html
 
-        write_or_exit(render_run_html(plan, found.id, summary, comparison, note), html)
+        write_or_exit(render_run_html(plan, found.id, summary, comparison, note, status=status), html)
     if timeline is not None and comparison is not None:
         write_or_exit(json.dumps(comparison_trace(plan, comparison)) + "\n", timeline)
     if output == "json":
         shown = comparison_data(comparison) if comparison is not None else None
-        data = {"run": found.id, "summary": summary, "pipeline": shown, "note": note or None}
+        data = {
+            "run": found.id,
+            "state": status.state if status is not None else None,
+            "summary": summary,
+            "pipeline": shown,
+            "note": note or None,
+        }
         typer.echo(json.dumps(data, indent=2))
         return
     from rich.console import Console
 
     from partool.report.run import render_run
 
-    render_run(found.id, summary, comparison, note, Console())
+    render_run(found.id, summary, comparison, note, Console(), status=status)
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:
     """Return the executed step beside its simulations, or why there is none."""
-    from partool.report.executed import NothingExecutedError, compare
+    from partool.report.executed import compare
+    from partool.report.logged import NothingExecutedError
 
     try:
         return compare(run.path, plan, pipeline, step), ""

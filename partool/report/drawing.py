@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from partool.report.units import seconds
 from partool.schedule import Event, Schedule, Timeline
+from partool.schedule.simulate import peak_held
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 """Compute actions by the letter of :mod:`partool.schedule`."""
@@ -85,6 +86,22 @@ def drawn(schedule: Schedule, timeline: Timeline) -> Drawing:
         span_s=timeline.makespan_s,
         busy_s=timeline.busy_s,
         in_flight=timeline.in_flight,
+        pale=pale_stages(schedule),
+    )
+
+
+def undrawn(schedule: Schedule) -> Drawing:
+    """Return the picture of a schedule in which nothing is drawn yet."""
+    return Drawing(
+        name=schedule.name,
+        ranks=schedule.ranks,
+        micro_batches=schedule.micro_batches,
+        stages_per_pass=schedule.stages if schedule.moves == "weights" else schedule.chunks,
+        boxes=(),
+        transfers=(),
+        span_s=0.0,
+        busy_s=(0.0,) * schedule.ranks,
+        in_flight=tuple(peak_held(actions) for actions in schedule.lists),
         pale=pale_stages(schedule),
     )
 

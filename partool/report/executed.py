@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from partool.plan.event_log import event_log, read_events
-from partool.plan.pipeline_log import Executed, ExecutedStep, read_pipeline
+from partool.plan.pipeline_log import Executed, ExecutedStep
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
-from partool.report.drawing import Drawing, drawn
+from partool.report.drawing import Drawing, drawn, undrawn
+from partool.report.logged import Logged, NothingExecutedError, Ranks, any_logged, logged_steps, told_schedule
 from partool.report.timeline import predicted_times
 from partool.schedule import (
     COMPUTE,
@@ -23,13 +23,6 @@ from partool.schedule import (
     simulate,
     without_backward,
 )
-
-Ranks = Mapping[int, ExecutedStep]
-"""A step's actions by pipeline rank."""
-
-
-class NothingExecutedError(LookupError):
-    """The run has no executed step to show; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,72 +41,85 @@ class Comparison:
     """An executed step beside the same schedule simulated, and how long its parts took."""
 
     step: int
+    picked: bool
+    """Whether somebody asked for this step; else it is the one of usual length."""
     steps: tuple[int, ...]
-    """All that were logged and are of usual kind: past the first ones of an attempt."""
+    """All of the same plan that were logged and are of usual kind: past the first ones of an attempt."""
+    attempt: int
+    plan: Plan | None
+    """What the step's attempt ran; None if that plan is not kept, and nothing can be simulated."""
+    earlier: bool
+    """Whether that is another plan than the one in force."""
     schedule: Schedule
     executed: Drawing
-    simulated: Drawing
+    simulated: Drawing | None
     """From the measured times of stages and transfers."""
-    predicted: Drawing
+    predicted: Drawing | None
     """From the plan's."""
     ranks: tuple[RankTimes, ...]
     """Of the executed step."""
     measured: StageTimes
-    planned: StageTimes
+    planned: StageTimes | None
 
 
 def compare(run_dir: Path, plan: Plan, pipeline: int = 0, step: int | None = None) -> Comparison:
     """Return the executed step of usual length, or the one asked for, of one of a run's pipelines.
 
-    ``pipeline`` counts those of data-parallel replicas. Raises :class:`NothingExecutedError`.
+    ``plan`` is the one in force; a step that was done under an earlier one is set beside that. ``pipeline`` counts
+    those of data-parallel replicas. Raises :class:`NothingExecutedError`.
     """
-    if plan.layout.mesh.pp == 1:
-        raise NothingExecutedError("the run has no pipeline")
-    steps = executed_steps(run_dir, plan, pipeline)
-    usual = {number: ranks for number, ranks in steps.items() if _steady(ranks)} or steps
-    number = _usual(usual) if step is None else step
+    steps = logged_steps(run_dir, plan, pipeline)
+    number = _chosen(run_dir, plan, steps) if step is None else step
     if number not in steps:
-        known = ", ".join(map(str, sorted(steps))) or "none"
+        if not steps:
+            raise NothingExecutedError(_nothing(run_dir, plan))
+        known = ", ".join(map(str, sorted(steps)))
         raise NothingExecutedError(f"the timeline of step {number} was not logged; logged: {known}")
-    schedule = executed_schedule(plan, steps[number])
-    moved = aligned(schedule, steps[number])
+    logged = steps[number]
+    its_plan = logged.plan
+    schedule = told_schedule(logged.ranks) if its_plan is None else executed_schedule(its_plan, logged.ranks)
+    moved = aligned(schedule, logged.ranks)
     measured = measured_times(schedule, moved)
-    planned = predicted_times(plan)
-    simulated = drawn(schedule, simulate(schedule, measured))
-    executed = executed_drawing(schedule, moved, simulated)
+    planned = predicted_times(its_plan) if its_plan is not None else None
+    simulated = drawn(schedule, simulate(schedule, measured)) if its_plan is not None else None
+    executed = executed_drawing(schedule, moved, simulated or undrawn(schedule))
+    alike = {number: one.ranks for number, one in steps.items() if one.plan is its_plan}
     return Comparison(
         step=number,
-        steps=tuple(sorted(usual)),
+        picked=step is not None,
+        steps=tuple(sorted(_usual_kind(alike))),
+        attempt=logged.attempt,
+        plan=its_plan,
+        earlier=logged.earlier,
         schedule=schedule,
         executed=executed,
         simulated=simulated,
-        predicted=drawn(schedule, simulate(schedule, planned)),
+        predicted=drawn(schedule, simulate(schedule, planned)) if planned is not None else None,
         ranks=tuple(_rank_times(moved[rank], executed, rank) for rank in range(schedule.ranks)),
         measured=measured,
         planned=planned,
     )
 
 
-def executed_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Ranks]:
-    """Return the logged steps of a pipeline that all its ranks have told of; of a step done again, the last time."""
-    mesh = plan.layout.mesh
-    count = mesh.world_size // mesh.pp
-    if not 0 <= pipeline < count:
-        raise NothingExecutedError(f"there is no pipeline {pipeline}: the run has {count}, counted from 0")
-    found: dict[int, dict[int, ExecutedStep]] = defaultdict(dict)
-    for rank in range(mesh.pp):
-        for event in read_events(event_log(run_dir, rank * count + pipeline)):
-            if event["kind"] == "pipeline":
-                try:
-                    step = read_pipeline(event["data"])
-                except ValueError:  # written by another version
-                    continue
-                found[step.step][rank] = step
-    whole: dict[int, Ranks] = {step: ranks for step, ranks in found.items() if len(ranks) == mesh.pp}
-    if not whole:
-        what = "some of its ranks have logged none" if found else "there is none in the logs yet"
-        raise NothingExecutedError(f"no step's timeline is known: {what}")
-    return whole
+def _chosen(run_dir: Path, plan: Plan, steps: Mapping[int, Logged]) -> int:
+    """Return the step of usual length of those that the plan in force has done."""
+    mine = {number: one.ranks for number, one in steps.items() if not one.earlier}
+    if mine:
+        return _usual(_usual_kind(mine))
+    earlier = f"; --step shows those of an earlier plan: {', '.join(map(str, sorted(steps)))}" if steps else ""
+    raise NothingExecutedError(_nothing(run_dir, plan) + earlier)
+
+
+def _nothing(run_dir: Path, plan: Plan) -> str:
+    if plan.layout.mesh.pp == 1:
+        return "the run has no pipeline"
+    what = "some of its ranks have logged none" if any_logged(run_dir, plan) else "there is none in the logs yet"
+    return f"no step's timeline is known: {what}"
+
+
+def _usual_kind(steps: Mapping[int, Ranks]) -> Mapping[int, Ranks]:
+    """Return the steps past the first ones of their attempts, or all if there are no others."""
+    return {number: ranks for number, ranks in steps.items() if _steady(ranks)} or steps
 
 
 def executed_schedule(plan: Plan, ranks: Ranks) -> Schedule:

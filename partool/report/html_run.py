@@ -5,19 +5,44 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.executed import Comparison
 from partool.report.html import page
 from partool.report.html_timeline import drawing_view, page_windows
-from partool.report.run import headline, idle_share, span_rows, stage_rows, term_rows
+from partool.report.run import (
+    headline,
+    idle_columns,
+    idle_share,
+    no_terms,
+    not_simulated,
+    passes,
+    span_rows,
+    stage_cells,
+    stage_rows,
+    stale_terms,
+    state_words,
+    term_rows,
+)
 
 
-def render_run_html(plan: Plan, run: str, summary: dict[str, Any] | None, found: Comparison | None, note: str) -> str:
-    """Return the page of a run; ``note`` says why it has no timeline."""
+def render_run_html(
+    plan: Plan,
+    run: str,
+    summary: dict[str, Any] | None,
+    found: Comparison | None,
+    note: str,
+    *,
+    status: RunStatus | None = None,
+) -> str:
+    """Return the page of a run; ``note`` says why it has no timeline. ``status`` is None where it is not known here."""
     return page(
         "run.html.jinja",
         plan=plan,
         run=run,
+        state=state_words(status),
+        no_terms=no_terms(status),
+        stale_terms=stale_terms(status),
         terms=term_rows(summary) if summary is not None else [],
         pipeline=_pipeline(found) if found is not None else None,
         note=note,
@@ -33,17 +58,29 @@ def _pipeline(found: Comparison) -> dict[str, Any]:
         (name, drawing_view(drawing, f"timeline-{name.split()[0]}", parts))
         for name, drawing, _ in reversed(span_rows(found))
     ]
-    drawings = (found.executed, found.simulated, found.predicted)
+    idle = idle_columns(found)
     return {
         "headline": headline(found),
+        "note": not_simulated(found),
         "spans": [(name, drawing.span_s, drawing.bubble, ratio) for name, drawing, ratio in span_rows(found)],
         "view": views[0][1],
         "parts": [
             (part.title, [(name, view.parts[index].svg) for name, view in views]) for index, part in enumerate(parts)
         ],
+        "idle": [name for name, _ in idle],
         "ranks": [
-            (rank, ", ".join(map(str, found.schedule.on_rank(rank))), times, [idle_share(it, rank) for it in drawings])
+            (
+                rank,
+                ", ".join(map(str, found.schedule.on_rank(rank))),
+                times,
+                [idle_share(drawing, rank) for _, drawing in idle],
+            )
             for rank, times in enumerate(found.ranks)
         ],
-        "stages": [(stage, found.schedule.placement[stage], times) for stage, times in stage_rows(found)],
+        "stage_columns": [
+            title
+            for _, name in passes(found)
+            for title in (name.capitalize(), *(("Predicted", "Ratio") if found.planned is not None else ()))
+        ],
+        "stages": [(stage, found.schedule.placement[stage], stage_cells(times)) for stage, times in stage_rows(found)],
     }

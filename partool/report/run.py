@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from partool.plan.run import RunStatus
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
 from partool.report.units import seconds, size
+from partool.schedule import Action
 
 SUMMARY_FILE = "summary.json"
 _SECTIONS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per step"}
@@ -60,15 +62,47 @@ def term_rows(summary: dict[str, Any]) -> list[Term]:
     return found
 
 
+def state_words(status: RunStatus | None) -> str:
+    """Return what to know of a run that has not ended, or has not ended well; empty for one that is done."""
+    if status is None or status.state == "done":
+        return ""
+    attempt = f", attempt {status.attempt}" if status.active and status.attempt else ""
+    return status.state + attempt + (f" ({status.reason})" if status.reason not in ("", status.state) else "")
+
+
+def no_terms(status: RunStatus | None) -> str:
+    """Return why a run has no terms yet."""
+    if status is None:
+        return "the run has not ended yet, or was killed"
+    return "the run is still running" if status.active else "the run ended before it could write them"
+
+
+def stale_terms(status: RunStatus | None) -> str:
+    """Return whose terms they are, of a run that is at it again; else nothing."""
+    return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
+
+
 def render_run(
-    title: str, summary: dict[str, Any] | None, found: Comparison | None, note: str, console: Console
+    title: str,
+    summary: dict[str, Any] | None,
+    found: Comparison | None,
+    note: str,
+    console: Console,
+    *,
+    status: RunStatus | None = None,
 ) -> None:
-    """Print a run's terms and its pipeline's timeline; ``note`` says why there is no timeline."""
-    console.print(Text(title, "bold"))
+    """Print a run's terms and its pipeline's timeline; ``note`` says why there is no timeline.
+
+    ``status`` is None where this machine does not know it.
+    """
+    words = state_words(status)
+    console.print(Text.assemble((title, "bold"), f": {words}" if words else ""))
     if summary is None:
-        console.print("No terms: the run has not ended yet, or was killed.")
+        console.print(Text(f"No terms: {no_terms(status)}."))
     else:
         console.print()
+        if words := stale_terms(status):
+            console.print(Text(words))
         console.print(_terms(summary))
     console.print()
     if found is None:
@@ -80,12 +114,15 @@ def render_run(
 def render_comparison(found: Comparison, console: Console) -> None:
     """Print an executed step beside its simulations."""
     console.print(Text(headline(found), "bold"))
+    if words := not_simulated(found):
+        console.print(Text(words))
     console.print(_spans(found))
-    parts = console_windows(found.executed, console, found.simulated.span_s)
+    parts = console_windows(found.executed, console, found.simulated.span_s if found.simulated else 0.0)
     for title, drawing in (("executed", found.executed), ("simulated from measured times", found.simulated)):
-        console.print()
-        console.print(Text(title, "bold"))
-        render_timeline(drawing, console, parts=parts)
+        if drawing is not None:
+            console.print()
+            console.print(Text(title, "bold"))
+            render_timeline(drawing, console, parts=parts)
     console.print()
     console.print(_ranks(found))
     console.print()
@@ -95,30 +132,47 @@ def render_comparison(found: Comparison, console: Console) -> None:
 def headline(found: Comparison) -> str:
     """Return what is compared."""
     schedule = found.schedule
-    of = f"step {found.step}, of usual length among {len(found.steps)} logged steps"
-    return f"{schedule.name}, {schedule.ranks} ranks, {schedule.micro_batches} micro-batches: {of}"
+    logged = f"{len(found.steps)} logged step{'s' * (len(found.steps) != 1)}"
+    of = f"step {found.step}" if found.picked else f"step {found.step}, of usual length among {logged}"
+    if found.earlier:
+        of += f", done in attempt {found.attempt} under an earlier plan"
+    ranks = f"{schedule.ranks} rank{'s' * (schedule.ranks != 1)}"
+    batches = f"{schedule.micro_batches} micro-batch{'es' * (schedule.micro_batches != 1)}"
+    return f"{schedule.name}, {ranks}, {batches}: {of}"
+
+
+def not_simulated(found: Comparison) -> str:
+    """Return why a step is not set beside simulations; empty if it is."""
+    if found.plan is not None:
+        return ""
+    return f"The plan of attempt {found.attempt} is not kept any more, so nothing is simulated: only what was executed."
 
 
 def span_rows(found: Comparison) -> list[tuple[str, Drawing, float]]:
-    """Return each timeline with its name and the executed span over its own."""
+    """Return each timeline that there is with its name and the executed span over its own."""
     executed_s = found.executed.span_s
     rows = (
         ("predicted", found.predicted),
         ("simulated from measured times", found.simulated),
         ("executed", found.executed),
     )
-    return [(name, drawing, executed_s / drawing.span_s if drawing.span_s else 0.0) for name, drawing in rows]
+    return [
+        (name, drawing, executed_s / drawing.span_s if drawing.span_s else 0.0) for name, drawing in rows if drawing
+    ]
 
 
 def comparison_data(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as data, in seconds."""
+    """Return a comparison as data, in seconds; what could not be simulated is None."""
     return {
         "schedule": found.schedule.name,
         "step": found.step,
         "steps": list(found.steps),
+        "attempt": found.attempt,
+        "earlier_plan": found.earlier,
+        "plan_hash": found.plan.hash if found.plan is not None else None,
         "micro_batches": found.schedule.micro_batches,
         **{
-            name: {"span_s": drawing.span_s, "bubble": drawing.bubble}
+            name: {"span_s": drawing.span_s, "bubble": drawing.bubble} if drawing is not None else None
             for name, drawing in (
                 ("predicted", found.predicted),
                 ("simulated", found.simulated),
@@ -132,28 +186,34 @@ def comparison_data(found: Comparison) -> dict[str, Any]:
     }
 
 
-def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float]]]:
-    """Return measured and predicted seconds of each stage per micro-batch."""
-    return [
-        (
-            stage,
-            {
-                "forward_s": found.measured.forward_s[stage],
-                "forward_predicted_s": found.planned.forward_s[stage],
-                "backward_s": found.measured.backward_s[stage],
-                "backward_predicted_s": found.planned.backward_s[stage],
-            },
-        )
-        for stage in range(found.schedule.stages)
-    ]
+def passes(found: Comparison) -> tuple[tuple[str, str], ...]:
+    """Return key and name of the passes that ran: where backward passes are halved, both halves."""
+    kinds = {box.action.kind for box in found.executed.boxes}
+    names = (("F", "forward"), ("B", "backward"), ("I", "input gradients"), ("W", "weight gradients"))
+    return tuple((kind, name) for kind, name in names if kind in kinds)
+
+
+def stage_rows(found: Comparison) -> list[tuple[int, dict[str, float | None]]]:
+    """Return measured and predicted seconds of each stage per micro-batch, by pass; None where there is no plan."""
+    rows = []
+    for stage in range(found.schedule.stages):
+        times: dict[str, float | None] = {}
+        for kind, name in passes(found):
+            key, action = name.replace(" ", "_"), Action(kind, stage, 0)  # type: ignore[arg-type]
+            times[f"{key}_s"] = found.measured.of(action)
+            times[f"{key}_predicted_s"] = found.planned.of(action) if found.planned is not None else None
+        rows.append((stage, times))
+    return rows
 
 
 def comparison_trace(plan: Plan, found: Comparison) -> Trace:
-    """Return all three timelines of a step as a file for trace viewers."""
+    """Return all timelines of a step as a file for trace viewers; ``plan`` is the one in force."""
+    its = found.plan or plan
     events: list[Trace] = []
     for number, (name, drawing, _) in enumerate(reversed(span_rows(found))):
-        events += process(drawing, f"{plan.name}: {name} ({drawing.name}, step {found.step})", number)
-    return trace(events, {"plan": plan.name, "plan_hash": plan.hash, "step": found.step})
+        events += process(drawing, f"{its.name}: {name} ({drawing.name}, step {found.step})", number)
+    plan_hash = found.plan.hash if found.plan is not None else None
+    return trace(events, {"plan": its.name, "plan_hash": plan_hash, "attempt": found.attempt, "step": found.step})
 
 
 def _table(*columns: str) -> Table:
@@ -182,11 +242,19 @@ def _spans(found: Comparison) -> Table:
     return table
 
 
+def idle_columns(found: Comparison) -> list[tuple[str, Drawing]]:
+    """Return the timelines whose idle shares are compared, with their names."""
+    drawings = (("executed", found.executed), ("simulated", found.simulated), ("predicted", found.predicted))
+    return [(name, drawing) for name, drawing in drawings if drawing is not None]
+
+
 def _ranks(found: Comparison) -> Table:
     stages = "owns" if found.schedule.moves == "weights" else "stages"
-    table = _table("rank", stages, "compute", "waiting", "between", "idle: executed", "simulated", "predicted")
+    columns = idle_columns(found)
+    names = ["idle: executed", *(name for name, _ in columns[1:])]
+    table = _table("rank", stages, "compute", "waiting", "between", *names)
     for rank, times in enumerate(found.ranks):
-        idle = [idle_share(drawing, rank) for drawing in (found.executed, found.simulated, found.predicted)]
+        idle = [idle_share(drawing, rank) for _, drawing in columns]
         mine = ", ".join(map(str, found.schedule.on_rank(rank)))
         table.add_row(
             str(rank), mine, seconds(times.compute_s), seconds(times.waiting_s), seconds(times.other_s), *idle
@@ -199,22 +267,30 @@ def idle_share(drawing: Drawing, rank: int) -> str:
     return f"{max(0.0, 1.0 - drawing.busy_s[rank] / drawing.span_s):.1%}" if drawing.span_s else "–"
 
 
+def stage_cells(times: Mapping[str, float | None]) -> list[tuple[str, float]]:
+    """Return a stage's times in words and as numbers: measured, and with a plan predicted and the ratio of both."""
+    cells = []
+    for key in [key for key in times if not key.endswith("_predicted_s")]:
+        measured, planned = times[key] or 0.0, times[f"{key.removesuffix('_s')}_predicted_s"]
+        cells.append((seconds(measured) if measured else "–", measured))
+        if planned is not None:
+            ratio = measured / planned if planned else 0.0
+            cells += [(seconds(planned), planned), (f"{ratio:.2f}" if ratio else "–", ratio)]
+    return cells
+
+
 def _stages(found: Comparison) -> Table:
-    table = _table("stage", "rank", "forward", "predicted", "ratio", "backward", "predicted", "ratio")
+    beside = ("predicted", "ratio") if found.planned is not None else ()
+    table = _table("stage", "rank", *(title for _, name in passes(found) for title in (name, *beside)))
     for stage, times in _shown(stage_rows(found)):
-        cells = []
-        for name in ("forward", "backward"):
-            measured, planned = times[f"{name}_s"], times[f"{name}_predicted_s"]
-            ratio = f"{measured / planned:.2f}" if planned and measured else "–"
-            cells += [seconds(measured) if measured else "–", seconds(planned), ratio]
-        table.add_row(str(stage), str(found.schedule.placement[stage]), *cells)
+        table.add_row(str(stage), str(found.schedule.placement[stage]), *(words for words, _ in stage_cells(times)))
     return table
 
 
-def _shown(rows: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[int, dict[str, float]]]:
-    def off(row: tuple[int, dict[str, float]]) -> float:
-        times = row[1]
-        whole = times["forward_predicted_s"] + times["backward_predicted_s"]
-        return -abs((times["forward_s"] + times["backward_s"]) / whole - 1.0) if whole else 0.0
+def _shown(rows: Sequence[tuple[int, dict[str, float | None]]]) -> list[tuple[int, dict[str, float | None]]]:
+    def off(row: tuple[int, dict[str, float | None]]) -> float:
+        whole = sum(value or 0.0 for key, value in row[1].items() if key.endswith("_predicted_s"))
+        took = sum(value or 0.0 for key, value in row[1].items() if not key.endswith("_predicted_s"))
+        return -abs(took / whole - 1.0) if whole else 0.0
 
     return sorted(sorted(rows, key=off)[:_STAGES], key=lambda row: row[0])

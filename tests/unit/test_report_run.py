@@ -14,10 +14,14 @@ from _executed import executed, plan_of, scaled, write_event, write_run
 from partool.cli.main import run
 from partool.plan.event_log import event_log
 from partool.plan.pipeline_log import Executed, ExecutedStep, pipeline_data
+from partool.plan.run import RunStatus, this_process, write_status
+from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
-from partool.report.executed import NothingExecutedError, aligned, compare, executed_steps, measured_times
+from partool.report.executed import aligned, compare, measured_times
+from partool.report.logged import NothingExecutedError, logged_steps
 from partool.report.timeline import predicted_times
-from partool.schedule import Action, StageTimes, generate
+from partool.report.units import seconds
+from partool.schedule import Action, StageTimes, generate, simulate
 
 SPEC = """\
 model: llama3-8b
@@ -108,7 +112,7 @@ def test_clocks_that_disagree_are_set_right_where_messages_prove_it(plan: Plan, 
 def test_clocks_that_agree_are_left_alone(plan: Plan, tmp_path: Path) -> None:
     times = predicted_times(plan)
     write_run(tmp_path, plan, lambda _: times, steps=range(3, 4))
-    ranks = executed_steps(tmp_path, plan)[3]
+    ranks = logged_steps(tmp_path, plan)[3].ranks
     moved = aligned(compare(tmp_path, plan).schedule, ranks)
     zero = min(step.unix_s for step in ranks.values())
     for rank, step in ranks.items():
@@ -151,7 +155,7 @@ def test_steps_that_not_all_ranks_have_told_of_are_not_there(plan: Plan, tmp_pat
     log = event_log(tmp_path, 4)
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:3]) + lines[3][:100])
-    assert sorted(executed_steps(tmp_path, plan)) == [1, 2, 3]
+    assert sorted(logged_steps(tmp_path, plan)) == [1, 2, 3]
     with pytest.raises(NothingExecutedError, match="step 4 was not logged; logged: 1, 2, 3"):
         compare(tmp_path, plan, step=4)
     log.unlink()
@@ -275,3 +279,95 @@ def test_measured_times_are_means_of_stages_and_of_the_quicker_messages() -> Non
     assert times.forward_s == [2.5, 5.0]
     assert times.backward_s == [5.0, 10.0]
     assert times.send_s == {(0, 1): 1.25, (1, 0): 0.25}  # later ones were noticed late
+
+
+def started(folder: Path, plan: Plan, attempt: int) -> None:
+    """Write the start of an attempt into all logs."""
+    for rank in range(plan.layout.mesh.world_size):
+        path = event_log(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"attempt": attempt, "world_size": plan.layout.mesh.world_size, "plan_hash": plan.hash}
+        with path.open("a") as file:
+            file.write(json.dumps({"v": 1, "kind": "start", "t": 0.0, "rank": rank, "data": data}) + "\n")
+
+
+@pytest.mark.parametrize("before", ["hanayo", "weipipe", "2 ranks"])
+def test_a_step_of_an_earlier_plan_is_set_beside_that_plan(before: str, plan: Plan, home: Home) -> None:
+    """Resumed with another schedule: each step goes with the plan of its attempt, or without one if it is gone."""
+    folder = home.made(plan)
+    old = plan_of(SPEC.replace("PIPELINE", "{stages: 2, schedule: 1f1b}")) if before == "2 ranks" else of(before)
+    took, now = scaled(predicted_times(old), 1.5), predicted_times(plan)
+    started(folder, old, 1)
+    write_run(folder, old, lambda _: took, steps=range(1, 7), pipelines=16 // old.layout.mesh.pp)
+    started(folder, plan, 2)
+    write_run(folder, plan, lambda _: now, steps=range(5, 10), pipelines=4)
+    kept = folder / "plan-1.json"
+    kept.write_text(old.to_json())
+
+    code, out, _ = home("--step", 3)
+    assert code == 0
+    ranks = old.layout.mesh.pp
+    title = f"{old.layout.schedule}, {ranks} ranks, {old.layout.accumulation} micro-batches: step 3, done in attempt 1"
+    assert f"{title} under an earlier plan\n" in out
+    assert "of usual length" not in out
+    assert re.search(r"^predicted .* 1\.50$", out, re.MULTILINE)
+    assert len(re.findall(r"^rank \d ", out, re.MULTILINE)) == 2 * ranks
+    code, out, _ = home("--step", 5)  # done again
+    assert f"1f1b, 4 ranks, {plan.layout.accumulation} micro-batches: step 5\n" in out
+    assert "step 8, of usual length among 5 logged steps" in home()[1] or "step 7, of usual length" in home()[1]
+
+    kept.unlink()
+    code, out, _ = home("--step", 3)
+    assert code == 0
+    assert "The plan of attempt 1 is not kept any more" in out
+    assert "predicted" not in out
+    assert "simulated " not in out.replace("is simulated", "")
+    assert len(re.findall(r"^rank \d ", out, re.MULTILINE)) == ranks
+    page, trace = folder / "r.html", folder / "t.json"
+    data = json.loads(home("--step", 3, "--output", "json", "--html", page, "--timeline", trace)[1])["pipeline"]
+    assert (data["plan_hash"], data["attempt"], data["predicted"], data["simulated"]) == (None, 1, None, None)
+    assert data["executed"]["span_s"] == pytest.approx(simulate(schedule_of(old.layout), took).makespan_s, rel=1e-3)
+    assert page.read_text().count('<svg id="timeline-') == 1
+    assert sum(event["name"] == "process_name" for event in json.loads(trace.read_text())["traceEvents"]) == 1
+
+
+def test_steps_of_an_earlier_plan_alone_are_offered(plan: Plan, home: Home) -> None:
+    folder, old = home.made(plan), of("hanayo")
+    (folder / "plan-1.json").write_text(old.to_json())
+    started(folder, old, 1)
+    times = predicted_times(old)
+    write_run(folder, old, lambda _: times, steps=range(1, 3))
+    started(folder, plan, 2)
+    code, out, _ = home()
+    assert code == 0
+    assert "there is none in the logs yet; --step shows those of an earlier plan: 1, 2." in " ".join(out.split())
+
+
+def test_halved_backward_passes_have_both_halves_in_the_table(home: Home) -> None:
+    plan = of("zb-v")
+    folder, times = home.made(plan), predicted_times(plan)
+    write_run(folder, plan, lambda _: times)
+    _, out, _ = home()
+    assert re.search(r"^stage +rank +forward .* input gradients .* weight gradients ", out, re.MULTILINE)
+    assert " backward " not in out.split("stage  rank")[1]
+    (row,) = re.findall(r"^1 +1 +(\S+ \S+) .*", out.split("stage  rank")[1], re.MULTILINE)
+    assert row == seconds(times.forward_s[1])
+    page = folder / "r.html"
+    home("--html", page)
+    assert "Input gradients" in page.read_text()
+
+
+def test_a_run_that_goes_on_is_said_to(plan: Plan, home: Home) -> None:
+    folder = home.made(plan)
+    now: dict[str, Any] = {"state": "running", "created": 1.0, "attempt": 2, **this_process()}
+    write_status(folder, RunStatus(**now))
+    code, out, _ = home("--html", folder / "r.html")
+    assert code == 0
+    assert out.startswith("example-20260101-000000-aaaa: running, attempt 2\nNo terms: the run is still running.\n")
+    assert "running, attempt 2" in (folder / "r.html").read_text()
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    assert "Terms are those of an earlier attempt" in home()[1]
+    write_status(folder, RunStatus(state="done", created=1.0, attempt=2, exit_code=0))
+    assert home()[1].startswith("example-20260101-000000-aaaa\n\n")
+    write_status(folder, RunStatus(state="failed", created=1.0, attempt=2, reason="rank 0: killed by SIGKILL"))
+    assert home()[1].startswith("example-20260101-000000-aaaa: failed (rank 0: killed by SIGKILL)\n")

@@ -1,0 +1,145 @@
+"""The pipeline steps in a run's logs, each with the attempt that did it and the plan that this attempt followed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from partool.plan.event_log import event_log, read_events
+from partool.plan.pipeline_log import ExecutedStep, read_pipeline
+from partool.plan.run import PLAN_FILE
+from partool.plan.types import Plan
+from partool.schedule import COMPUTE, Schedule
+
+UNKNOWN = "a schedule that is not kept"
+"""Name of a schedule that only the logs tell of."""
+Ranks = Mapping[int, ExecutedStep]
+"""A step's actions by pipeline rank."""
+
+
+class NothingExecutedError(LookupError):
+    """The run has no executed step to show; the message says why."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A step of a pipeline that all its ranks have told of."""
+
+    ranks: Ranks
+    attempt: int
+    """0 where the logs do not say."""
+    plan: Plan | None
+    """What this attempt ran; None if that plan is not kept any more."""
+    earlier: bool
+    """Whether that is another plan than the one in force."""
+
+
+class _Entry(NamedTuple):
+    attempt: int
+    plan_hash: str
+    world_size: int
+    done: ExecutedStep
+
+
+def logged_steps(run_dir: Path, plan: Plan, pipeline: int = 0) -> dict[int, Logged]:
+    """Return the steps of a pipeline that are logged as a whole; of a step done again, the last time.
+
+    ``plan`` is the one in force; a run that was resumed with another keeps the earlier ones beside it. ``pipeline``
+    counts those of data-parallel replicas. Raises :class:`NothingExecutedError` for one that is not there.
+    """
+    first = list(_entries(run_dir, 0, plan))  # rank 0 is the first rank of the first pipeline under every plan
+    world_sizes = {entry.plan_hash: entry.world_size for entry in first} | {plan.hash: plan.layout.mesh.world_size}
+    shapes = {plan_hash: _shape(run_dir, plan, plan_hash, world) for plan_hash, world in world_sizes.items()}
+    if pipeline >= max(count for _, _, count in shapes.values()) or pipeline < 0:
+        count = shapes[plan.hash][2]
+        raise NothingExecutedError(f"there is no pipeline {pipeline}: the run has {count}, counted from 0")
+    steps: dict[int, Logged] = {}
+    for plan_hash, (known, pp, count) in shapes.items():
+        if pp == 1 or pipeline >= count:
+            continue
+        found: dict[tuple[int, int], dict[int, ExecutedStep]] = defaultdict(dict)
+        for rank in range(pp):
+            for entry in _entries(run_dir, rank * count + pipeline, plan):
+                if entry.plan_hash == plan_hash:
+                    found[entry.attempt, entry.done.step][rank] = entry.done
+        for (attempt, step), ranks in sorted(found.items()):
+            if len(ranks) == pp and (step not in steps or steps[step].attempt <= attempt):
+                steps[step] = Logged(ranks, attempt, known, plan_hash != plan.hash)
+    return steps
+
+
+def any_logged(run_dir: Path, plan: Plan) -> bool:
+    """Return True if some rank has logged a step under the plan in force."""
+    ranks = range(plan.layout.mesh.world_size)
+    return any(entry.plan_hash == plan.hash for rank in ranks for entry in _entries(run_dir, rank, plan))
+
+
+def told_schedule(ranks: Ranks) -> Schedule:
+    """Return the schedule of a step as far as the logs tell it: its lists in the order in which actions began."""
+    lists = tuple(tuple(one.action for one in ranks[rank].actions) for rank in sorted(ranks))
+    computed = [(action, rank) for rank, row in enumerate(lists) for action in row if action.kind in COMPUTE]
+    weights = any(action.kind == "RECV_FW" for row in lists for action in row)
+    arrived = {(action.stage, rank) for rank, row in enumerate(lists) for action in row if action.kind == "RECV_FW"}
+    placement = dict.fromkeys(range(max((action.stage for action, _ in computed), default=-1) + 1), 0)
+    for action, rank in computed:
+        if not weights or (action.stage, rank) not in arrived:  # the owner never receives its own
+            placement[action.stage] = rank
+    return Schedule(
+        name=UNKNOWN,
+        ranks=len(lists),
+        micro_batches=max((action.micro_batch for action, _ in computed), default=-1) + 1,
+        chunks=max(1, len(placement) // len(lists)),
+        placement=tuple(placement.values()),
+        lists=lists,
+        moves="weights" if weights else "activations",
+    )
+
+
+def _entries(run_dir: Path, rank: int, plan: Plan) -> Iterator[_Entry]:
+    """Yield what a rank has logged; events before any start are those of the plan in force."""
+    attempt, plan_hash, world_size = 0, plan.hash, plan.layout.mesh.world_size
+    for event in read_events(event_log(run_dir, rank)):
+        data = event["data"]
+        if event["kind"] == "start":
+            attempt, plan_hash = int(data.get("attempt", 0)), str(data.get("plan_hash", plan.hash))
+            world_size = int(data.get("world_size", world_size))
+        elif event["kind"] == "pipeline":
+            try:
+                yield _Entry(attempt, plan_hash, world_size, read_pipeline(data))
+            except ValueError:  # written by another version
+                continue
+
+
+def _shape(run_dir: Path, plan: Plan, plan_hash: str, world_size: int) -> tuple[Plan | None, int, int]:
+    """Return a plan if it is kept, its pipeline ranks and its pipelines."""
+    known = plan if plan_hash == plan.hash else _kept(run_dir, plan_hash)
+    if known is not None:
+        pp = known.layout.mesh.pp
+        return known, pp, known.layout.mesh.world_size // pp
+    # Ranks that do the same work are the same pipeline rank of different replicas.
+    work = [_work(run_dir, plan, plan_hash, rank) for rank in range(world_size)]
+    count = work.count(work[0])
+    return None, world_size // count, count
+
+
+def _work(run_dir: Path, plan: Plan, plan_hash: str, rank: int) -> frozenset[tuple[int, int]]:
+    """Return the stages and micro-batches of a rank's forward passes, in the first step it logged under a plan."""
+    done = next((entry.done for entry in _entries(run_dir, rank, plan) if entry.plan_hash == plan_hash), None)
+    actions = [one.action for one in done.actions] if done else []
+    return frozenset((action.stage, action.micro_batch) for action in actions if action.kind == "F")
+
+
+def _kept(run_dir: Path, plan_hash: str) -> Plan | None:
+    """Return an earlier plan of a run: they stay beside the one in force, with numbers."""
+    stem, suffix = PLAN_FILE.rsplit(".", 1)
+    for file in sorted(run_dir.glob(f"{stem}-*.{suffix}")):
+        try:
+            found = Plan.from_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # of another version, or no plan
+            continue
+        if found.hash == plan_hash:
+            return found
+    return None
