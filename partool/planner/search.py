@@ -70,7 +70,6 @@ class Found:
     best: Priced | None
     """The fastest that is sure to fit, or, where none is, the fastest that is predicted to fit."""
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
-    evaluated: int = 0
     too_large: int = 0
     """Layouts of groups that do not fit with everything recomputed and offloaded."""
 
@@ -95,6 +94,10 @@ class Search:
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: dict[Key, float] = {} if shared is None else shared._second
         """The same of second bounds."""
+        self._seen: Any = np.zeros((space.size, len(space.policies)), bool) if shared is None else shared._seen
+        """Groups and policies that a bound was computed of; the same."""
+        self._left_out = np.zeros(space.size, dtype=bool)
+        """Groups that are too large whatever they do."""
         self._settled: list[Priced] = []
         self.bound_s: Any = np.zeros(0)
         """Least step time of each group."""
@@ -115,6 +118,11 @@ class Search:
                     break
         self.found.leaves = Leaves.join(self._parts)
         return self.found
+
+    @property
+    def evaluated(self) -> int:
+        """Layouts whose bounds were computed, each once; those counted as too large are not among them."""
+        return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
 
     def price(self, group: int, policy: int) -> Priced:
         """Return the exact price of one layout."""
@@ -202,7 +210,8 @@ class Search:
         slack = self._slack(self.groups)
         may = self.least_bytes <= self.problem.capacity_bytes * slack
         if sure:
-            self.found.too_large = int((~may).sum()) * len(self.policies)
+            self._left_out[self.groups[~may]] = True
+            self.found.too_large = int(self.space.counted[self._left_out][:, self.policies].sum())
             may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
         order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
         self._limit_s = float("inf")
@@ -285,7 +294,7 @@ class Search:
         return out
 
     def _bounds(self, group: Any, policy: Any) -> Any:
-        self.found.evaluated += len(group)
+        self._seen[group, policy] = True
         parts = [
             bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)

@@ -66,7 +66,7 @@ class Solution:
         return SearchSummary(
             enumerated=self.space.enumerated,
             pruned=pruned,
-            evaluated=sum(found.evaluated for found in founds),
+            evaluated=self.search.evaluated,
             fitting=len(firsts(np.concatenate(keys))),
             simulated=len(self.priced),
         )

@@ -84,6 +84,11 @@ class Space:
         return np.where(taken.ring, self.only[policy], found)
 
     @cached_property
+    def counted(self) -> Any:
+        """Mask of the groups and policies that are layouts, as counts have them: parameters leave as ZeRO-3 shards."""
+        return (self.policies.parameters == 0)[None, :] | (self.groups.zero == 3)[:, None]
+
+    @cached_property
     def only(self) -> Any:
         """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
         table = self.policies
@@ -98,6 +103,7 @@ class Space:
         return layers / self.layers
 
 
+_UNCUT = "sequences or heads do not divide by sequence.degree"
 _GROUP_COLUMNS = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
     "in_flight", "sequence_method",
@@ -218,12 +224,20 @@ class _Builder:
 
     def _weight(self, pp: int, cp: int, dp: int) -> int:
         """Return the number of layouts on a mesh before constraints."""
-        methods = 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else len(SEQUENCE_METHODS)
         batches = max(1, len(micro_batches(self.problem, dp)))
+        tp = self.problem.world_size // (pp * cp * dp)
         sharing = sum(
-            self._with_parameters if zero == 3 else self._without for zero, _ in self._sharing(dp, dp)
+            self._with_parameters if zero == 3 else self._without
+            for zero, _ in self._sharing(dp, self._inside(tp, cp))
         )  # fmt: skip
-        return methods * batches * sharing * len(self._schedules(pp)) * len(self._experts(dp * cp))
+        return self._all_methods(cp) * batches * sharing * len(self._schedules(pp)) * len(self._experts(dp * cp))
+
+    def _all_methods(self, cp: int) -> int:
+        return 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else len(SEQUENCE_METHODS)
+
+    def _inside(self, tp: int, cp: int) -> int:
+        """Return the data-parallel ranks that one fast link joins."""
+        return max(1, self.problem.domain // (cp * tp))
 
     def _sharing(self, dp: int, inside: int) -> list[tuple[int, int]]:
         """Return (ZeRO stage, ranks that share the state); one rank has nothing to share."""
@@ -271,16 +285,18 @@ class _Builder:
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""
         methods, experts = self._methods(cp, tp), self._experts(dp * cp)
-        sharing = self._sharing(dp, max(1, self.problem.domain // (cp * tp)))
+        sharing = self._sharing(dp, self._inside(tp, cp))
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
         lists = (methods, experts, sharing, schedules, batches)
         if not all(lists):
-            why = ("sequences or heads do not divide by sequence.degree", "experts do not divide over the ranks",
+            why = (_UNCUT, "experts do not divide over the ranks",
                    "shard does not divide the data-parallel ranks", "no schedule has room for the chunks",
                    "micro_batch does not divide a rank's share")  # fmt: skip
             reason = next(text for text, values in zip(why, lists, strict=True) if not values)
             self._prune(reason, self._weight(pp, cp, dp))
             return
+        unable = self._all_methods(cp) - len(methods)
+        self._prune(_UNCUT, self._weight(pp, cp, dp) // self._all_methods(cp) * unable)
         index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
         shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
         micro = np.array(batches)[index[4]]

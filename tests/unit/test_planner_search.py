@@ -115,9 +115,22 @@ def test_bounds_are_below_exact_times(document: dict[str, Any]) -> None:
         assert bound <= exact.time.step_time_s * (1.0 + 1e-9)
 
 
-def test_enumeration_adds_up() -> None:
+COUNTED: dict[str, dict[str, Any]] = {
+    "pipelines": EXHAUSTIVE["pipelines"],
+    "several nodes": EXHAUSTIVE["64 devices"],
+    "experts": EXHAUSTIVE["experts"],
+    "heads that do not divide": case(
+        {**DENSE, "heads": 12, "hidden": 768, "kv_heads": 4}, 2, 8, memory_gib=4, batch=32
+    ),
+    "waves": case(DENSE, 1, 4, memory_gib=4, batch=8, pipeline={"stages": 2, "waves": 1}),
+    "weights travel": case(DENSE, 1, 4, memory_gib=8, batch=8, pipeline={"stages": 2, "schedule": "weipipe"}),
+}
+
+
+@pytest.mark.parametrize("document", COUNTED.values(), ids=COUNTED)
+def test_enumeration_adds_up(document: dict[str, Any]) -> None:
     """Layouts that are left and those that were pruned are those that were enumerated."""
-    problem = problem_of(EXHAUSTIVE["pipelines"])
+    problem = problem_of(document)
     space = build(problem)
     policies = np.arange(len(space.policies))
     left = sum(
@@ -127,7 +140,19 @@ def test_enumeration_adds_up() -> None:
     assert left + sum(space.pruned.values()) == space.enumerated
     mesh = space.groups
     assert (mesh.pp * mesh.replicas * mesh.shards * mesh.cp * mesh.tp == problem.world_size).all()
-    assert (mesh.micro_batch * mesh.accumulation * mesh.replicas * mesh.shards == 32).all()
+    batch = problem.spec.training.global_batch
+    assert (mesh.micro_batch * mesh.accumulation * mesh.replicas * mesh.shards == batch).all()
+
+
+@pytest.mark.parametrize("document", COUNTED.values(), ids=COUNTED)
+def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
+    """A layout is ruled out, or priced once, or left because nothing like it can win."""
+    for memory_gib in (2, 8):
+        problem = problem_of({**document, "hardware": {**document["hardware"], "memory_gib": memory_gib}})
+        counts = solve(problem).summary()
+        assert counts.evaluated > 0 or sum(counts.pruned.values()) == counts.enumerated
+        assert sum(counts.pruned.values()) + counts.evaluated <= counts.enumerated
+        assert counts.fitting <= counts.evaluated
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
