@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -20,8 +20,9 @@ _ERRORS, _USAGE, _DIFFERENT = 1, 2, 10
 
 def command(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME|FILE]", help="A named schedule, or a file of lists; without it, the names.")
-    ] = "",
+        str | None,
+        typer.Argument(metavar="[NAME|FILE]", help="A named schedule, or a file of lists; without it, the names."),
+    ] = None,
     *,
     ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="Pipeline ranks (4).")] = None,
     micro_batches: Annotated[
@@ -43,19 +44,21 @@ def command(
     timeline: Annotated[Path | None, typer.Option("--timeline", help="Also write a trace, for Perfetto.")] = None,
 ) -> None:
     """Print, draw, check and compare pipeline schedules."""
-    if not name:
+    if name is None and not (check or diff or out is not None or timeline is not None):
         _list(output)
         return
+    if not name:
+        raise typer.BadParameter("which schedule, or which file of lists? partool schedule alone shows the names")
     sizes = _Sizes(ranks, micro_batches, chunks, waves, in_flight)
     given = sizes != _Sizes(None, None, None, None, None)
-    if given and Path(name).exists() and not {name, diff} & SCHEDULES.keys():
+    if given and _is_file(name) and diff not in SCHEDULES:
         raise typer.BadParameter(f"{name} says itself how many ranks, stages and micro-batches there are")
+    if diff and not check:
+        _diff(*_both(name, diff, sizes), output)
+        return
     schedule = _schedule(name, sizes)
     if check:
         typer.echo(f"{name}: the schedule is sound", err=True)
-        return
-    if diff:
-        _diff(schedule, _schedule(diff, sizes), output)
         return
     from partool.report.schedule import in_units
 
@@ -74,6 +77,13 @@ class _Sizes:
     waves: int | None
     in_flight: int | None
 
+    def like(self, schedule: Schedule, name: str) -> _Sizes:
+        """Return these sizes for a named schedule, with those that were not given taken from another one."""
+        ranks, micro_batches = self.ranks or schedule.ranks, self.micro_batches or schedule.micro_batches
+        several = name in ("interleaved", "hanayo") and self.waves is None and schedule.chunks > 1
+        chunks = self.chunks or (schedule.chunks if several else None)
+        return replace(self, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+
     def stages_per_rank(self, name: str) -> int:
         """Return the stages per rank of a named schedule: those asked for, or the fewest that it takes."""
         if self.waves is not None:
@@ -87,15 +97,27 @@ def _schedule(name: str, sizes: _Sizes) -> Schedule:
     """Return a named schedule or one in a file; ends the command if there is none, or it is not sound."""
     if name in SCHEDULES:
         return _named(name, sizes)
-    path = Path(name)
-    if path.suffix == ".csv" or path.exists():
-        return _from_file(path)
+    if _is_file(name):
+        return _from_file(Path(name))
     import difflib
 
     near = difflib.get_close_matches(name, SCHEDULES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SCHEDULES)}; or a file"
     typer.echo(f"error: there is no schedule {name!r}\n  help: {hint}", err=True)
     raise typer.Exit(_USAGE)
+
+
+def _both(name: str, other: str, sizes: _Sizes) -> tuple[Schedule, Schedule]:
+    """Return two schedules to compare; one that is only named has the sizes of the one that is a file."""
+    if _is_file(other) and not _is_file(name):
+        second = _schedule(other, sizes)
+        return _schedule(name, sizes.like(second, name)), second
+    first = _schedule(name, sizes)
+    return first, _schedule(other, sizes.like(first, other) if _is_file(name) else sizes)
+
+
+def _is_file(name: str) -> bool:
+    return name not in SCHEDULES and (Path(name).suffix == ".csv" or Path(name).exists())
 
 
 def _named(name: str, sizes: _Sizes) -> Schedule:
@@ -106,13 +128,28 @@ def _named(name: str, sizes: _Sizes) -> Schedule:
     if reason := check(name, ranks, micro_batches, chunks, cap):
         count = nearest(name, ranks, micro_batches, chunks)
         other = count not in (None, micro_batches)
-        fail("PT430", reason, f"the nearest that works: --micro-batches {count}" if other else "", _ERRORS)
+        help = f"the nearest that works: --micro-batches {count}" if other else _sizes_help(name, chunks, cap)
+        fail("PT430", reason, help, _ERRORS)
     return generate(name, ranks, micro_batches, chunks, cap)
+
+
+def _sizes_help(name: str, chunks: int, cap: int) -> str:
+    """Return which sizes a named schedule would take."""
+    if cap and not SCHEDULES[name].capped:
+        capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
+        return f"leave out --in-flight; {capped} take it"
+    if name == "hanayo":
+        return (
+            f"--chunks {chunks - 1} or {chunks + 1}: two stages per wave, or say --waves" if chunks > 1 else "--waves 1"
+        )
+    if name == "zb-v":
+        return "--chunks 2, or leave it out"
+    return "leave out --chunks; interleaved takes several stages per rank, hanayo --waves"
 
 
 def _from_file(path: Path) -> Schedule:
     """Read and check the user's own lists."""
-    from partool.schedule import ScheduleTextError, from_text, problems, rows_of
+    from partool.schedule import ScheduleTextError, columns_of, from_text, problems, rows_of
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -125,10 +162,11 @@ def _from_file(path: Path) -> Schedule:
         place += f", cell {error.column}" if error.column else ""
         fail("PT432", f"{place}: {error}", "cells such as 0F3, 1B0, 0SEND_F3; one row per rank", _ERRORS)
     found = problems(schedule)
-    rows = rows_of(text)
+    rows, columns = rows_of(text), columns_of(text, schedule)
     for problem in found:
         place = f"{path}, row {rows[problem.rank]}" if problem.rank >= 0 else str(path)
-        place += f", cell {problem.at + 1}" if problem.at >= 0 else ""
+        column = columns[problem.rank][problem.at] if problem.at >= 0 else 0
+        place += f", cell {column}" if column else ""
         typer.echo(f"error[PT433]: {place}: {problem.message}", err=True)
     if found:
         typer.echo(f"{path}: not sound; partool explain PT433", err=True)

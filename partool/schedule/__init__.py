@@ -1,12 +1,23 @@
 """Pipeline schedules as data: lists of actions per rank, checked, timed and counted by pure functions."""
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
+from partool.schedule.faults import Problem
 from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
 from partool.schedule.makespan import in_flight, makespan, span_s
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
-from partool.schedule.text import ScheduleTextError, cell, diff, from_text, read_cell, rows_of, schedule_hash, to_text
+from partool.schedule.text import (
+    ScheduleTextError,
+    cell,
+    columns_of,
+    diff,
+    from_text,
+    read_cell,
+    rows_of,
+    schedule_hash,
+    to_text,
+)
 from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
-from partool.schedule.validate import Problem, problems, receive_depth, validate
+from partool.schedule.validate import problems, receive_depth, validate
 
 __all__ = [
     "COMPUTE",
@@ -23,6 +34,7 @@ __all__ = [
     "after",
     "cell",
     "check",
+    "columns_of",
     "cut",
     "diff",
     "forward_only",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import NamedTuple, get_args
@@ -14,6 +15,8 @@ _CELL = re.compile(r"([0-9]{1,9})([A-Z]+(?:_[A-Z]+)?)([0-9]{1,9})")
 _HEAD = re.compile(r"#\s*(moves|placement|trained_from|micro_batches)=(.*)")
 _MOST = 100_000
 """Micro-batches that a comment may name."""
+_LISTED = 8
+"""Stages that a message names."""
 _IDLE = "-"
 """Row of a rank that does nothing."""
 
@@ -80,7 +83,8 @@ def from_text(text: str, name: str = "file") -> Schedule:
     batches = _micro_batches(head, cells)
     wrong = next((entry for entry in cells if entry.action.stage >= len(placement)), None)
     if wrong:
-        raise ScheduleTextError(f"no rank computes stage {wrong.action.stage}", wrong.row, wrong.column)
+        message = f"{cell(wrong.action)}: there is no stage {wrong.action.stage}, no row computes it"
+        raise ScheduleTextError(message, wrong.row, wrong.column)
     if not weights and all(_computes(entry.action) for entry in cells):
         lists = with_transfers(lists, placement)
     return Schedule(
@@ -98,6 +102,20 @@ def from_text(text: str, name: str = "file") -> Schedule:
 def rows_of(text: str) -> tuple[int, ...]:
     """Return the row of each rank's list in a text, from 1; raises :class:`ScheduleTextError` for broken cells."""
     return tuple(number for number, _ in _rows(text)[1])
+
+
+def columns_of(text: str, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the column of each action of a schedule that was read from a text, from 1; 0 for transfers added to it."""
+    found = []
+    for (_, entries), actions in zip(_rows(text)[1], schedule.lists, strict=True):
+        rest, columns = iter(entries), []
+        entry = next(rest, None)
+        for action in actions:
+            there = entry is not None and entry.action == action
+            columns.append(entry.column if entry is not None and there else 0)
+            entry = next(rest, None) if there else entry
+        found.append(tuple(columns))
+    return tuple(found)
 
 
 def diff(one: Schedule, other: Schedule) -> list[str]:
@@ -183,23 +201,38 @@ def _micro_batches(head: dict[str, tuple[str, int]], cells: list[_Cell]) -> int:
 
 
 def _placement(rows: list[list[_Cell]], head: dict[str, tuple[str, int]], weights: bool) -> tuple[int, ...]:
+    computed = [(rank, entry) for rank, cells in enumerate(rows) for entry in cells if _computes(entry.action)]
+    counts = Counter((entry.action.stage, rank) for rank, entry in computed)
     where: dict[int, int] = {}
-    for rank, cells in enumerate(rows):
-        for action, row, column in cells:
-            if not _computes(action):
-                continue
-            if where.setdefault(action.stage, rank) != rank and not weights:
-                raise ScheduleTextError(
-                    f"stage {action.stage} is computed on rank {where[action.stage]} and on rank {rank}", row, column
-                )
+    for stage, rank in counts:
+        # The rank with most of a stage's cells has it: of two, a single cell that says otherwise is the slip.
+        if counts[stage, rank] > counts.get((stage, where.get(stage, -1)), 0):
+            where[stage] = rank
+    for rank, (action, row, column) in computed:
+        if where[action.stage] != rank and not weights:
+            message = f"stage {action.stage} is computed on rank {where[action.stage]} and on rank {rank}"
+            raise ScheduleTextError(f"{cell(action)}: {message}", row, column)
     if "placement" in head:
         return _named(*head["placement"], where, len(rows), weights)
     if weights:
         raise ScheduleTextError("where weights move, the rank that owns each stage is missing: # placement=1 2 0")
     missing = next((stage for stage in range(len(where)) if stage not in where), None)
     if missing is not None or not where:
-        raise ScheduleTextError(f"no rank computes stage {missing or 0}")
+        raise _no_stage(missing or 0, [entry for _, entry in computed])
     return tuple(where[stage] for stage in range(len(where)))
+
+
+def _no_stage(missing: int, computed: list[_Cell]) -> ScheduleTextError:
+    """Return what is wrong where a stage before the last is missing: a row, or one cell names a stage too many."""
+    counts = Counter(entry.action.stage for entry in computed)
+    beyond = [entry for entry in computed if entry.action.stage > missing]
+    if beyond and 2 * len(beyond) <= max(counts.values()):
+        action, row, column = beyond[0]
+        few = f"stage {missing - 1}" if missing else "no stage"
+        return ScheduleTextError(f"{cell(action)}: the last stage of the other cells is {few}", row, column)
+    others = ", ".join(map(str, sorted(counts)[:_LISTED])) + (", ..." if len(counts) > _LISTED else "")
+    rows = f"the rows compute {others}" if counts else "no row computes anything"
+    return ScheduleTextError(f"there is no stage {missing}: {rows}")
 
 
 def _named(value: str, row: int, where: dict[int, int], ranks: int, weights: bool) -> tuple[int, ...]:

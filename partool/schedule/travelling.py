@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from partool.schedule.actions import COMPUTE, Action, Schedule, peer
+from partool.schedule.text import cell
 
 Fault = tuple[str, int, int]
 """Words, rank, place in its list."""
@@ -23,7 +24,7 @@ def weights_missing(schedule: Schedule) -> Iterator[Fault]:
             if action.kind in ("RECV_FW", "RECV_BW"):
                 has.add(action.stage)
             elif action.kind not in ("W", "SEND_G", "RECV_G") and action.stage not in has:
-                yield f"rank {rank}: {tuple(action)} without the weights of stage {action.stage}", rank, at
+                yield f"rank {rank}: {cell(action)} without the weights of stage {action.stage}", rank, at
 
 
 def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
@@ -40,7 +41,7 @@ def gradients_lost(schedule: Schedule) -> Iterator[Fault]:
             sums[rank, stage].append(batch)
         elif kind == "SEND_G":
             if not (content := sums.pop((rank, stage), [])):
-                yield f"rank {rank}: {tuple(action)} without a gradient of stage {stage}", rank, at
+                yield f"rank {rank}: {cell(action)} without a gradient of stage {stage}", rank, at
             wires[rank, peer(schedule, rank, action)[0]].append(content)
         elif kind == "RECV_G":
             sums[rank, stage] += wires[peer(schedule, rank, action)[0], rank].popleft()

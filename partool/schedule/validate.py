@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Set
+from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 from partool.schedule.actions import COMPUTE, SHIFTS, Action, Schedule, peer
+from partool.schedule.faults import NO_STAGE, Problem, are, cell_faults, missing, missing_words, named
 from partool.schedule.needs import Needs
 from partool.schedule.simulate import peak_held
 from partool.schedule.steps import Link, wire
+from partool.schedule.text import cell
 from partool.schedule.travelling import gradients_lost, weights_missing
 
-_MOST = 20
+_MOST = 5
 """Faults that are told: one wrong number may make thousands."""
-
-
-class Problem(NamedTuple):
-    """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
-
-    message: str
-    rank: int = -1
-    at: int = -1
 
 
 def validate(
@@ -35,7 +29,7 @@ def validate(
 def problems(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
 ) -> list[Problem]:
-    """Return what is wrong, the first 20 faults of it; empty if the schedule is sound.
+    """Return what is wrong, the first 5 faults of it, those of single cells first; empty if the schedule is sound.
 
     Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
     on backward, whole or in both halves. For every ordered pair of ranks the k-th send is the k-th receive, activations
@@ -61,17 +55,29 @@ def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterabl
     if broken := list(_misshapen(schedule)):
         return broken
     before = frozenset(action for action in done if action.kind in COMPUTE)
-    found = [*_incomplete(schedule, before), *_elsewhere(schedule)]
-    if any("no stage" in problem.message for problem in found):
+    schedule = schedule if before else _of_usual_length(schedule)
+    lost = missing(schedule, before)
+    found = [*cell_faults(schedule, before), *_elsewhere(schedule), *missing_words(schedule, lost)]
+    if any(NO_STAGE in problem.message for problem in found):
         return found
-    found += _unpaired(schedule)
+    found += _unpaired(schedule, {(action.kind == "F", *action[1:]) for action in lost})
     if not found and (stuck := _stuck(schedule, room, before)):
         how = "with buffered sends" if room is None else f"with room for {_messages(room)} per pair of ranks"
-        where = ", ".join(f"rank {rank} at {tuple(schedule.lists[rank][at])}" for rank, at in stuck)
-        found.append(Problem(f"the lists cannot finish {how}: {where}", *stuck[0]))
+        where = [f"rank {rank} at {cell(schedule.lists[rank][at])}" for rank, at in stuck]
+        more = f" and {len(where) - _MOST} more" if len(where) > _MOST else ""
+        found.append(Problem(f"the lists cannot finish {how}: {', '.join(where[:_MOST])}{more}", *stuck[0]))
     if schedule.moves == "weights" and not found:
         found += [Problem(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
     return [*found, *(_too_full(schedule, cap) if cap else ())]
+
+
+def _of_usual_length(schedule: Schedule) -> Schedule:
+    """Return the schedule without micro-batches at its end that hardly any cell names: a slip of the pen made them."""
+    counts = Counter(action.micro_batch for actions in schedule.lists for action in actions if action.kind in COMPUTE)
+    most = max(counts.values(), default=0)
+    usual = 1 + max((batch for batch, times in counts.items() if 2 * times > most), default=-1)
+    beyond = any(batch >= usual for batch in counts)
+    return replace(schedule, micro_batches=usual) if beyond and usual < schedule.micro_batches else schedule
 
 
 def receive_depth(schedule: Schedule, done: Iterable[Action] = ()) -> int:
@@ -104,72 +110,79 @@ def _misshapen(schedule: Schedule) -> Iterator[Problem]:
         yield Problem(f"the first trained stage is {schedule.trained_from}, of {stages} stages")
 
 
-def _incomplete(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
-    counts = Counter(action for actions in (before, *schedule.lists) for action in actions)
-    for stage, rank in enumerate(schedule.placement):
-        for batch in range(schedule.micro_batches):
-            split = counts[Action("I", stage, batch)] or counts[Action("W", stage, batch)]
-            backward = () if stage < schedule.trained_from else ("I", "W") if split else ("B",)
-            for kind in ("F", *backward):
-                if (times := counts.pop(Action(kind, stage, batch), 0)) != 1:
-                    # Where weights travel, the rank of a micro-batch follows from the lists alone.
-                    blamed = rank if schedule.moves == "activations" else -1
-                    yield Problem(f"{kind} of stage {stage} on micro-batch {batch} runs {times} times", blamed)
-    for rank, actions in enumerate(schedule.lists):
-        for at, action in enumerate(actions):
-            if action not in counts:
-                continue
-            if action.kind in COMPUTE:
-                yield Problem(f"rank {rank}: unknown action {tuple(action)}", rank, at)
-            elif (times := counts[action]) > 1:
-                yield Problem(f"rank {rank}: {tuple(action)} is done {times} times", rank, at)
-
-
 def _elsewhere(schedule: Schedule) -> Iterator[Problem]:
-    """Yield actions that are not their rank's."""
+    """Yield actions that are not their rank's, alike ones together."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
+        found: dict[str, list[int]] = defaultdict(list)
         for at, action in enumerate(actions):
-            if message := _misplaced(schedule, rank, action, batch_of):
-                yield Problem(f"rank {rank}{message}", rank, at)
+            if reason := _misplaced(schedule, rank, action, batch_of):
+                found[reason].append(at)
+        for reason, places in found.items():
+            yield Problem(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int, int]) -> str:
     there, other = (rank, action) if action.kind in COMPUTE else peer(schedule, rank, action)
-    if not all(0 <= stage < schedule.stages for stage in (action.stage, other.stage)):
-        return f": {tuple(action)} names no stage"
+    for stage in (action.stage, other.stage):
+        if not 0 <= stage < schedule.stages:
+            return f"{NO_STAGE} {stage}"
     if (action.kind in SHIFTS) != (schedule.moves == "weights") and action.kind not in COMPUTE:
-        return f": {tuple(action)} moves what stays in this schedule"
-    if schedule.moves == "activations" and schedule.placement[action.stage] != rank:
-        return f" runs {tuple(action)} of a stage that is not its own"
+        return "moves what stays in this schedule"
+    if schedule.moves == "activations" and (home := schedule.placement[action.stage]) != rank:
+        return f"stage {action.stage} is on rank {home}, and not its own on rank {rank}"
     if schedule.moves == "weights" and action.kind in COMPUTE:
         first = batch_of.setdefault(action.micro_batch, rank)
-        return f" runs {tuple(action)} of a micro-batch that rank {first} has begun" if first != rank else ""
+        return f"rank {rank} runs a micro-batch that rank {first} has begun" if first != rank else ""
     if action.kind in ("SEND_B", "RECV_B") and min(action.stage, other.stage) < schedule.trained_from:
-        return f": {tuple(action)} takes a gradient to a stage that has no backward pass"
-    return f": {tuple(action)} transfers to itself" if action.kind not in COMPUTE and there == rank else ""
+        return "takes a gradient to a stage that has no backward pass"
+    return "transfers to itself" if action.kind not in COMPUTE and there == rank else ""
 
 
-def _unpaired(schedule: Schedule) -> Iterator[Problem]:
-    sent: dict[Link, list[Action]] = defaultdict(list)
+def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[Problem]:
+    """Yield transfers that have no other end, or not in order.
+
+    ``lost`` are passes that are missing, as (forward, stage, micro-batch): with them go their messages.
+    """
+    sent: dict[Link, list[tuple[Action, Action]]] = defaultdict(list)
     received: dict[Link, list[tuple[Action, int]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.lists):
         for at, action in enumerate(actions):
-            if action.kind.startswith("SEND"):
-                sent[wire(schedule, rank, action)].append(peer(schedule, rank, action)[1])
-            elif action.kind not in COMPUTE:
+            if action.kind in COMPUTE or (action.kind not in SHIFTS and action.micro_batch >= schedule.micro_batches):
+                continue  # that cell is to blame, not its other end
+            there, other = peer(schedule, rank, action)
+            ends = {(end.kind.endswith("_F"), *end[1:]) for end in (action, other) if end.kind not in SHIFTS}
+            if ends & lost:
+                continue
+            if there < 0:
+                yield Problem(f"{cell(action)}: its other end, {cell(other)}, is missing", rank, at)
+            elif action.kind.startswith("SEND"):
+                sent[wire(schedule, rank, action)].append((other, action))
+            else:
                 received[wire(schedule, rank, action)].append((action, at))
     for link in sorted({*sent, *received}):
-        out, into = sent[link], received[link]
-        wrong = next((k for k, (a, (b, _)) in enumerate(zip(out, into, strict=False)) if a != b), None)
-        name = f"from rank {link[0]} to {link[1]}"
-        if wrong is not None:
-            got, at = into[wrong]
-            message = f"{name}: message {wrong} is sent for {tuple(out[wrong])}, received by {tuple(got)}"
-            yield Problem(message, link[1], at)
-        elif len(out) != len(into):
-            counted = "1 message is" if len(out) == 1 else f"{len(out)} messages are"
-            yield Problem(f"{name}: {counted} sent, {len(into)} received", link[1])
+        yield from _on_wire(schedule, link, sent[link], received[link])
+
+
+def _on_wire(
+    schedule: Schedule, link: Link, sent: list[tuple[Action, Action]], received: list[tuple[Action, int]]
+) -> Iterator[Problem]:
+    """Yield what does not fit between two ranks: ends that are missing, or both ends in different order."""
+    start, end = link[0], link[1]
+    arriving, taken = {receive for receive, _ in sent}, {receive for receive, _ in received}
+    if waiting := [receive for receive, _ in received if receive not in arriving]:
+        sends = [peer(schedule, end, receive)[1] for receive in waiting]
+        yield Problem(f"{named(sends)} {are(sends)} missing: rank {end} waits at {named(waiting)}", start)
+    if left := [(receive, send) for receive, send in sent if receive not in taken]:
+        receives, sends = [receive for receive, _ in left], [send for _, send in left]
+        yield Problem(f"{named(receives)} {are(receives)} missing: rank {start} sends {named(sends)}", end)
+    if arriving != taken:
+        return
+    for number, ((receive, send), (got, at)) in enumerate(zip(sent, received, strict=False), 1):
+        if receive != got:
+            both = f"message {number} is {cell(send)} where it is sent, {cell(got)} where it is received"
+            yield Problem(f"from rank {start} to {end}: {both}", end, at)
+            return
 
 
 def _too_full(schedule: Schedule, cap: int) -> Iterator[Problem]:

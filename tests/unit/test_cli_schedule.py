@@ -140,6 +140,40 @@ def test_differences_are_told_with_exit_code_10(call: Call, tmp_path: Path) -> N
     assert json.loads(out)["differences"]
 
 
+def test_cells_of_lists_without_transfers_are_those_of_the_file(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,,1F1,1B1,1F9,1B2\n")
+    code, _, err = call("--check", path)
+    assert code == 1
+    assert err == (
+        f"error[PT433]: {path}, row 2, cell 6: 1F9: there are only micro-batches 0 to 2\n"
+        f"error[PT433]: {path}, row 2: 1F2 is missing\n"
+        f"{path}: not sound; partool explain PT433\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--check"], ["--check", ""], [""], ["--diff", "1f1b"], ["", "--diff", "1f1b"]])
+def test_nothing_to_check_is_a_wrong_command(call: Call, arguments: list[str]) -> None:
+    """As where a script's variable is empty: it must not pass for a sound schedule."""
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert "which schedule" in err
+
+
+def test_a_named_schedule_is_compared_at_the_sizes_of_the_file(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    for name, chunks in (("1f1b", 1), ("hanayo", 4), ("interleaved", 3)):
+        path.write_text(to_text(generate(name, 2, 6, chunks)))
+        assert call(path, "--diff", name) == (0, "", "the schedules are the same\n")
+        assert call(name, "--diff", path) == (0, "", "the schedules are the same\n")
+    code, out, _ = call(path, "--diff", "gpipe")
+    assert code == 10
+    assert "micro-batches" not in out
+    code, out, _ = call(path, "--diff", "interleaved", "--micro-batches", 4)
+    assert code == 10
+    assert out.startswith("micro-batches: 4 -> 6")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -150,6 +184,11 @@ def test_differences_are_told_with_exit_code_10(call: Call, tmp_path: Path) -> N
         (["1f1b", "--waves", 2], 2, "--waves belongs to hanayo"),
         (["hanayo", "--waves", 2, "--chunks", 4], 2, "--waves belongs to hanayo"),
         (["1f1b", "--in-flight", 2], 1, "cannot be bounded"),
+        (["1f1b", "--in-flight", 2], 1, "help: leave out --in-flight; zb-v and hanayo take it"),
+        (["1f1b", "--chunks", 2], 1, "help: leave out --chunks; interleaved"),
+        (["hanayo", "--chunks", 3], 1, "help: --chunks 2 or 4"),
+        (["hanayo", "--chunks", 1], 1, "help: --waves 1"),
+        (["zb-v", "--chunks", 3], 1, "help: --chunks 2"),
         (["1f1b", "--ranks", 0], 2, "--ranks"),
     ],
 )

@@ -155,7 +155,7 @@ def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:
     spec = text("pipeline: {stages: 2, schedule: {file: my.csv}}")
     for name, broken, code, words in (
         ("a cell", "# mine\n" + lists.replace("0F1", "0Q1", 1), "PT432", "row 2"),
-        ("twice", "# mine\n" + lists.replace("1F0,", "1F0,1F0,", 1), "PT433", "micro-batch 0"),
+        ("twice", "# mine\n" + lists.replace("1F0,", "1F0,1F0,", 1), "PT433", "row 3 at 1F0: 1F0 is there 2 times"),
         ("rows", to_text(generate("1f1b", 4, 4)), "PT437", "4 rows"),
         ("weights", to_text(generate("weipipe", 2, 4)), "PT437", "weights that travel"),
     ):

@@ -162,16 +162,20 @@ def test_planted_faults_are_found() -> None:
 
     swapped = list(middle)
     swapped[receives[0]], swapped[receives[1]] = swapped[receives[1]], swapped[receives[0]]
-    assert any("message 0" in problem for problem in validate(changed(schedule, 1, swapped)))
+    assert any("message 1" in problem for problem in validate(changed(schedule, 1, swapped)))
 
     dropped = [action for action in middle if action != Action("B", 1, 2)]
-    assert any("runs 0 times" in problem for problem in validate(changed(schedule, 1, dropped)))
-    assert any("runs 2 times" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 0)])))
+    assert any("1B2 is missing" in problem for problem in validate(changed(schedule, 1, dropped)))
+    assert any(
+        "1F0 is there 2 times" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 0)]))
+    )
     assert any("not its own" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 0, 0)])))
-    assert any("unknown" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 99)])))
+    assert any(
+        "1F99: there are" in problem for problem in validate(changed(schedule, 1, [*middle, Action("F", 1, 99)]))
+    )
 
     lost = [action for action in middle if action != Action("SEND_F", 1, 4)]
-    assert any("rank 1 to 2" in problem for problem in validate(changed(schedule, 1, lost)))
+    assert any("1SEND_F4 is missing" in problem for problem in validate(changed(schedule, 1, lost)))
 
     early = list(middle)
     first = early.index(Action("B", 1, 0))

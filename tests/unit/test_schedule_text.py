@@ -13,6 +13,8 @@ from partool.schedule import (
     Action,
     Schedule,
     ScheduleTextError,
+    cell,
+    columns_of,
     diff,
     forward_only,
     from_text,
@@ -99,12 +101,14 @@ def test_texts_that_people_write() -> None:
         ("0F0,F0", "'F0' is no action", 1, 2),
         ("0F0,0F-1", "no action", 1, 2),
         ("0F0,0F٣", "no action", 1, 2),
+        ("0F0,0F1,0B0,0B1\n1F0,7F1,,1B0,1B1", "7F1: the last stage of the other cells is stage 1", 2, 2),
+        ("0F0,1F1,0B0,0B1\n1F0,1B0,1B1", "1F1: stage 1 is computed on rank 1 and on rank 0", 1, 2),
         ("0F0\n#\n\n,0F0", "stage 0 is computed on rank 0 and on rank 1", 4, 2),
-        ("0F0,2F0", "no rank computes stage 1", 0, 0),
-        ("1F0", "no rank computes stage 0", 0, 0),
-        ("0SEND_F0", "no rank computes stage 0", 0, 0),
-        ("0F0,999999999F0", "no rank computes stage 1", 0, 0),
-        ("0F0\n1F0,3SEND_F0", "no rank computes stage 3", 2, 2),
+        ("0F0,2F0", "there is no stage 1: the rows compute 0, 2", 0, 0),
+        ("1F0", "there is no stage 0: the rows compute 1", 0, 0),
+        ("0SEND_F0", "there is no stage 0: no row computes anything", 0, 0),
+        ("0F0,999999999F0", "there is no stage 1", 0, 0),
+        ("0F0\n1F0,3SEND_F0", "3SEND_F0: there is no stage 3", 2, 2),
         ("0F0,0B0,0F999999999", "fewer micro-batches", 1, 3),
         ("0F0,0F9999999999", "no action", 1, 2),
         ("0F0,0B2", "fewer micro-batches", 1, 2),
@@ -136,6 +140,22 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         return
     assert from_text(to_text(schedule)) == schedule
     validate(schedule)
+
+
+def test_columns_are_those_of_the_text() -> None:
+    text = "# mine\n0F0,,0F1,0B0,0B1\n-\n,1F0,1B0,1F1,,1B1\n".replace("-\n", "")
+    schedule = from_text(text)
+    places = {
+        cell(action): column
+        for actions, columns in zip(schedule.lists, columns_of(text, schedule), strict=True)
+        for action, column in zip(actions, columns, strict=True)
+    }
+    assert {name: column for name, column in places.items() if "_" not in name} == {
+        "0F0": 1, "0F1": 3, "0B0": 4, "0B1": 5, "1F0": 2, "1B0": 3, "1F1": 4, "1B1": 6,
+    }  # fmt: skip
+    assert {column for name, column in places.items() if "_" in name} == {0}
+    whole = to_text(schedule)
+    assert columns_of(whole, from_text(whole))[0] == tuple(range(1, 1 + len(schedule.lists[0])))
 
 
 def test_differences_by_hand() -> None:

@@ -17,12 +17,14 @@ from partool.schedule import (
     Order,
     Schedule,
     after,
+    from_text,
     generate,
     peer,
     problems,
     receive_depth,
     remap,
     simulate,
+    to_text,
     validate,
     with_transfers,
 )
@@ -200,7 +202,7 @@ def test_receives_put_off_until_they_are_needed_are_found(name: str) -> None:
         if late.lists == schedule.lists:
             continue
         found = validate(late)
-        assert any("is sent for" in problem for problem in found)
+        assert any("where it is sent" in problem for problem in found)
         return
     raise AssertionError("no list in which it makes a difference")
 
@@ -224,7 +226,7 @@ def test_an_activation_taken_for_a_gradient_is_found() -> None:
     before = max(i for i in range(at) if actions[i].kind == "RECV_F")
     actions[at], actions[before] = actions[before], actions[at]
     (problem, *_) = problems(changed(schedule, rank, actions))
-    assert "is sent for" in problem.message
+    assert "where it is sent" in problem.message
     assert (problem.rank, actions[problem.at].kind[:4]) == (rank, "RECV")
 
 
@@ -258,7 +260,7 @@ def test_frozen_stages_and_evaluations(schedule: Schedule, which: int) -> None:
         assert validate(replace(frozen, trained_from=first - 1))
         rank = schedule.placement[first - 1]
         extra = (*frozen.lists[rank], Action("B", first - 1, 0))
-        assert any("unknown" in problem for problem in validate(changed(frozen, rank, extra)))
+        assert any("has no backward pass" in problem for problem in validate(changed(frozen, rank, extra)))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -283,9 +285,9 @@ def test_halves_and_whole_backward_passes_may_be_mixed() -> None:
         halved += [action._replace(kind="I"), action._replace(kind="W")] if split else [action]
     assert validate(changed(schedule, 0, halved)) == []
     whole = [action for action in halved if action.kind != "I"]
-    assert "I of stage 0 on micro-batch 1 runs 0 times" in validate(changed(schedule, 0, whole))
+    assert validate(changed(schedule, 0, whole)) == ["0I1 is missing"]
     both = [*halved, Action("B", 0, 1)]
-    assert any("unknown" in problem for problem in validate(changed(schedule, 0, both)))
+    assert validate(changed(schedule, 0, both)) == ["0B1: a backward pass is whole or in halves, not both"]
 
 
 def test_room_that_lists_need() -> None:
@@ -312,12 +314,43 @@ def test_shape_faults_are_said() -> None:
     assert any("not its own" in problem for problem in validate(replace(schedule, placement=(1, 0))))
 
 
-def test_a_flood_of_faults_is_cut_off() -> None:
+def test_a_flood_of_faults_is_told_in_few_lines() -> None:
+    """What is alike is counted, and of faults that are not the first five are told."""
     schedule = generate("gpipe", 2, 200)
     found = validate(replace(schedule, micro_batches=500))
-    assert len(found) == 21
-    assert found[-1] == "and 1180 more"
-    assert len(validate(replace(schedule, micro_batches=205))) == 20
+    assert found == [
+        f"{stage}{kind}200, {stage}{kind}201 and 298 more are missing" for stage in (0, 1) for kind in "FB"
+    ]
+    wide = generate("gpipe", 8, 4)
+    found = validate(replace(wide, micro_batches=5))
+    assert (len(found), found[0], found[-1]) == (6, "0F4 is missing", "and 11 more")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "expected"),
+    [
+        ("1F2", "1F9", [("1F9: there are only micro-batches 0 to 3", 1, 9), ("1F2 is missing", 1, -1)]),
+        ("1RECV_F2", "1RECV_F9", [("1RECV_F9: there are only micro-batches 0 to 3", 1, 8),
+                                  ("1RECV_F2 is missing: rank 0 sends 0SEND_F2", 1, -1)]),
+        ("1F2", "1B2", [("1B2 is there 2 times", 1, 10), ("1F2 is missing", 1, -1)]),
+        ("1RECV_F2", "1RECV_F1", [("1RECV_F1 is there 2 times", 1, 8),
+                                  ("1RECV_F2 is missing: rank 0 sends 0SEND_F2", 1, -1)]),
+        ("0SEND_F1,", "", [("0SEND_F1 is missing: rank 1 waits at 1RECV_F1", 0, -1)]),
+        ("0SEND_F1,0RECV_B0,0B0,0F2,0SEND_F2,", "0SEND_F2,0RECV_B0,0B0,0F2,0SEND_F1,",
+         [("from rank 0 to 1: message 2 is 0SEND_F2 where it is sent, 1RECV_F1 where it is received", 1, 4)]),
+    ],
+)  # fmt: skip
+def test_one_slip_of_the_pen_is_told_as_one(right: str, wrong: str, expected: list[tuple[str, int, int]]) -> None:
+    """Cells, not tuples; the cell to blame comes first, and what follows from it is not told."""
+    text = to_text(generate("1f1b", 2, 4))
+    assert right in text
+    assert problems(from_text(text.replace(right, wrong, 1))) == expected
+
+
+def test_a_row_that_was_deleted_is_one_fault() -> None:
+    rows = to_text(generate("1f1b", 4, 8)).splitlines(keepends=True)
+    (problem,) = problems(from_text("".join(rows[:3])))
+    assert problem == ("2SEND_F0, 2SEND_F1 and 14 more: there is no stage 3", 2, 2)
 
 
 def test_problems_name_rank_and_place() -> None:

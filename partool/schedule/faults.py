@@ -1,0 +1,122 @@
+"""What single cells of a schedule have wrong, in words that name them as they stand in a file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+from partool.schedule.actions import COMPUTE, SHIFTS, Action, Kind, Schedule
+from partool.schedule.text import cell
+
+NO_STAGE = "there is no stage"
+_NAMED = 2
+"""Cells that a message names; further ones are counted."""
+
+
+class Problem(NamedTuple):
+    """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
+
+    message: str
+    rank: int = -1
+    at: int = -1
+
+
+def named(actions: Sequence[Action]) -> str:
+    """Return actions as cells: ``1F2``, ``1F2 and 1F3``, ``1F2, 1F3 and 4 more``."""
+    cells = [cell(action) for action in actions]
+    if len(cells) > _NAMED:
+        return f"{', '.join(cells[:_NAMED])} and {len(cells) - _NAMED} more"
+    return " and ".join(cells)
+
+
+def are(actions: Sequence[Action]) -> str:
+    """Return the verb that goes with so many."""
+    return "is" if len(actions) == 1 else "are"
+
+
+def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
+    """Yield cells that do not belong into the schedule, and those that are there more than once.
+
+    ``before`` are compute actions that were done before the lists.
+    """
+    wanted = _wanted(schedule, before)
+    for rank, actions in enumerate(schedule.lists):
+        found: dict[tuple[Kind, int, str], list[int]] = defaultdict(list)
+        for at, action in enumerate(actions):
+            if reason := _foreign(schedule, action, wanted):
+                found[action.kind, action.stage, reason].append(at)
+        for (_, _, reason), places in found.items():
+            yield Problem(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
+    yield from _doubled(schedule, before)
+
+
+def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
+    """Return the compute actions that no rank does."""
+    there = _there(schedule, before)
+    return [action for action in _wanted(schedule, before) if action not in there]
+
+
+def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[Problem]:
+    """Yield what is missing, the actions of a stage and kind together."""
+    alike: dict[tuple[int, Kind], list[Action]] = defaultdict(list)
+    for action in lost:
+        alike[action.stage, action.kind].append(action)
+    for (stage, _), actions in alike.items():
+        # Where weights travel, the rank of a micro-batch follows from the lists alone.
+        rank = schedule.placement[stage] if schedule.moves == "activations" else -1
+        yield Problem(f"{named(actions)} {are(actions)} missing", rank)
+
+
+def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
+    return {action for actions in (before, *schedule.lists) for action in actions}
+
+
+def _wanted(schedule: Schedule, before: Set[Action]) -> dict[Action, None]:
+    """Return the compute actions of a whole step, in order; backward passes are halved where one half is there."""
+    there = _there(schedule, before)
+    found: dict[Action, None] = {}
+    for stage in range(schedule.stages):
+        for batch in range(schedule.micro_batches):
+            split = Action("I", stage, batch) in there or Action("W", stage, batch) in there
+            backward: tuple[Kind, ...] = () if stage < schedule.trained_from else ("I", "W") if split else ("B",)
+            found |= {Action(kind, stage, batch): None for kind in ("F", *backward)}
+    return found
+
+
+def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> str:
+    """Return why an action does not belong into the schedule; empty if it may."""
+    if action in wanted or action.kind in SHIFTS or not 0 <= action.stage < schedule.stages:
+        return ""
+    last = schedule.micro_batches - 1
+    if not 0 <= action.micro_batch <= last:
+        others = f"are only micro-batches 0 to {last}" if last else "is only micro-batch 0"
+        return f"there {others}"
+    if action.kind not in COMPUTE:
+        return ""
+    if action.stage < schedule.trained_from:
+        return f"stage {action.stage} is frozen and has no backward pass"
+    return "a backward pass is whole or in halves, not both"
+
+
+def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
+    places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.lists):
+        for at, action in enumerate(actions):
+            places[action].append((rank, at))
+    alike: dict[tuple[Kind, int, int], list[Action]] = defaultdict(list)
+    for action, found in places.items():
+        if len(found) + (action in before) > 1:
+            alike[action.kind, action.stage, found[-1][0]].append(action)
+    # Transfers may have been put beside compute actions by partool: those follow from these.
+    for same in sorted(alike.values(), key=lambda actions: actions[0].kind not in COMPUTE):
+        found = places[same[0]]
+        rank, at = found[-1]
+        if same[0] in before:
+            how = "was done before"
+        elif all(other == rank for other, _ in found):
+            how = f"is there {len(found)} times"
+        else:
+            how = f"is on rank {found[0][0]} and on rank {rank}"
+        more = f"; so it is with {len(same) - 1} more of its kind" if len(same) > 1 else ""
+        yield Problem(f"{cell(same[0])} {how}{more}", rank, at)
