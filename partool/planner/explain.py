@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
-from partool.planner.pipeline_words import pipeline_reasons
+from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
 from partool.planner.problem import nothing_runs, runnable
-from partool.planner.search import SLACK, TIE, firsts
+from partool.planner.search import SLACK, firsts
 from partool.planner.solve import Solution
 from partool.planner.table import kind
-from partool.planner.words import GIB, change, recompute, summary, why_lost
+from partool.planner.words import GIB, TIE, change, recompute, summary, why_lost
 from partool.spec.parallel import ScheduleFile
 
 _ALTERNATIVES = 4
@@ -45,7 +46,13 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
         if degree > 1:
             pinned = field != "auto"
             found.append(
-                f"{name} {degree}: " + ("the spec asks for it." if pinned else _without(solution, best, name, column))
+                f"{name} {degree}: "
+                + (
+                    "the spec asks for it."
+                    if pinned
+                    else (pipelined(solution.problem) if name == "Pipeline" else "")
+                    or _without(solution, best, name, column)
+                )
             )
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
@@ -103,6 +110,8 @@ def _any_fits(solution: Solution, groups: Any) -> bool:
 def _without(solution: Solution, best: Priced, name: str, column: Any) -> str:
     """Return what the best layout without a kind of parallelism would cost, from its lower bound."""
     search = solution.search
+    if not np.any(column == 1):
+        return "the spec's sizes leave no layout without it."
     index = np.flatnonzero((column == 1) & (search.least_bytes <= solution.problem.capacity_bytes * (1.0 + SLACK)))
     if not len(index):
         return f"no layout without {name.lower()} parallelism fits."
@@ -117,6 +126,8 @@ def _recompute(solution: Solution, best: Priced) -> str:
     text = recompute(best.layout)
     if solution.problem.spec.parallel.recompute != "auto":
         return f"Recompute {text}: the spec asks for it."
+    if moves_weights(best.layout):
+        return "Recompute full: WeiPipe keeps the inputs of stages only, and computes the rest again."
     if text == "none":
         return "Recompute none: all activations fit."
     return f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need."

@@ -10,15 +10,33 @@ from partool.cost.case import SCHEDULES
 from partool.cost.pipeline import moves_weights, sent_bytes
 from partool.layout.stages import balance
 from partool.plan.types import Layout
+from partool.planner.layouts import layout_of
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
+from partool.planner.schedules import schedules
 from partool.planner.solve import Solution
+from partool.planner.space import build
 from partool.planner.words import GIB, schedule
 from partool.schedule import check
+from partool.spec.parallel import Pipeline
 from partool.spec.pipeline_checks import WEIPIPE
 
-_MOST_PRICED = 12
-"""Layouts of other schedules that are priced exactly to compare with."""
+_NARROWING = ("waves", "in_flight", "chunks")
+"""Sizes that some schedules have and others have not."""
+_CLEARLY = 0.02
+"""Share of the step that ranks must idle less with another schedule for a pinned one to be doubted."""
+
+
+def pipelined(problem: Problem) -> str:
+    """Return what in a spec asks for several stages without saying how many; nothing where they are the planner's."""
+    pipeline = problem.spec.parallel.pipeline
+    if problem.lists is not None:
+        return f"the schedule's file has {problem.lists.ranks} rows, one per rank."
+    if pipeline.layers != "auto":
+        return f"layers gives {len(pipeline.layers)} stages." if len(pipeline.layers) > 1 else ""
+    name = next((name for name in _NARROWING if getattr(pipeline, name) not in ("auto", 1)), "")
+    name = name or next((name for name in ("waves", "in_flight") if getattr(pipeline, name) != "auto"), "")
+    return f"{name}: {getattr(pipeline, name)} asks for a pipeline." if name else ""
 
 
 def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
@@ -26,12 +44,14 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
     layout = best.layout
     if layout.mesh.pp == 1:
         return
-    idle = best.time.terms_s["pipeline_bubble"] / best.time.step_time_s
+    idle = _idle(best)
     others = list(_others(solution, best))
     pinned = solution.problem.spec.parallel.pipeline.schedule != "auto"
+    narrowed = _narrowed(solution.problem, layout)
     text = f"Schedule {schedule(layout)}: ranks idle {idle:.1%} of the step"
     if pinned:
         yield f"{text}; the spec asks for it."
+        yield from _uneven(solution, best)
     else:
         listed = ", ".join(
             f"{schedule(one.layout)}{'' if one.layout.compile == layout.compile else _compiled(one.layout)} "
@@ -39,9 +59,41 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
             for one in others
             if not moves_weights(one.layout)
         )
-        yield f"{text}. With the same ranks and micro-batches: {listed}." if listed else f"{text}."
+        text += f"; {narrowed}." if narrowed else "."
+        yield f"{text} With the same ranks and micro-batches: {listed}." if listed else text
         yield from _halved(solution.problem, best)
     yield from _travels(solution, best, others)
+
+
+def _narrowed(problem: Problem, layout: Layout) -> str:
+    """Return which schedules a size that the spec pins leaves; nothing where it pins none."""
+    pipeline = problem.spec.parallel.pipeline
+    given = [f"{name}: {getattr(pipeline, name)}" for name in _NARROWING if getattr(pipeline, name) != "auto"]
+    if not given:
+        return ""
+    names = list(dict.fromkeys(SCHEDULES[one.schedule] for one in schedules(problem, layout.mesh.pp)))
+    if len(names) == 1:
+        return f"{', '.join(given)} ask{'s' * (len(given) == 1)} for {names[0]}"
+    return f"{', '.join(given)} leave{'s' * (len(given) == 1)} {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
+    """Yield that a pinned V idles more than a plain split schedule or rounds would: its list knows no times."""
+    layout = best.layout
+    if layout.schedule != "zb-v":
+        return
+    others = [_under(solution, best, name, chunks) for name, chunks in (("zb-h1", 1), ("1f1b", 1), ("interleaved", 2))]
+    other = min((one for one in others if one is not None), key=_idle, default=None)
+    if other is not None and _idle(other) < _idle(best) - _CLEARLY:
+        yield (
+            f"{schedule(other.layout)} would idle {_idle(other):.1%} on the same ranks, and take {_more(other, best)}: "
+            "the list of zb-v is made for equal times of forward passes and both halves of backward passes, and for "
+            "stages alike."
+        )
+
+
+def _idle(one: Priced) -> float:
+    return one.time.terms_s["pipeline_bubble"] / one.time.step_time_s
 
 
 def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
@@ -64,7 +116,7 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
     index, policies = index[allowed], policies[allowed]
     bounds, _ = search.columns(index, policies)
     seen: dict[str, Priced] = {}
-    for at in np.argsort(bounds, kind="stable")[:_MOST_PRICED]:
+    for at in np.argsort(bounds, kind="stable"):
         name = SCHEDULES[int(groups.schedule[index[at]])]
         if np.isfinite(bounds[at]) and name not in seen:
             seen[name] = search.price(int(index[at]), int(policies[at]))
@@ -115,15 +167,26 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
     """Return the layout with WeiPipe, or from WeiPipe the one with 1F1B, as far as it decides what travels."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
-    changed = {
-        "schedule": name,
-        "chunks": 1,
-        "in_flight": 0,
-        "stages": stages,
-        "schedule_text": "",
-        "schedule_hash": "",
-    }
-    return layout.model_copy(update=changed)
+    plain = {"in_flight": 0, "schedule_text": "", "schedule_hash": ""}
+    return layout.model_copy(update={"schedule": name, "chunks": 1, "stages": stages, **plain})
+
+
+def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
+    """Return the layout with another schedule, and its layers split anew; None where it cannot be."""
+    problem, layout, mesh = solution.problem, best.layout, best.layout.mesh
+    given = problem.spec.parallel.pipeline.layers
+    kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"
+    pipeline = Pipeline(stages=mesh.pp, schedule=name, chunks=chunks, layers=kept)  # type: ignore[arg-type]
+    other = problem.with_parallel(
+        pipeline=pipeline, micro_batch=layout.micro_batch, tensor=mesh.tp, expert=layout.expert
+    )
+    space = build(other)
+    groups = space.groups
+    same = (groups.cp == mesh.cp) & (groups.zero == layout.zero) & (groups.shards == mesh.dp_shard)
+    policy = next((key[1] for key, one in solution.search.exact.items() if one is best), None)
+    if policy is None or not np.any(same):
+        return None
+    return Priced(other, layout_of(other, space.rows(int(np.argmax(same)), policy)))
 
 
 def _pinned_away(problem: Problem) -> str:
@@ -131,6 +194,11 @@ def _pinned_away(problem: Problem) -> str:
     parallel = problem.spec.parallel
     if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in WEIPIPE:
         return "schedule"
+    for name in ("waves", "in_flight"):
+        if (value := getattr(parallel.pipeline, name)) != "auto":
+            return f"{name}: {value}"
+    if "cpu" in (parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations):
+        return "offload"
     if parallel.data.zero not in ("auto", 0):
         return f"zero: {parallel.data.zero}"
     if parallel.recompute not in ("auto", "full"):

@@ -17,9 +17,8 @@ from partool.planner.price import Priced, bounds_s, host_limit, room
 from partool.planner.problem import Problem
 from partool.planner.queue import Key, Queue
 from partool.planner.space import Space
+from partool.planner.words import TIE
 
-TIE = 1e-3
-"""Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
 SLACK = 0.03
 """How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
 _MOST_SLACK = 0.5

@@ -10,8 +10,9 @@ import numpy as np
 from partool.plan.types import SearchSummary
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
-from partool.planner.search import TIE, Found, Search, firsts
+from partool.planner.search import Found, Search, firsts
 from partool.planner.space import Space, build
+from partool.planner.words import TIE
 
 TOO_LARGE = "too large even with everything recomputed and offloaded"
 

@@ -8,6 +8,8 @@ from partool.plan.types import Layout
 from partool.planner.price import Priced
 
 GIB = 2**30
+TIE = 1e-3
+"""Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
 
 
 def summary(layout: Layout) -> str:
@@ -90,6 +92,8 @@ def change(layout: Layout, file: str = "") -> str:
 def why_lost(best: Priced, other: Priced) -> str:
     """Return why a layout was not taken: too large, slower and by which term, unsure to fit, or no better."""
     if not other.fits:
+        if other.memory.total_bytes <= other.memory.capacity_bytes:
+            return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
         return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
     ratio = other.time.step_time_s / best.time.step_time_s
     likely = f"fits with a probability of {other.memory.fit_probability:.0%} only"
@@ -100,7 +104,8 @@ def why_lost(best: Priced, other: Priced) -> str:
     if not other.safe and best.safe:
         return likely
     if ratio < 0.9995:
-        return f"{(1.0 - ratio) * 100:.1f} % faster"
+        gain = f"{(1.0 - ratio) * 100:.1f} % faster"
+        return f"{gain}: too little, the simpler one is taken" if ratio * (1.0 + TIE) >= 1.0 - 1e-9 else gain
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) < GIB / 100:
         return "as fast, and no simpler"

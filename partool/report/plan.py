@@ -76,8 +76,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     shard = f", state shared by {mesh.dp_shard}" if layout.zero and mesh.dp_shard > 1 else ""
     parts = [f"ZeRO-{layout.zero}{shard}{copies}", f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"]
     if mesh.pp > 1:
-        chunks = f" × {layout.chunks} chunks" if layout.chunks > 1 else ""
-        parts.append(f"schedule {layout.schedule}{chunks}, {_stage_sizes(plan)} layers per stage")
+        parts.append(f"schedule {_schedule(plan)}, {_stage_sizes(plan)} per stage")
     if mesh.cp > 1:
         parts.append(f"sequences by {layout.sequence_method}")
     parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_offloaded(plan)]
@@ -86,9 +85,23 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "Env", variables
 
 
+def _schedule(plan: Plan) -> str:
+    """Return the schedule with what it has beside a name: waves, chunks, a bound of micro-batches in flight."""
+    layout = plan.layout
+    if layout.schedule == "hanayo":
+        waves = layout.chunks // 2
+        text = f"hanayo, {waves} wave{'s' * (waves > 1)}"
+    else:
+        name = "of one's own" if layout.schedule == "file" else layout.schedule
+        shown = layout.chunks > 1 and layout.schedule != "zb-v"
+        text = name + (f" × {layout.chunks} chunks" if shown else "")
+    return text + (f", at most {layout.in_flight} in flight" if layout.in_flight else "")
+
+
 def _stage_sizes(plan: Plan) -> str:
     sizes = sorted({stop - start for start, stop in plan.layout.stages})
-    return f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+    text = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+    return f"{text} layer{'s' * (sizes[-1] > 1)}"
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:

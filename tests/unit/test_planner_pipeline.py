@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from partool.planner.price import Priced, bounds_s, room
 from partool.planner.problem import Problem
 from partool.planner.refine import refined_s
 from partool.planner.space import build
+from partool.planner.words import why_lost
 from partool.schedule import generate, schedule_hash, simulate, to_text, validate
 from partool.schedule.weipipe import volume
 from partool.spec import load_text
@@ -273,6 +276,66 @@ def test_weipipe_is_weighed_by_what_travels(tmp_path: Path) -> None:
     assert "there are 128" in said
     odd = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}", batch=6), tmp_path).reasons
     assert any("multiples of 4 micro-batches, not 6" in reason for reason in odd)
+
+
+ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "waves": ("{waves: 2}", ("waves: 2 asks for a pipeline", "waves: 2 asks for hanayo", "rules it out (waves: 2)")),
+    "in flight": ("{stages: 2, in_flight: 2}", ("in_flight: 2 leaves zb-v and hanayo", "(in_flight: 2)")),
+    "chunks": ("{chunks: 2}", ("chunks: 2 asks for a pipeline", "leaves interleaved, zb-v, hanayo and weipipe")),
+    "layers": ("{layers: [1, 3, 3, 1]}", ("layers gives 4 stages",)),
+    "a file": ("{schedule: {file: my.csv}}", ("Pipeline 2: the schedule's file has 2 rows",)),
+    "weights travel": ("{stages: 4, schedule: weipipe}", ("Recompute full: WeiPipe keeps the inputs of stages only",)),
+}
+
+
+@pytest.mark.parametrize(("pipeline", "wanted"), ASKED.values(), ids=ASKED)
+def test_reasons_name_what_the_spec_asks_for(pipeline: str, wanted: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text(to_text(generate("1f1b", 2, 4)))
+    reasons = " ".join(planned(text(f"pipeline: {pipeline}"), tmp_path).reasons)
+    for words in wanted:
+        assert words in reasons
+    for false in ("parallelism fits", "layouts that keep more", "it does not fit"):
+        assert false not in reasons
+
+
+def test_a_batch_that_only_a_pipeline_takes_is_no_matter_of_memory(tmp_path: Path) -> None:
+    reasons = planned(text("tensor: 1, sequence: 1", batch=2), tmp_path).reasons
+    assert any(reason.endswith("the spec's sizes leave no layout without it.") for reason in reasons), reasons
+
+
+def test_a_pinned_v_is_doubted_where_it_idles_more(tmp_path: Path) -> None:
+    """Its list is made for equal times; stages whose times are far from these wait for each other."""
+    uneven = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: zb-v}"), tmp_path)
+    (said,) = [reason for reason in uneven.reasons if "made for equal times" in reason]
+    other = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}"), tmp_path)
+    idle, step_s = (other.prediction.time.terms_s["pipeline_bubble"], other.prediction.time.step_time_s)
+    assert said.startswith(f"interleaved × 2 would idle {idle / step_s:.1%}")
+    even = text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}")
+    assert not any("made for equal times" in reason for reason in planned(even, tmp_path).reasons)
+
+
+@dataclass
+class _Fitting:
+    """A layout that is sure to fit, as far as reasons read it."""
+
+    time: Any
+    memory: Any
+    fits: bool = True
+    safe: bool = True
+    host_bytes: int = 0
+
+
+def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
+    def priced(step_time_s: float, **values: Any) -> Any:
+        time = SimpleNamespace(step_time_s=step_time_s, terms_s={})
+        memory = SimpleNamespace(total_bytes=2**30, capacity_bytes=2**31, fit_probability=0.5)
+        return _Fitting(time, memory, **values)
+
+    best = priced(1.0)
+    assert why_lost(best, priced(0.9991)) == "0.1 % faster: too little, the simpler one is taken"
+    assert why_lost(best, priced(0.9)) == "10.0 % faster"
+    assert why_lost(best, priced(0.9991, safe=False)) == "fits with a probability of 50% only"
+    assert why_lost(best, priced(0.9, fits=False, host_bytes=3 * 2**30)).startswith("3.0 GiB of host memory")
 
 
 @pytest.mark.parametrize("name", ["hanayo", "weipipe"])

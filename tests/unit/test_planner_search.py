@@ -17,9 +17,10 @@ from partool.planner.checks import check
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s
 from partool.planner.problem import Problem, divisors, runnable
-from partool.planner.search import TIE, Search
+from partool.planner.search import Search
 from partool.planner.solve import solve
 from partool.planner.space import build
+from partool.planner.words import TIE
 from partool.spec.spec import Spec
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +121,15 @@ COUNTED: dict[str, dict[str, Any]] = {
     "several nodes": EXHAUSTIVE["64 devices"],
     "experts": EXHAUSTIVE["experts"],
     "heads that do not divide": case(
-        {**DENSE, "heads": 12, "hidden": 768, "kv_heads": 4}, 2, 8, memory_gib=4, batch=32
+        {**DENSE, "heads": 12, "hidden": 768, "kv_heads": 4},
+        2,
+        8,
+        memory_gib=4,
+        batch=32,
+        micro_batch=1,
+        recompute="none",
+        offload=ON_DEVICE,
+        pipeline={"schedule": "1f1b"},
     ),
     "waves": case(DENSE, 1, 4, memory_gib=4, batch=8, pipeline={"stages": 2, "waves": 1}),
     "weights travel": case(DENSE, 1, 4, memory_gib=8, batch=8, pipeline={"stages": 2, "schedule": "weipipe"}),

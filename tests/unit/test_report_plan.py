@@ -53,6 +53,29 @@ def test_a_plan_that_cannot_run_says_so() -> None:
     assert "partool launch" not in text
 
 
+SMALL = """\
+model: {layers: 8, hidden: 64, heads: 4, vocab: 256}
+hardware: {accelerator: cpu, per_node: 4}
+data: python-stdlib
+training: {global_batch: 8, sequence_length: 128, steps: 10}
+parallel: {micro_batch: 1, pipeline: PIPELINE}
+"""
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "wanted"),
+    [
+        ("{stages: 2, schedule: hanayo, waves: 2}", "schedule hanayo, 2 waves, 1 layer per stage;"),
+        ("{stages: 2, schedule: hanayo, waves: 1}", "schedule hanayo, 1 wave, 2 layers per stage;"),
+        ("{stages: 2, schedule: zb-v, in_flight: 3}", "schedule zb-v, at most 3 in flight, 2 layers per stage;"),
+        ("{stages: 2, schedule: interleaved, chunks: 2, layers: [1, 3, 3, 1]}", "× 2 chunks, 1 to 3 layers per stage;"),
+    ],
+)
+def test_a_pipeline_in_one_line(pipeline: str, wanted: str) -> None:
+    (line,) = [line for line in screen(200, SMALL.replace("PIPELINE", pipeline)).splitlines() if "Layout  " in line]
+    assert wanted in line
+
+
 def test_units() -> None:
     assert [gib(n * 2**30) for n in (0.0131, 4.713, 64.21)] == ["0.013", "4.71", "64.2"]
     assert [seconds(s) for s in (4.3e-5, 1.2e-3, 3.4, 1234.0)] == ["43 us", "1.2 ms", "3.4 s", "1234 s"]
