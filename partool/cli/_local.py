@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -76,6 +77,8 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
         if options.step is not None:
             set_aside(current, plan, options.step)
         typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+        if options.resume and previous is not None:
+            typer.echo(f"partool: {_goes_on(current, plan, replaced)}", err=True)
         before = last_step(current)
         code = target.launch(current, plan, resume=options.resume, detach=options.detach)
         if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
@@ -89,3 +92,31 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
     except OSError as error:
         where = "PARTOOL_HOME says where runs are kept"
         fail("PT512", f"the run's folder cannot be written: {error}", where, _ENVIRONMENT)
+
+
+def _goes_on(run: Run, plan: Plan, replaced: dict[Path, Path]) -> str:
+    """Say from where a resumed run goes on, and what its new plan lays out differently."""
+    step = max(complete(checkpoint_folder(run, plan)), default=0)
+    where = f"goes on from step {step}" if step else "there is no checkpoint, so it begins anew"
+    try:
+        older = Plan.from_json(replaced[run.plan_file].read_text(encoding="utf-8"))
+    except (KeyError, OSError, ValueError):  # the same plan, or one of another version
+        return where
+    changes = layout_changes(older, plan)
+    return f"{where}; the layout is another: {', '.join(changes)}" if changes else where
+
+
+def layout_changes(old: Plan, new: Plan) -> list[str]:
+    """Return what two plans lay out differently, in words: ``schedule 1f1b -> hanayo``, ``pp 2 -> 4``."""
+
+    def facts(plan: Plan) -> dict[str, object]:
+        layout, mesh = plan.layout, plan.layout.mesh
+        schedule = layout.schedule if mesh.pp > 1 else "none"
+        sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "zero": layout.zero}
+        batches = {"micro_batch": layout.micro_batch, "micro-batches": layout.accumulation}
+        return {"schedule": schedule, "stages": len(layout.stages), **sizes, **batches, "compile": layout.compile}
+
+    before, after = facts(old), facts(new)
+    found = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
+    hashes = (old.layout.schedule_hash, new.layout.schedule_hash)
+    return found or (["other lists of the schedule"] if hashes[0] != hashes[1] else [])

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 from partool.launch import logs
@@ -25,6 +26,7 @@ from partool.plan.run import (
     SPEC_FILE,
     RunStatus,
     agent_command,
+    agent_log,
     process_start,
     rank_command,
     rank_environment,
@@ -114,7 +116,12 @@ class LocalTarget:
 
     def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
         """Yield lines of the ranks' output; raises NoLogsError."""
-        return logs.read(run, query, run.status)
+
+        def agents() -> list[Path]:
+            attempts = [query.attempt] if query.attempt else range(1, run.status().attempt + 1)
+            return [path for attempt in attempts if (path := agent_log(run.path, attempt)).exists()]
+
+        return logs.read(run, query, run.status, agents)
 
     def errors(self, run: Run) -> str:
         """Return the error records of all ranks as text."""

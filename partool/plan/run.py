@@ -94,6 +94,11 @@ def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 
+def agent_log(run_dir: Path, attempt: int) -> Path:
+    """Return the file in which the agent says why it made an attempt, if it was not the first."""
+    return run_dir / LOGS / f"attempt-{attempt}" / "agent.log"
+
+
 def lock_file(node_rank: int) -> str:
     """Return the name of the lock that the agent of a node holds on the run's folder, which nodes may share."""
     return LOCK_FILE if node_rank == 0 else f"agent-{node_rank}.lock"

@@ -41,6 +41,11 @@ class FailureLog:
         folder = plan.checkpoint.dir
         self._checkpoints = Path(folder) / run_dir.name if folder else run_dir / "checkpoints"
 
+    @property
+    def saved_step(self) -> int:
+        """The step of the run's newest checkpoint; 0 for none."""
+        return saved_step(self._checkpoints)
+
     def note(self, attempt: int, signature: str) -> int:
         """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed like this.
 
@@ -84,9 +89,13 @@ class FailureLog:
 
 def reached_step(run_dir: Path, checkpoints: Path) -> int:
     """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 for none."""
+    return max(_last_event(run_dir / "events" / "rank-0.jsonl"), saved_step(checkpoints))
+
+
+def saved_step(checkpoints: Path) -> int:
+    """Return the step of the newest checkpoint in a folder; 0 for none."""
     names = [entry.name for entry in checkpoints.iterdir()] if checkpoints.is_dir() else []
-    saved = [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name)]
-    return max([_last_event(run_dir / "events" / "rank-0.jsonl"), *saved])
+    return max((int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name)), default=0)
 
 
 def _last_event(file: Path) -> int:

@@ -28,6 +28,8 @@ class Summary:
     """The first failure without the rank; empty if no rank failed by itself."""
     time: float = 0.0
     """Unix time of the first failure."""
+    short: str = ""
+    """As the reason, but as a clause: ``rank 0 failed (killed by SIGKILL)``."""
     lost_peer: bool = False
     """True if that is the loss of a rank, on another node then."""
 
@@ -49,7 +51,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
         ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
         reason = f"{ranks}{where} killed: {supervision.killed}"
         text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
-        return Summary(reason, text, time=time.time(), lost_peer=bool(supervision.trouble_elsewhere))
+        return Summary(reason, text, time=time.time(), short=reason, lost_peer=bool(supervision.trouble_elsewhere))
     return _failure(run_dir, attempt, supervision, (first, where), errors)
 
 
@@ -112,6 +114,7 @@ def _failure(
         f"rank {rank}{where}: {what}",
         "\n".join(lines),
         what=what,
+        short=f"rank {rank}{where} failed ({what})",
         time=error.time if error else supervision.last_alive.get(rank, time.time()),
         lost_peer=error is not None and is_lost_peer(error),
     )

@@ -27,6 +27,7 @@ from partool_runtime._failures import FailureLog, signature
 from partool_runtime._lifeline import end_with_parent
 from partool_runtime._node_messages import Timing, Verdict
 from partool_runtime._options import Options, check_plan, parse
+from partool_runtime._restarts import Restarts
 from partool_runtime._secrets import read_secrets
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
@@ -137,22 +138,26 @@ def _run_alone(
     assert isinstance(plan, Plan)
     run_dir, launch = options.run_dir, plan.launch
     failures = FailureLog(run_dir, plan)
+    restarts = Restarts(plan, run_dir, keeper, failures)
 
     def equal_failures() -> int:
         summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
+        restarts.reason = summary.short
         return failures.note(keeper.status.attempt, signature(summary.what or summary.reason))
 
     # torch is imported only now: a bad plan is dealt with before that second has passed
     with _loading_torch():
         from partool_runtime._elastic import Hooks, run_ranks
 
-    hooks = Hooks(keeper.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None)
+    hooks = Hooks(restarts.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None)
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text
     if code == 1 and (count := equal_failures()) >= launch.same_failure:
         code, reason = EXIT_CONFIGURATION, _report.repeated(count, reason)
         text += f"\npartool: {reason}"
+    elif code == 1 and (help := restarts.help()):
+        text += f"\n{help}"
     keeper.end(code, reason)
     return Verdict(code, reason, text)
 

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from launch_helpers import AgentRun, make_plan
 
+from partool.launch.local import LocalTarget
+from partool.launch.store import Run
+from partool.launch.target import LogQuery
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -33,8 +37,12 @@ def test_done_and_failed(tmp_path: Path) -> None:
     message = failed.errors.splitlines()
     assert message[0] == "partool: rank 1 failed (attempt 1): ValueError: broken on purpose by rank 1"
     assert message[1] == "  Traceback (most recent call last):"
-    assert message[-3].strip() == "ValueError: broken on purpose by rank 1"
-    assert message[-2:] == ["rank 0 ended after it", f"logs: {failed.run_dir}/logs/attempt-1"]
+    assert message[-4].strip() == "ValueError: broken on purpose by rank 1"
+    assert message[-3:] == [
+        "rank 0 ended after it",
+        f"logs: {failed.run_dir}/logs/attempt-1",
+        "  help: with launch: {restarts: 1} the agent starts the ranks again by itself",
+    ]
     assert "torch" not in failed.errors
 
     assert silent.finish() == 1
@@ -48,7 +56,10 @@ def test_done_and_failed(tmp_path: Path) -> None:
 
 def test_restarts(tmp_path: Path) -> None:
     """A failed rank is started again with --resume; not for ever, and not after a 78."""
+    (tmp_path / "mended" / "checkpoints" / "step-00000010").mkdir(parents=True)
     mended = AgentRun(tmp_path / "mended", {"0@1": "kill"}, make_plan(restarts=2)).start()
+    (tmp_path / "given-up" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    given_up = AgentRun(tmp_path / "given-up", {"1": "raise"}).start()
     hopeless = AgentRun(tmp_path / "hopeless", {"1": "raise"}, make_plan(restarts=1)).start()
     wrong = AgentRun(tmp_path / "wrong", {"1": "configuration"}, make_plan(restarts=2)).start()
 
@@ -61,9 +72,19 @@ def test_restarts(tmp_path: Path) -> None:
     assert hopeless.status.attempt == 2
     assert hopeless.errors.count("Traceback") == 1
     assert "rank 1 failed (attempt 2): ValueError" in hopeless.errors
+    why = "rank 1 failed (ValueError: broken on purpose by rank 1)"
+    assert hopeless.errors.startswith(f"partool: {why}; attempt 2 of 2 begins anew\n")
+    assert "help:" not in hopeless.errors
+
+    assert given_up.finish() == 1
+    assert "  help: partool launch --resume given-up goes on from step 7; with launch: {restarts: 1}" in given_up.errors
 
     assert mended.finish() == 0, mended.errors
     assert (mended.status.state, mended.status.attempt) == ("done", 2)
+    said = "partool: rank 0 failed (killed by SIGKILL (out of memory?)); attempt 2 of 3 goes on from step 10\n"
+    assert mended.errors == said
+    lines = LocalTarget().logs(Run(mended.run_dir), LogQuery())
+    assert [line.text.decode() for line in lines if line.rank is None] == [said]
     assert [mended.rank_start(rank, attempt)["resume"] for rank, attempt in ((1, 1), (0, 2), (1, 2))] == [
         False,
         True,

@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from partool.launch.checkpoints import complete, set_aside_after
 from partool.launch.store import Run, RunStore
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
+from partool.plan.types import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -256,3 +257,20 @@ def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch
     assert '"steps": 2000' in run.plan_file.read_text()
     assert invoke("launch", run.id, "--resume").exit_code == 0  # with the plan it has
     assert not (run.path / "plan-2.json").exists()
+
+
+def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **options: 0)
+    assert "partool: there is no checkpoint, so it begins anew\n" in invoke("launch", run.id, "--resume").stderr
+    for step in (4, 10):
+        (run.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    assert "partool: goes on from step 10\n" in invoke("launch", run.id, "--resume").stderr
+    assert "partool: goes on from step 4\n" in invoke("launch", run.id, "--resume", "--step", "4").stderr
+    layout = make_plan().layout
+    other = layout.model_copy(update={"mesh": Mesh(pp=2), "schedule": "hanayo", "zero": layout.zero + 1})
+    found = invoke("launch", plan_file(layout=other), "--resume").stderr
+    (line,) = [line for line in found.splitlines() if "goes on from step 4" in line]
+    zero = f"zero {layout.zero} -> {layout.zero + 1}"
+    start = "partool: goes on from step 4; the layout is another: schedule none -> hanayo, pp 1 -> 2, "
+    assert line.startswith(start)
+    assert zero in line
