@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from partool.planner.problem import Problem
 from partool.planner.refine import refined_s
 from partool.planner.space import build
 from partool.planner.words import why_lost
-from partool.schedule import generate, schedule_hash, simulate, to_text, validate
+from partool.schedule import Action, Schedule, generate, schedule_hash, simulate, to_text, validate, with_transfers
 from partool.schedule.weipipe import volume
 from partool.spec import load_text
 
@@ -168,6 +169,53 @@ def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:
         errors = [finding for finding in found if finding.severity == "error"]
         assert {finding.code for finding in errors} == {code}, name
         assert any(words in finding.message for finding in errors), (name, errors)
+
+
+def _gpipe(placement: tuple[int, ...], micro_batches: int) -> Schedule:
+    """Return all forward passes, then all backward passes of stages that lie anywhere."""
+    order = tuple(
+        tuple(
+            Action(kind, stage, batch)
+            for kind, stages in (("F", range(len(placement))), ("B", reversed(range(len(placement)))))
+            for stage in stages
+            if placement[stage] == rank
+            for batch in range(micro_batches)
+        )
+        for rank in range(max(placement) + 1)
+    )
+    lists = with_transfers(order, placement)
+    return Schedule("own", len(order), micro_batches, max(Counter(placement).values()), placement, lists)
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0), (0, 1, 1, 1, 0), (0, 1, 2, 3, 1), (0, 0, 1, 2, 3, 3, 3)])
+def test_ranks_of_own_lists_may_have_different_numbers_of_stages(placement: tuple[int, ...], tmp_path: Path) -> None:
+    own = _gpipe(placement, 4)
+    assert validate(own) == []
+    (tmp_path / "my.csv").write_text(to_text(own))
+    for parallel in (
+        "data: {zero: 0}, recompute: none, pipeline: {schedule: {file: my.csv}}",
+        "pipeline: {schedule: {file: my.csv}}",
+    ):
+        spec = load_text(text(parallel)).spec
+        assert spec is not None
+        problem = resolve(spec, tmp_path).problem
+        assert problem is not None
+        space, policies = build(problem), np.arange(len(build(problem).policies))
+        assert space.size
+        for group in range(space.size):
+            for policy in policies[space.allowed(np.full(len(policies), group), policies)]:
+                row = space.rows(np.array([group]), np.array([policy]))
+                exact = Priced(problem, layout_of(problem, space.rows(group, policy)))
+                assert len(exact.layout.stages) == len(placement)
+                assert float(bounds_s(problem, row)[0]) <= exact.time.step_time_s * (1.0 + 1e-9), exact.layout
+                assert float(np.ravel(room(problem, row).total_bytes)[0]) <= 1.5 * exact.memory.total_bytes
+        plan = planned(text(parallel), tmp_path)
+        assert placement_of(plan.layout) == placement
+        assert schedule_of(plan.layout).lists == own.lists
+    sizes = [stop - start for start, stop in plan.layout.stages]
+    layers = [sum(size for size, where in zip(sizes, placement, strict=True) if where == rank) for rank in range(4)]
+    held = [rank.terms_bytes["optimizer"] for rank in plan.prediction.memory.ranks]
+    assert layers[held.index(max(held))] == max(layers)
 
 
 def test_own_lists_that_halve_passes_are_not_compiled(tmp_path: Path) -> None:
