@@ -26,12 +26,13 @@ def plan_trace(plan: Plan) -> Trace:
     Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     found = planned(plan, TRACE_ACTIONS)
-    events = process(found, f"{plan.name}: pipeline ({found.name})", 0)
+    title = "forward and backward passes" if plan.layout.mesh.pp == 1 else f"pipeline ({found.name})"
+    events = process(found, f"{plan.name}: {title}", 0)
     events += [_named("process_name", 1, 0, f"{plan.name}: step by term"), _named("thread_name", 1, 0, "terms")]
     at_s, terms_s = 0.0, plan.prediction.time.terms_s
     for name in TIME_TERMS:
         if (value_s := terms_s.get(name, 0.0)) > 0.0:
-            events.append({"name": name, "ph": "X", "pid": 1, "tid": 0, "ts": _us(at_s), "dur": _us(value_s)})
+            events.append({"name": name, "ph": "X", "pid": 1, "tid": 0, **_span(at_s, at_s + value_s)})
             at_s += value_s
     about = {"plan": plan.name, "plan_hash": plan.hash, "partool_version": plan.partool_version}
     if found.left_out:
@@ -50,20 +51,19 @@ def process(drawing: Drawing, title: str, number: int) -> list[Trace]:
     events = [_named("process_name", number, 0, title)]
     events.append({"name": "process_sort_index", "ph": "M", "pid": number, "args": {"sort_index": number}})
     events += [_named("thread_name", number, rank, f"pipeline rank {rank}") for rank in range(drawing.ranks)]
-    events += [_complete(box, number) for box in drawing.boxes]
+    events += [_complete(box, number, several=drawing.stages_per_pass > 1) for box in drawing.boxes]
     return events + (_arrows(drawing, number) if len(drawing.transfers) <= _ARROWS else [])
 
 
-def _complete(box: Event, number: int) -> Trace:
+def _complete(box: Event, number: int, *, several: bool) -> Trace:
     kind, stage, batch = box.action
     return {
-        "name": f"{kind} {batch}",
+        "name": f"{stage}{kind}{batch}" if several else f"{kind}{batch}",
         "cat": KINDS[kind],
         "ph": "X",
         "pid": number,
         "tid": box.rank,
-        "ts": _us(box.start_s),
-        "dur": _us(box.stop_s - box.start_s),
+        **_span(box.start_s, box.stop_s),
         "args": {"stage": stage, "micro_batch": batch},
     }
 
@@ -96,6 +96,15 @@ def _arrow(tail: Event, head: Event, number: int, identifier: str) -> Sequence[T
 
 def _named(what: str, process: int, thread: int, name: str) -> Trace:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _span(start_s: float, stop_s: float) -> dict[str, float]:
+    """Return when a slice begins and how long it is, in microseconds.
+
+    Both ends are rounded, to a nanosecond, before their difference is: what follows without a gap does not overlap.
+    """
+    start_ns, stop_ns = round(start_s * 1e9), round(stop_s * 1e9)
+    return {"ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3}
 
 
 def _us(value_s: float) -> float:

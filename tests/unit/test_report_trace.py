@@ -1,0 +1,98 @@
+"""Files for trace viewers: slices of a row never overlap, and say what they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+from _executed import plan_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partool.plan.types import Plan
+from partool.report.drawing import drawn
+from partool.report.trace import plan_trace, process
+from partool.schedule import StageTimes, generate, simulate
+
+SPEC = """\
+model: llama3-8b
+hardware: {accelerator: h200, nodes: 1, per_node: 8}
+data: {source: /no/such/tokens/*.bin}
+training: {sequence_length: 8192, global_batch: 16, steps: 100}
+parallel: {micro_batch: 1, sequence: 1, tensor: 1, pipeline: PIPELINE}
+"""
+SECONDS = st.floats(1e-7, 2.0, allow_nan=False)
+
+
+def slices(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    rows = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append(event)
+    return {row: sorted(found, key=lambda event: event["ts"]) for row, found in rows.items()}
+
+
+def overlaps(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return pairs of slices of which the second begins before the first has ended, in whole nanoseconds."""
+    found = []
+    for row in slices(events).values():
+        for one, other in pairwise(row):
+            if round(1e3 * (one["ts"] + one["dur"])) > round(1e3 * other["ts"]):
+                found.append((one["name"], other["name"]))
+    return found
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(["1f1b", "zb-h1", "hanayo", "weipipe"]), st.lists(SECONDS, min_size=12, max_size=12), SECONDS)
+def test_slices_never_overlap(name: str, took: list[float], send_s: float) -> None:
+    schedule = generate(name, 2, 4, 2 if name == "hanayo" else 1)
+    n = schedule.stages
+    times = StageTimes(
+        took[:n], [0.0 + a + b for a, b in zip(took[4:], took[8:], strict=False)][:n], took[8 : 8 + n], send_s
+    )
+    drawing = drawn(schedule, simulate(schedule, times))
+    events = process(drawing, "x", 0)
+    assert overlaps(events) == []
+    for event in events:
+        assert event.get("dur", 0.0) >= 0.0
+    ends = max(event["ts"] + event["dur"] for row in slices(events).values() for event in row)
+    assert abs(ends / 1e6 - drawing.span_s) < 2e-9
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.lists(SECONDS, min_size=9, max_size=9))
+def test_terms_never_overlap(took: list[float]) -> None:
+    plan = PLANS["1f1b"]
+    time = plan.prediction.time
+    names = [name for name, value in time.terms_s.items() if value > 0.0] or [*time.terms_s]
+    terms = {**time.terms_s, **dict(zip(names, took, strict=False))}
+    prediction = plan.prediction.model_copy(update={"time": time.model_copy(update={"terms_s": terms})})
+    events = plan_trace(plan.model_copy(update={"prediction": prediction}))["traceEvents"]
+    assert len(slices(events)[1, 0]) > 3
+    assert overlaps(events) == []
+
+
+def made(pipeline: str) -> Plan:
+    return plan_of(SPEC.replace("PIPELINE", pipeline))
+
+
+PLANS = {
+    "1f1b": made("{stages: 4, schedule: 1f1b}"),
+    "hanayo": made("{stages: 4, schedule: hanayo}"),
+    "none": made("1"),
+}
+
+
+def test_names_and_titles() -> None:
+    """Stages are named where a rank has several; a plan without a pipeline has no schedule."""
+    named = {}
+    for name, plan in PLANS.items():
+        events = plan_trace(plan)["traceEvents"]
+        title = next(event["args"]["name"] for event in events if event["name"] == "process_name")
+        named[name] = (title.partition(": ")[2], {event["name"] for event in slices(events)[0, 0]})
+    assert named["1f1b"][0] == "pipeline (1f1b)"
+    assert {"F0", "B0"} <= named["1f1b"][1]
+    assert named["hanayo"][0] == "pipeline (hanayo)"
+    assert {"0F0", "7F0", "7B0"} <= named["hanayo"][1]
+    assert named["none"][0] == "forward and backward passes"
