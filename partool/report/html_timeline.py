@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partool.plan.types import Plan
 from partool.report.drawing import KINDS, Drawing, Window, inside, shown_rows, windows
 from partool.report.html_svg import Picture, tag, text, tick_label, ticks
-from partool.report.timeline import planned, without_pipeline
+from partool.report.timeline import bubble_words, planned, without_pipeline
 from partool.report.units import seconds
 from partool.schedule import Event
 
@@ -44,6 +44,8 @@ class TimelineView:
     """Whether ranks have stages in a lighter tone."""
     bubble: float = 0.0
     span_s: float = 0.0
+    words: str = ""
+    """How the timeline goes with the plan's terms."""
     note: str = ""
 
 
@@ -52,7 +54,8 @@ def timeline_view(plan: Plan) -> TimelineView:
     if note := without_pipeline(plan):
         return TimelineView(note=note)
     try:
-        return drawing_view(planned(plan, _ACTIONS), "timeline")
+        drawing = planned(plan, _ACTIONS)
+        return replace(drawing_view(drawing, "timeline"), words=bubble_words(plan, drawing))
     except ValueError as error:
         return TimelineView(note=f"The schedule cannot be drawn: {error}.")
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing, Window, inside, shown_rows
 from partool.report.html_svg import tick_label, ticks
-from partool.report.timeline import planned, without_pipeline
+from partool.report.timeline import bubble_words, planned, shares_cores, without_pipeline
 from partool.report.units import seconds
 from partool.schedule import Event
 
@@ -79,6 +79,8 @@ def render_plan_timeline(plan: Plan, console: Console) -> None:
         return
     console.print(Text(summary(drawing), "bold"))
     render_timeline(drawing, console)
+    if shares_cores(plan):
+        console.print(Text(bubble_words(plan, drawing)))
 
 
 def _has_colour(console: Console) -> bool:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
+from partool.report.units import seconds
 from partool.schedule import Event, StageTimes, generate, in_flight, makespan, simulate
+
+if TYPE_CHECKING:
+    from partool.cost.case import Job
 
 _REPEAT = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Schedules whose lists of fewer micro-batches begin and end as those of more do."""
@@ -47,11 +52,39 @@ def without_pipeline(plan: Plan) -> str:
 
 def predicted_times(plan: Plan) -> StageTimes:
     """Return the predicted seconds of each stage: priced again, with the figures that the plan holds."""
-    from partool.cost.case import Job
     from partool.cost.predict import stage_times
+
+    return stage_times(_job(plan), plan.layout)
+
+
+def bubble_words(plan: Plan, drawing: Drawing) -> str:
+    """Return how the term ``pipeline_bubble`` follows from a plan's timeline.
+
+    Where ranks share cores, they also wait for each other to get them; the timeline has no such waits.
+    """
+    term_s, idle_s = plan.prediction.time.terms_s.get("pipeline_bubble", 0.0), drawing.span_s - max(drawing.busy_s)
+    if not shares_cores(plan):
+        return f"The term pipeline_bubble, {seconds(term_s)}, is the idle time of the busiest rank alone."
+    waits = seconds(max(term_s - idle_s, 0.0))
+    return (
+        f"The term pipeline_bubble, {seconds(term_s)}, is the idle time of the busiest rank here, {seconds(idle_s)}, "
+        f"and {waits} that it waits because ranks share cores, which the timeline leaves out."
+    )
+
+
+def shares_cores(plan: Plan) -> bool:
+    """Return True if ranks of the pipeline wait for each other's cores, as a timeline does not show."""
+    from partool.cost.predict import columns
+    from partool.cost.sync import pipeline_wait
+
+    return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), columns(plan.layout))) > 0.0
+
+
+def _job(plan: Plan) -> Job:
+    from partool.cost.case import Job
     from partool.cost.stacks import own_stack
 
-    job = Job(
+    return Job(
         model=plan.model,
         devices=plan.devices,
         sequence_length=plan.training.sequence_length,
@@ -61,7 +94,6 @@ def predicted_times(plan: Plan) -> StageTimes:
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
     )
-    return stage_times(job, plan.layout)
 
 
 def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
