@@ -10,7 +10,7 @@ from partool.plan.schedule import splits_backward
 from partool.planner.problem import Problem, divisors
 from partool.schedule import check, nearest
 from partool.spec.parallel import ScheduleFile
-from partool.spec.pipeline_checks import chunks_of
+from partool.spec.pipeline_checks import check_layers, chunks_of
 
 _PATH = ("parallel", "pipeline")
 
@@ -40,6 +40,9 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
     """Find lists of layers that do not make up the model."""
     pipeline, count = problem.spec.parallel.pipeline, problem.model.layers
     given, path = pipeline.layers, (*_PATH, "layers")
+    if problem.spec.model.layers is None and (found := list(check_layers(pipeline, count))):
+        yield from found
+        return
     if given != "auto" and sum(given) != count:
         message = f"the stages' layers sum up to {sum(given)}, the model has {count}"
         more = count - sum(given)
@@ -48,7 +51,9 @@ def layers(problem: Problem) -> Iterator[Diagnostic]:
         return
     if given != "auto" and problem.lists is not None and len(given) != problem.lists.stages:
         message = f"layers has {len(given)} entries, the schedule's file {problem.lists.stages} stages"
-        yield Diagnostic("PT431", message, path=path, help=f"give {problem.lists.stages} numbers")
+        yield Diagnostic(
+            "PT431", message, path=path, help=f"give {problem.lists.stages} numbers that sum up to {count}"
+        )
 
 
 def lists(problem: Problem) -> Iterator[Diagnostic]:
@@ -94,14 +99,20 @@ def micro_batches(problem: Problem) -> Iterator[Diagnostic]:
     if not found or any(_takes(problem, ranks, count[0]) is None for count in found):
         return
     count, unit = found[-1]
-    why = _takes(problem, ranks, count)
     counts = sorted({each for each, _ in found}, reverse=True)
     given = f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}" if len(counts) > 1 else str(count)
-    message = f"global_batch: {training.global_batch} leaves {given} micro-batches per rank and step; {why}"
-    wanted = _nearest(problem, ranks, count)
+    why = _takes(problem, ranks, count) or ""
+    if "no multiple" in why:
+        why = f"{pipeline.schedule} takes multiples of the {ranks} pipeline ranks"
+    message = (
+        f"global_batch: {training.global_batch} leaves {given} micro-batch{'es' * (counts != [1])} per rank and step"
+    )
+    wanted, size = _nearest(problem, ranks, count), _micro_batch(problem, ranks)
     help = "use another schedule"
     if wanted is not None:
-        help = f"the nearest number is {wanted}: use global_batch: {wanted * unit}"
+        batch = f"global_batch: {wanted * unit}"
+        help = f"use micro_batch: {size}, or {batch}" if size else f"the nearest number is {wanted}: use {batch}"
+    message += f"; {why}"
     yield Diagnostic("PT430", message, path=("training", "global_batch"), help=help)
 
 
@@ -118,6 +129,19 @@ def _counts(problem: Problem, ranks: int) -> Iterator[tuple[int, int]]:
         for micro in divisors(batch // dp) if parallel.micro_batch == "auto" else [parallel.micro_batch]:
             if batch // dp % micro == 0:
                 yield batch // dp // micro, dp * micro
+
+
+def _micro_batch(problem: Problem, ranks: int) -> int | None:
+    """Return the micro-batch nearest to the pinned one with which the schedule takes this batch, if there is one."""
+    pinned, batch = problem.spec.parallel.micro_batch, problem.spec.training.global_batch
+    if pinned == "auto":
+        return None
+    sizes = set()
+    for size in divisors(batch):
+        counts = _counts(problem.with_parallel(micro_batch=size), ranks)
+        if any(_takes(problem, ranks, count) is None for count, _ in counts):
+            sizes.add(size)
+    return min(sizes, key=lambda size: (abs(size - pinned), size), default=None)
 
 
 def _takes(problem: Problem, ranks: int, count: int) -> str | None:

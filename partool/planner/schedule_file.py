@@ -21,12 +21,14 @@ def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Dia
     if not isinstance(named, ScheduleFile):
         return None, []
     file = base_dir / named.file
-    help = "one row per rank, one action per cell, such as 0F3; partool schedule --help shows examples"
+    help = "one row per rank, one action per cell, such as 0F3; "
+    help += "partool schedule 1f1b --ranks 2 --micro-batches 4 --out my.csv writes one"
     try:
         text = file.read_text(encoding="utf-8")
         schedule = from_text(text)
     except OSError as error:
         message = f"{file} cannot be read: {error.strerror}"
+        help = "paths start at the spec's folder"
         return None, [Diagnostic("PT432", message, path=(*_PATH, "file"), help=help)]
     except ScheduleTextError as error:
         where = "".join(f", {name} {at}" for name, at in (("row", error.row), ("column", error.column)) if at)

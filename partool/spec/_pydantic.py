@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from math import ceil, floor, isfinite
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -27,6 +28,15 @@ _TYPES = {
     "literal_error": "one of the choices",
     "finite_number": "a finite number",
 }
+_DEGREES = {
+    ("parallel", *names)
+    for names in (
+        ("tensor",), ("pipeline",), ("pipeline", "stages"), ("sequence",), ("sequence", "degree"), ("expert",),
+        ("data", "shard"),
+    )
+}  # fmt: skip
+"""Numbers of ranks of which one means that there is no such parallelism."""
+_NONE = ("off", "none", "no", "false", "0")
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
@@ -98,11 +108,14 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         key, words = _BOUNDS[item["type"]]
         bound = item["ctx"][key]
         size = "" if key in ("min_length", "max_length") else f", not {found}"
-        return Diagnostic("PT104", f"`{name}` must be {words} {bound:g}{size}", path=path)
+        return Diagnostic(
+            "PT104", f"`{name}` must be {words} {bound:g}{size}", path=path, help=_number_help(path, item)
+        )
     if item["type"] == "string_pattern_mismatch":
         return _pattern(path, item)
     expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
-    return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=_type_help(item))
+    help = _number_help(path, item) or _type_help(item)
+    return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=help)
 
 
 def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
@@ -131,11 +144,52 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
             types.append(_TYPES.get(item["type"], item["msg"].lower()))
     allowed = list(dict.fromkeys([*types, *words]))
     found = items[0]["input"]
+    if section_at(path) is not None and "a section with keys" not in allowed:
+        allowed.insert(len(dict.fromkeys(types)), "a section with keys")
     near = difflib.get_close_matches(str(found), [word.strip("'") for word in words], n=1)
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
-    help = f"did you mean `{near[0]}`?" if near else ""
+    help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0])
     return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
+
+
+def _number_help(path: SpecPath, item: dict[str, Any]) -> str:
+    """Return the whole numbers that a field takes where one is too small, is none, or says that there is to be none."""
+    found, least, bounds = item["input"], _least(path), item.get("ctx", {})
+    if least is None and isinstance(bounds.get("gt", bounds.get("ge")), int):
+        least = bounds["gt"] + 1 if "gt" in bounds else bounds["ge"]
+    if path in _DEGREES and str(found).lower() in _NONE:
+        return "use 1 for none"
+    if least is None or isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
+        return ""
+    if found < least:
+        return f"use {least} or more"
+    return f"use {floor(found)} or {ceil(found)}" if found != int(found) else ""
+
+
+def _least(path: SpecPath) -> int | None:
+    """Return the least whole number that a field, or an entry of it, can be; None where it is no such number."""
+    names = [part for part in path if isinstance(part, str)]
+    section = section_at(path)
+    if section is not None and path in _DEGREES:
+        names.append("stages" if "stages" in section.model_fields else "degree")
+    model = section_at(tuple(names[:-1]))
+    field = model.model_fields.get(names[-1]) if model is not None and names else None
+    if field is None:
+        return None
+    return next(
+        _bounds_below(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation), None
+    )
+
+
+def _bounds_below(annotation: Any) -> Iterator[int]:
+    if get_origin(annotation) is Annotated:
+        kind, *notes = get_args(annotation)
+        if kind is int:
+            yield from (note.gt + 1 for note in notes if getattr(note, "gt", None) is not None)
+            yield from (note.ge for note in notes if getattr(note, "ge", None) is not None)
+    for argument in get_args(annotation):
+        yield from _bounds_below(argument)
 
 
 def _unknown(path: SpecPath) -> Diagnostic:

@@ -23,7 +23,8 @@ def check_pipeline(spec: Spec) -> Iterator[Diagnostic]:
     yield from _chunks(pipeline)
     yield from _waves(pipeline)
     yield from _in_flight(pipeline)
-    yield from _layers(pipeline)
+    if spec.model.layers is not None:
+        yield from check_layers(pipeline, spec.model.layers)
     yield from _halves(spec)
     yield from _weights_that_travel(spec)
 
@@ -96,7 +97,7 @@ def _in_flight(pipeline: Pipeline) -> Iterator[Diagnostic]:
         yield Diagnostic("PT436", message, path=path, help="use stages: 2 or more, or drop in_flight")
 
 
-def _layers(pipeline: Pipeline) -> Iterator[Diagnostic]:
+def check_layers(pipeline: Pipeline, model_layers: int) -> Iterator[Diagnostic]:
     """Find a list of layers whose length contradicts the stages. A file says itself how many stages there are."""
     layers, chunks = pipeline.layers, chunks_of(pipeline)
     if layers == "auto" or pipeline.stages == "auto" or isinstance(pipeline.schedule, ScheduleFile):
@@ -109,7 +110,7 @@ def _layers(pipeline: Pipeline) -> Iterator[Diagnostic]:
     if chunks is None or count != stages * chunks:
         each = "1 chunk" if chunks == 1 else "several chunks" if chunks is None else f"{chunks} chunks"
         message = f"layers has {count} entries for {stages} pipeline ranks with {each} each"
-        help = f"give {stages * (chunks or least)} numbers that sum up to the model's layers"
+        help = f"give {stages * (chunks or least)} numbers that sum up to the model's {model_layers} layers"
         yield Diagnostic("PT431", message, path=(*_PATH, "layers"), help=help)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from partool.cli.main import run
 from partool.cost.case import SCHEDULES
 from partool.cost.pipeline import messages, sent_bytes
 from partool.cost.predict import stage_times
@@ -152,6 +154,62 @@ def test_what_cannot_be_is_found_with_the_nearest_that_can(
     assert help in error.help
     if code == "PT430":
         planned(text(parallel, batch=int(error.help.rsplit(" ", 1)[1])), tmp_path)
+
+
+BATCHES: dict[str, tuple[str, int, str, str]] = {
+    "one micro-batch": (
+        "tensor: 1, sequence: 1, micro_batch: 8, pipeline: {stages: 4, schedule: weipipe}", 8,
+        "leaves 1 micro-batch per rank and step; weipipe takes multiples of the 4 pipeline ranks",
+        "use micro_batch: 2, or global_batch: 32",
+    ),
+    "two": (
+        "micro_batch: 4, pipeline: {stages: 4, schedule: interleaved}", 8,
+        "leaves 2 micro-batches per rank and step; interleaved takes multiples of the 4 pipeline ranks",
+        "use micro_batch: 2, or global_batch: 16",
+    ),
+    "no size will do": (
+        "pipeline: {stages: 4, schedule: weipipe}", 6,
+        "leaves 6, 3, 2 or 1 micro-batches per rank and step; weipipe takes multiples of the 4 pipeline ranks",
+        "the nearest number is 8: use global_batch: 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "batch", "message", "help"), BATCHES.values(), ids=BATCHES)
+def test_micro_batches_that_work_are_offered(
+    parallel: str, batch: int, message: str, help: str, tmp_path: Path
+) -> None:
+    _, found = result(text(parallel, batch=batch), tmp_path)
+    (error,) = [finding for finding in found if finding.severity == "error"]
+    assert (error.code, error.message, error.help) == ("PT430", f"global_batch: {batch} {message}", help)
+    if "use micro_batch" in help:
+        planned(text(re.sub("micro_batch: .", "micro_batch: 2", parallel), batch=batch), tmp_path)
+
+
+@pytest.mark.parametrize("model", ["", "gpt2"])
+def test_layers_of_the_model_are_named(model: str, tmp_path: Path) -> None:
+    spec = text("pipeline: {stages: 4, schedule: 1f1b, layers: [4, 4]}")
+    if model:
+        spec = re.sub("^model: .*", f"model: {model}", spec)
+    (found,) = result(spec, tmp_path)[1]
+    assert (found.code, found.help) == (
+        "PT431",
+        f"give 4 numbers that sum up to the model's {12 if model else 8} layers",
+    )
+
+
+def test_a_file_that_is_not_there_is_told_from_one_that_is_no_schedule(tmp_path: Path) -> None:
+    spec = text("pipeline: {schedule: {file: my.csv}}")
+    (missing,) = result(spec, tmp_path)[1]
+    (tmp_path / "my.csv").write_text("hello\n")
+    (wrong,) = result(spec, tmp_path)[1]
+    assert missing.code == wrong.code == "PT432"
+    assert "partool schedule" not in missing.help
+    (command,) = re.findall("partool (schedule .*) writes one", wrong.help)
+    with pytest.raises(SystemExit) as end:
+        run(command.replace("my.csv", str(tmp_path / "my.csv")).split())
+    assert not end.value.code
+    planned(spec, tmp_path)
 
 
 def test_findings_about_a_file_name_its_rows(tmp_path: Path) -> None:

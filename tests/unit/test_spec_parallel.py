@@ -106,3 +106,24 @@ def test_the_schema_knows_the_shorthands() -> None:
         assert list(check.iter_errors({**base, "parallel": good})) == [], good
     for bad in ({"pipeline": 0}, {"sequence": "ring"}, {"recompute": ["ful"]}, {"offload": {"optimizer": "nvme"}}):
         assert list(check.iter_errors({**base, "parallel": bad})), bad
+
+
+HELPS: dict[str, tuple[str, str, str]] = {
+    "no waves": ("{pipeline: {waves: 0}}", "greater than 0 or auto", "use 1 or more"),
+    "a wave and a half": ("{pipeline: {waves: 1.5}}", "a whole number or auto", "use 1 or 2"),
+    "less than one": ("{pipeline: {in_flight: 0.5}}", "a whole number or auto", "use 1 or more"),
+    "nothing in flight": ("{pipeline: {in_flight: 0}}", "greater than 0 or auto", "use 1 or more"),
+    "no layers": ("{pipeline: {layers: [0, 2]}}", "layers[0]` must be greater than 0", "use 1 or more"),
+    "off": ("{pipeline: off}", "a whole number, a section with keys or auto", "use 1 for none"),
+    "false": ("{pipeline: false}", "not false", "use 1 for none"),
+    "no ranks": ("{tensor: 0}", "greater than 0 or auto", "use 1 for none"),
+    "a near word": ("{recompute: ful}", "not 'ful'", "did you mean `full`?"),
+    "true": ("{pipeline: {waves: true}}", "not true", ""),
+}
+
+
+@pytest.mark.parametrize(("text", "message", "help"), HELPS.values(), ids=HELPS)
+def test_numbers_that_cannot_be_are_told_which_can(text: str, message: str, help: str) -> None:
+    (found,) = load_text(f"{BASE}parallel: {text}\n").diagnostics
+    assert message in found.message
+    assert found.help == help
