@@ -1,12 +1,34 @@
-"""Files that commands write."""
+"""Where the answers of commands go: the terminal, a pipe, files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
 
 from partool.cli._runs import fail
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def printing() -> Iterator[Console]:
+    """Give a console to print on; what is not for a terminal gets no blanks at the ends of its lines."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        yield console
+        return
+    with console.capture() as captured:
+        yield console
+    typer.echo("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), nl=False)
 
 
 def write_or_exit(text: str, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from partool.cli._files import write_or_exit
+from partool.cli._files import printing, write_or_exit
 from partool.cli._load import (
     Output,
     answer_or_exit,
@@ -88,16 +88,14 @@ def command(
         _print(plan, source=str(out or spec), show=show, breakdown=breakdown)
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
 def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
+    with printing() as console:
+        _print_on(console, plan, source=source, show=show, breakdown=breakdown)
+
+
+def _print_on(console: Console, plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
     from partool.report import environment, render_plan, tables
 
-    console = _console()
     if show == "gemms":
         tables.render_gemms(plan, console)
     elif show == "layout":
@@ -156,7 +154,8 @@ def _diff(old: Plan, new: Plan, output: Output) -> None:
     if output == "json":
         typer.echo(json.dumps(tables.comparison(old, new), indent=2))
     else:
-        tables.render_comparison(old, new, _console())
+        with printing() as console:
+            tables.render_comparison(old, new, console)
 
 
 def _print_varied(rows: list[tuple[list[str], Plan | None, str]], output: Output) -> None:
@@ -165,7 +164,8 @@ def _print_varied(rows: list[tuple[list[str], Plan | None, str]], output: Output
     if output == "json":
         typer.echo(json.dumps(tables.varied_rows(rows), indent=2))
     else:
-        tables.render_varied(rows, _console())
+        with printing() as console:
+            tables.render_varied(rows, console)
 
 
 def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: str) -> None:

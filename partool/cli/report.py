@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from partool.cli._files import write_or_exit
+from partool.cli._files import printing, write_or_exit
 from partool.cli._load import read_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
 from partool.plan.run import STATUS_FILE
@@ -58,11 +58,10 @@ def command(
         }
         typer.echo(json.dumps(data, indent=2))
         return
-    from rich.console import Console
-
     from partool.report.run import render_run
 
-    render_run(found.id, summary, comparison, note, Console(), status=status)
+    with printing() as console:
+        render_run(found.id, summary, comparison, note, console, status=status)
 
 
 def _comparison(run: Run, plan: Plan, pipeline: int, step: int | None) -> tuple[Comparison | None, str]:

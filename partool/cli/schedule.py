@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from partool.cli._files import printing, write_or_exit
 from partool.cli._runs import fail
 from partool.schedule import SCHEDULES, Schedule
 
@@ -175,14 +176,13 @@ def _from_file(path: Path) -> Schedule:
 
 
 def _list(output: str) -> None:
-    from rich.console import Console
-
     from partool.report.schedule import KNOWN, render_known
 
     if output == "json":
         typer.echo(json.dumps({name: vars(known) for name, known in KNOWN.items()}, indent=2))
     else:
-        render_known(Console())
+        with printing() as console:
+            render_known(console)
 
 
 def _diff(old: Schedule, new: Schedule, output: str) -> None:
@@ -198,8 +198,6 @@ def _diff(old: Schedule, new: Schedule, output: str) -> None:
 
 
 def _write(schedule: Schedule, drawing: Drawing, out: Path | None, timeline: Path | None) -> None:
-    from partool.cli._files import write_or_exit
-
     if out is not None:
         from partool.schedule import to_text
 
@@ -222,6 +220,5 @@ def _show(schedule: Schedule, drawing: Drawing, output: str) -> None:
     if output == "json":
         typer.echo(json.dumps(schedule_data(schedule, drawing)))
         return
-    from rich.console import Console
-
-    render_schedule(schedule, drawing, Console())
+    with printing() as console:
+        render_schedule(schedule, drawing, console)

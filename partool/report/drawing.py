@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from partool.report.units import seconds
+from partool.report.units import counted, seconds
 from partool.schedule import Event, Schedule, Timeline
 from partool.schedule.simulate import peak_held
 
@@ -124,7 +124,7 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
     boxes = [box for box in drawing.boxes if box.rank in kept]
     limit = per_row * len(rows)
     if len(boxes) <= 1.25 * limit and drawing.left_out is None:
-        return [Window(f"The whole step: {drawing.micro_batches} micro-batches", 0.0, drawing.span_s)]
+        return [Window(f"The whole step: {counted(drawing.micro_batches, 'micro-batch')}", 0.0, drawing.span_s)]
     # Numbers grow: boxes at the end of the step need more room for theirs.
     fewer = limit * 2 // max(len(str(drawing.micro_batches - 1)), 2)
     until_s = min(box.start_s for box in boxes[min(limit, len(boxes) - 1) :])

@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 from partool.report.drawing import KINDS, Drawing, Window, inside, shown_rows, windows
 from partool.report.html_svg import Picture, tag, text, tick_label, ticks
 from partool.report.timeline import bubble_words, planned, without_pipeline
-from partool.report.units import seconds
+from partool.report.units import counted, seconds
 from partool.schedule import Event
 
 _ACTIONS = 20_000
@@ -94,7 +94,7 @@ def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: 
     gap = next((index for index in range(1, len(rows)) if rows[index] != rows[index - 1] + 1), None)
     place = {rank: index for index, rank in enumerate(rows)}
     boxes = [box for box in inside(drawing, window) if box.rank in place]
-    words = f"{drawing.name} schedule of {drawing.ranks} pipeline ranks, {len(boxes)} actions drawn"
+    words = f"{drawing.name} schedule of {counted(drawing.ranks, 'pipeline rank')}, {len(boxes)} actions drawn"
     picture = Picture(_WIDTH, bottom + 46, window.title, words, class_="timeline")
     for index, rank in enumerate(rows):
         y = _ROW * index

@@ -18,7 +18,7 @@ from partool.report.drawing import Drawing
 from partool.report.executed import Comparison
 from partool.report.terminal_timeline import console_windows, render_timeline
 from partool.report.trace import Trace, process, trace
-from partool.report.units import seconds, size
+from partool.report.units import counted, seconds, size
 from partool.schedule import Action
 
 SUMMARY_FILE = "summary.json"
@@ -132,13 +132,12 @@ def render_comparison(found: Comparison, console: Console) -> None:
 def headline(found: Comparison) -> str:
     """Return what is compared."""
     schedule = found.schedule
-    logged = f"{len(found.steps)} logged step{'s' * (len(found.steps) != 1)}"
+    logged = counted(len(found.steps), "logged step")
     of = f"step {found.step}" if found.picked else f"step {found.step}, of usual length among {logged}"
     if found.earlier:
         of += f", done in attempt {found.attempt} under an earlier plan"
-    ranks = f"{schedule.ranks} rank{'s' * (schedule.ranks != 1)}"
-    batches = f"{schedule.micro_batches} micro-batch{'es' * (schedule.micro_batches != 1)}"
-    return f"{schedule.name}, {ranks}, {batches}: {of}"
+    sizes = f"{counted(schedule.ranks, 'rank')}, {counted(schedule.micro_batches, 'micro-batch')}"
+    return f"{schedule.name}, {sizes}: {of}"
 
 
 def not_simulated(found: Comparison) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +14,7 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing, Window, inside, shown_rows
 from partool.report.html_svg import tick_label, ticks
 from partool.report.timeline import bubble_words, planned, shares_cores, without_pipeline
-from partool.report.units import seconds
+from partool.report.units import counted, seconds
 from partool.schedule import Event
 
 _ROWS = 16
@@ -60,7 +61,7 @@ def render_timeline(
             if index and rank != rows[index - 1] + 1:
                 console.print(Text(f"{'…':>{name}}", "dim"))
             line = Text().append(f"rank {rank}".rjust(name) + " ", "dim")
-            line.append_text(_line(boxes[rank], part, width, drawing.pale if colour else None))
+            line.append_text(_line(boxes[rank], part, width, _Look(colour, drawing.stages_per_pass > 1, drawing.pale)))
             line.append(" " + sides[rank], "dim")
             console.print(line, no_wrap=True, overflow="crop", crop=True)
         console.print(Text(" " * (name + 1) + _axis(part, width, unit), "dim"), no_wrap=True, overflow="crop")
@@ -125,37 +126,54 @@ def _width(drawing: Drawing, console: Console) -> int:
     return max(console.width - _name_width(drawing) - 2 - max(map(len, _sides(drawing))), _LEAST)
 
 
-def _line(boxes: Sequence[Event], window: Window, width: int, pale: frozenset[int] | None) -> Text:
-    """Return a rank's boxes in a window; without ``pale``, the stages in a lighter tone, as letters."""
+class _Look(NamedTuple):
+    """How boxes are drawn."""
+
+    colour: bool
+    """False: letters stand for the kinds."""
+    several: bool
+    """Whether ranks have several stages, so that a box tells its own where it fits."""
+    pale: frozenset[int]
+    """Stages in a lighter tone."""
+
+
+def _line(boxes: Sequence[Event], window: Window, width: int, look: _Look) -> Text:
+    """Return a rank's boxes in a window."""
     scale = width / (window.to_s - window.from_s)
-    blank = "·" if pale is None else " "
+    blank = " " if look.colour else "·"
     line, at = Text(), 0
     for box in boxes:
         left = max(at, round((box.start_s - window.from_s) * scale))
         right = min(width, round((box.stop_s - window.from_s) * scale))
         if right > left:
             line.append(blank * (left - at))
-            shown = _letters(box, right - left) if pale is None else _box(box, right - left, box.action.stage in pale)
-            line.append_text(shown)
+            line.append_text((_box if look.colour else _letters)(box, right - left, look))
             at = right
     return line.append(blank * (width - at))
 
 
-def _box(box: Event, columns: int, pale: bool) -> Text:
-    """Return a coloured box: a thin line at its left edge where there is room beside the number."""
-    style = f"{_INK} on {_COLOURS[box.action.kind][pale]}"
-    label = str(box.action.micro_batch)
+def _box(box: Event, columns: int, look: _Look) -> Text:
+    """Return a coloured box: a thin line at its left edge, which only a single figure may take the place of."""
+    kind, stage, batch = box.action
+    style = f"{_INK} on {_COLOURS[kind][stage in look.pale]}"
+    named, label = f"{stage}{kind}{batch}", str(batch)
+    if look.several and columns > len(named):
+        return Text("▏" + named.center(columns - 1), style)
     if columns > len(label):
         return Text("▏" + label.center(columns - 1), style)
-    return Text(label if columns == len(label) else "▏" + " " * (columns - 1), style)
+    return Text(label if columns == len(label) == 1 else "▏" + " " * (columns - 1), style)
 
 
-def _letters(box: Event, columns: int) -> Text:
-    """Return a box without colours: ``F3``, filled up, with an edge where there is room."""
-    kind, _, batch = box.action
-    label = f"{kind}{batch}"
-    if columns <= len(label):
-        return Text(label if columns == len(label) else kind * columns)
+def _letters(box: Event, columns: int, look: _Look) -> Text:
+    """Return a box without colours: ``3F0`` or ``F0``, filled up, with an edge where boxes would run together."""
+    kind, stage, batch = box.action
+    named, label = f"{stage}{kind}{batch}", f"{kind}{batch}"
+    if look.several and columns > len(named):
+        label = named
+    if columns == len(label):
+        return Text(label)
+    if columns < len(label):
+        return Text(kind * (columns - 1) + "|" if columns > 1 else kind)
     return Text(label.ljust(columns - 1, {"F": " ", "B": "-", "I": "~", "W": "="}[kind]) + "|")
 
 
@@ -188,6 +206,9 @@ def _legend(drawing: Drawing, *, colour: bool) -> Text:
     if colour and drawing.pale:
         line.append("pale: every second stage   ", "dim")
     line.append("numbers: micro-batches", "dim")
+    if drawing.stages_per_pass > 1:
+        stage, batch = drawing.boxes[-1].action[1:] if drawing.boxes else (0, 0)
+        line.append(f"; {stage}F{batch}: of stage {stage}", "dim")
     return line
 
 
@@ -195,6 +216,6 @@ def summary(drawing: Drawing, unit: str = "s") -> str:
     """Return a timeline in a line."""
     span = seconds(drawing.span_s) if unit else f"{drawing.span_s:.4g} forward passes of a rank"
     return (
-        f"{drawing.name}, {drawing.ranks} ranks, {drawing.micro_batches} micro-batches: {span}, "
+        f"{drawing.name}, {counted(drawing.ranks, 'rank')}, {counted(drawing.micro_batches, 'micro-batch')}: {span}, "
         f"ranks idle {drawing.bubble:.1%} of it"
     )

@@ -48,3 +48,9 @@ def amount(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
+
+
+def counted(count: int, name: str) -> str:
+    """Return a number of things: ``1 rank``, ``4 ranks``, ``2 micro-batches``."""
+    plural = "es" if name.endswith("ch") else "s"
+    return f"{count} {name}" + plural * (count != 1)

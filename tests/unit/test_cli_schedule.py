@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from partool.cli.main import run
+from partool.report.drawing import Window
 from partool.report.schedule import KNOWN
-from partool.schedule import SCHEDULES, from_text, generate, to_text
+from partool.report.terminal_timeline import _line, _Look
+from partool.schedule import SCHEDULES, Action, Event, cell, from_text, generate, to_text
 
 
 @pytest.fixture
@@ -138,6 +140,36 @@ def test_differences_are_told_with_exit_code_10(call: Call, tmp_path: Path) -> N
     code, out, _ = call("1f1b", "--diff", "zb-h1", "--output", "json")
     assert code == 10
     assert json.loads(out)["differences"]
+
+
+def test_boxes_tell_their_stage_where_ranks_have_several(call: Call) -> None:
+    """And narrow boxes, whose names do not fit, still have edges. Nothing piped ends in blanks."""
+    for name in ("hanayo", "weipipe"):
+        _, out, _ = call(name, "--ranks", 4, "--micro-batches", 4, columns=110)
+        lists = generate(name, 4, 4, 2 if name == "hanayo" else 1).lists
+        rows = [line for line in out.splitlines() if line.startswith("rank ")]
+        # a box that a line's end cuts in two is there twice
+        shown = [list(dict.fromkeys(re.findall(r"(\d+[FB]\d)", "".join(rows[rank::4])))) for rank in range(4)]
+        assert shown == [[cell(action) for action in actions if action.kind in "FB"] for actions in lists]
+        assert "F3: of stage" in out
+    _, out, _ = call("1f1b", "--ranks", 2, "--micro-batches", 4)
+    assert not re.search(r"\d[FB]\d", out)
+    assert "of stage" not in out
+    assert not re.search(r" +$", out + call()[1] + call("zb-v", columns=70)[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_narrow_boxes_keep_their_edges(colour: bool) -> None:
+    boxes = [Event(0, Action("F", 0, batch), batch, batch + 1.0) for batch in range(100, 120)]
+    for width in (40, 60):
+        look = _Look(colour, several=False, pale=frozenset())
+        line = str(_line(boxes, Window("", 0.0 + 100, 120.0), width, look))
+        assert line.count("▏" if colour else "|") == 20, line
+        assert len(line) == width
+
+
+def test_one_of_each_is_no_plural(call: Call) -> None:
+    assert call("1f1b", "--ranks", 1, "--micro-batches", 1)[1].startswith("1f1b, 1 rank, 1 micro-batch: ")
 
 
 def test_cells_of_lists_without_transfers_are_those_of_the_file(call: Call, tmp_path: Path) -> None:
