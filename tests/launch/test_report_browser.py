@@ -176,6 +176,11 @@ const seen = {
   }).length,
   colours: new Set(all("svg.timeline g.event rect").map((node) => getComputedStyle(node).fill)).size,
   terms: all("#terms tbody td").length,
+  names: all("#terms tbody td:first-child").map((cell) => {
+    const words = document.createRange();
+    words.selectNodeContents(cell);
+    return words.getClientRects().length;
+  }),
   resources: performance.getEntriesByType("resource").length,
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
 };
@@ -203,7 +208,14 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
             "data": pipeline_data(3, True, 1e9, [late, *done[1:]]),
         }
         path.write_text(json.dumps(event) + "\n")
-    term = {"section": "time", "term": "forward", "predicted": 1.0, "measured": 2.0, "ratio": 2.0, "measure": "timer"}
+    term = {
+        "section": "time",
+        "term": "parameter_gather",
+        "predicted": 1.0,
+        "measured": 2.0,
+        "ratio": 2.0,
+        "measure": "timer",
+    }
     found = compare(tmp_path, few)
     source = render_run_html(few, "run-<b>", {"terms": [{**term, "unit": "s"}]}, found, "")
     seen = probe(source, tmp_path, width=1280, script=RUN_PROBE)
@@ -217,6 +229,7 @@ def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Pa
     assert seen["terms"] >= 5
     narrow = probe(source, tmp_path, DARK, 420, script=RUN_PROBE)
     assert narrow["overflow"] <= 0
+    assert narrow["names"] == [1]  # lines: names of terms are not broken between letters
 
 
 def test_a_page_that_reaches_out_would_be_noticed(plan: Plan, tmp_path: Path) -> None:

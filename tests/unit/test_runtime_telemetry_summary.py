@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 from _telemetry import prediction
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool_runtime.telemetry import _figures, summary
+from partool_runtime.telemetry._table import closing_table
 from partool_runtime.telemetry.summary import NOT_MEASURED, TOTAL, Measurement, Measures
 
 VALUES = st.floats(min_value=0, max_value=1e12)
@@ -86,3 +89,19 @@ def test_seconds(value: float, text: str) -> None:
 def test_durations_and_sizes() -> None:
     assert [_figures.duration(v) for v in (-1, 59.4, 185, 7620, 442800)] == ["0s", "59s", "3m05s", "2h07m", "5d03h"]
     assert [_figures.size(v) for v in (812, 1536, 3 << 19, 5 << 30)] == ["812 B", "1.50 KiB", "1.50 MiB", "5.00 GiB"]
+
+
+def test_the_closing_table_leaves_out_what_does_not_occur() -> None:
+    """As the report does: nothing predicted, nothing measured. What is measured against a prediction of 0 stays."""
+    rows = [
+        summary.Row("time", "forward", 1.0, 2.0, "timer"),
+        summary.Row("time", "offload", 0.0, None, NOT_MEASURED),
+        summary.Row("time", "expert", None, 0.0, "timer"),
+        summary.Row("time", "optimizer", 0.5, None, NOT_MEASURED),
+        summary.Row("time", "data", 0.0, 3.0, "timer"),
+    ]
+    console = Console(width=120, file=io.StringIO())
+    console.print(closing_table(rows, ranks=1, world_size=1))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line.split()[0] for line in text.splitlines() if line.startswith("   ") and line.strip()]
+    assert lines == ["forward", "optimizer", "data"]

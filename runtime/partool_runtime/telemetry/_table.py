@@ -14,7 +14,7 @@ _HEADINGS = {"memory": "memory per rank", "time": "time per step", "traffic": "s
 
 
 def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:
-    """Return the table of all terms."""
+    """Return the table of the terms that occur: those predicted or measured, as ``partool report`` shows them."""
     whose = "all ranks" if ranks == world_size else f"{ranks} of {world_size} ranks"
     table = Table(title=f"predicted and measured ({whose})", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("term", no_wrap=True, min_width=18)
@@ -23,6 +23,8 @@ def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:
     table.add_column("measure")
     section = ""
     for row in rows:
+        if not row.predicted and not row.measured:
+            continue
         if row.section != section:
             if section:
                 table.add_section()
