@@ -155,7 +155,7 @@ def _runners_up(solution: Solution) -> list[Priced]:
     """Return exact prices of the best priced layouts of each kind."""
     if solution.able is not None and solution.able.best is not None:
         _price_kinds(solution, solution.able.leaves)
-        _price_unstaged(solution)
+    _price_unstaged(solution)
     _price_kinds(solution, solution.overall.leaves)
     return solution.priced
 

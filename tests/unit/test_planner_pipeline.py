@@ -450,3 +450,11 @@ def test_examples_plan_and_can_run(name: str) -> None:
     plan = planned((root / f"specs/{name}.yaml").read_text(), root / "specs")
     assert plan.layout.schedule == name
     assert plan.runnable
+
+
+def test_runners_up_without_stages_are_looked_at() -> None:
+    """Bounds of pipelines are low: by these alone, pipelines far slower would stand before other ZeRO stages."""
+    root = Path(__file__).parents[2]
+    plan = planned((root / "specs/quickstart.yaml").read_text(), root / "specs")
+    assert any(other.summary.startswith("ZeRO-0 over 2 ranks, micro-batch") for other in plan.alternatives)
+    assert all(one.step_time_s < 1.1 * plan.prediction.time.step_time_s for one in plan.alternatives if one.step_time_s)
