@@ -9,7 +9,7 @@ from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
 from partool.report.units import seconds
-from partool.schedule import Event, StageTimes, generate, in_flight, makespan, simulate
+from partool.schedule import Event, StageTimes, generate, in_flight, simulate
 
 if TYPE_CHECKING:
     from partool.cost.case import Job
@@ -36,8 +36,10 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
         if schedule.stages != stages:
             raise ValueError(f"the lists have {schedule.stages} stages, the layout {stages}")
         return drawn(schedule, simulate(schedule, times))
+    from partool.cost.pipeline import span_s
+
     schedule = generate(layout.schedule, ranks, count, layout.chunks)
-    short = _stretched(drawn(schedule, simulate(schedule, times)), m, _span_s(plan, times))
+    short = _stretched(drawn(schedule, simulate(schedule, times)), m, span_s(layout, times))
     return replace(short, in_flight=in_flight(layout.schedule, ranks, m, layout.chunks))
 
 
@@ -129,19 +131,3 @@ def _shown(micro_batches: int, ranks: int, most: int) -> int:
     """Return how many micro-batches to follow: enough to fill and drain, and as far into a round as all of them."""
     least = max(_WARM_ROUNDS * ranks, most // ranks * ranks)
     return micro_batches if micro_batches <= least + ranks else least + (micro_batches - least) % ranks
-
-
-def _span_s(plan: Plan, times: StageTimes) -> float:
-    layout = plan.layout
-    return float(
-        makespan(
-            layout.schedule,
-            layout.mesh.pp,
-            layout.accumulation,
-            layout.chunks,
-            forward_s=times.forward_s,
-            backward_s=times.backward_s,
-            weight_s=times.weight_s,
-            send_s=times.send_s,
-        )
-    )
