@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partool.cost import case
 from partool.schedule import (
     SCHEDULES,
     Action,
@@ -245,3 +246,14 @@ def test_faults_anywhere_are_found(size: tuple[str, int, int, int], fault: str, 
         moving = actions.pop(backward[to % len(backward)])
         actions.insert(actions.index(Action("F", moving.stage, moving.micro_batch)), moving)
     assert validate(changed(schedule, rank, actions)) != []
+
+
+def test_columns_of_schedules_follow_the_generators() -> None:
+    """The search knows schedules by number; what it knows of each is what its generator says."""
+    by_name = {name: SCHEDULES[name] for name in case.SCHEDULES if name != "file"}
+    assert set(by_name) == set(SCHEDULES)
+    for index, (name, generator) in enumerate(by_name.items()):
+        assert case.SCHEDULES[index] == name
+        assert (index in case.RING) == (generator.moves == "weights"), name
+        assert (index in case.EAGER) == (generator.split or generator.moves == "weights"), name
+        assert (index in case.FOLDED) == (generator.rank_of(4, 4) == 3), name
