@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.parallel import Compile, Recompute, ZeroStage
+from partool.spec.parallel import Compile, Gather, Recompute, TensorOverlap, ZeroStage
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
@@ -76,6 +77,21 @@ class Layout(Record):
     schedule_hash: str = ""
     """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
     lists of more than 50,000 passes."""
+    tensor_inner: int = 1
+    """d2 of the d1 × d2 tensor ranks in two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of
+    the mesh is ``tp0`` × ``tp1``, ``tp1`` of this size and innermost."""
+    sequence_norms: bool = False
+    """Norms and residuals work on a share of the sequence per tensor rank."""
+    tensor_overlap: TensorOverlap = "none"
+    tensor_chunks: int = 1
+    """Pieces of a micro-batch whose sums travel while the next is multiplied."""
+    gather: Gather = "coalesced"
+    prefetch: int = 1
+    """With ZeRO-3, layers gathered ahead of the one that computes."""
+    persistent_elements: int = 0
+    """With ZeRO-3, parameters of at most so many elements stay gathered."""
+    leaves: tuple[str, ...] = ()
+    """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
     sequence_method: Literal["ulysses", "ring"] = "ulysses"
     offload_optimizer: Literal["none", "cpu"] = "none"
     gpu_fraction: float = 0.0
@@ -208,6 +224,16 @@ class Variable(Record):
     """``launch.env``, a network preset with its source, or partool with the reason."""
 
 
+class HfModel(Record):
+    """A model that transformers builds."""
+
+    path: str
+    """Folder of its ``config.json``, absolute."""
+    model_type: str
+    architecture: str
+    """Class of transformers, such as ``LlamaForCausalLM``."""
+
+
 class Plan(Record):
     """What will run, why, and what it is expected to need."""
 
@@ -218,10 +244,14 @@ class Plan(Record):
     model: ModelConfig
     model_source: str
     """Where the model's fields came from: a preset, a file, or the spec."""
+    hf: HfModel | None = None
+    """Where transformers builds the model; ``model`` then describes it for the predictions only."""
     weights: Weights
     frozen: tuple[str, ...] = ()
     devices: Devices
     layout: Layout
+    partition: tuple[Partition, ...] = ()
+    """How tensor-parallel ranks share each parameter; empty without tensor parallelism."""
     training: TrainingSpec
     optimizer: OptimizerSpec
     data: DataSpec

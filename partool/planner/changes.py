@@ -101,12 +101,13 @@ def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
 
 def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
     parallel = problem.spec.parallel
-    for name in ("recompute", "micro_batch", "tensor", "expert"):
+    for name in ("recompute", "micro_batch", "expert"):
         if getattr(parallel, name) != "auto":
             yield f"parallel.{name}", problem.with_parallel(**{name: "auto"})
     for section, name in (
         ("data", "zero"),
         ("data", "shard"),
+        ("tensor", "degree"),
         ("pipeline", "stages"),
         ("pipeline", "schedule"),
         ("sequence", "degree"),

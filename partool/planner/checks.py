@@ -38,7 +38,7 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
 
 
 def _heads(problem: Problem) -> Iterator[Diagnostic]:
-    tensor, model = problem.spec.parallel.tensor, problem.model
+    tensor, model = problem.spec.parallel.tensor.degree, problem.model
     if tensor == "auto":
         return
     path = ("parallel", "tensor")
@@ -80,7 +80,7 @@ def _sequence(problem: Problem) -> Iterator[Diagnostic]:
     path = ("parallel", "sequence", "degree")
     if degree == "auto":
         return
-    tensor = problem.spec.parallel.tensor
+    tensor = problem.spec.parallel.tensor.degree
     ways = degree * (1 if tensor == "auto" else tensor)
     able = heads % ways == 0
     if degree == 1:

@@ -38,7 +38,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found.append(_zero(solution, best))
     groups = solution.space.groups
     for name, field, degree, column in (
-        ("Tensor", parallel.tensor, mesh.tp, groups.tp),
+        ("Tensor", parallel.tensor.degree, mesh.tp, groups.tp),
         ("Pipeline", parallel.pipeline.stages, mesh.pp, groups.pp),
         ("Sequence", parallel.sequence.degree, mesh.cp, groups.cp),
         ("Expert", parallel.expert, layout.expert, groups.ep),

@@ -177,8 +177,9 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
     given = problem.spec.parallel.pipeline.layers
     kept = given if given != "auto" and len(given) == mesh.pp * chunks else "auto"
     pipeline = Pipeline(stages=mesh.pp, schedule=name, chunks=chunks, layers=kept)  # type: ignore[arg-type]
+    tensor = problem.spec.parallel.tensor.model_copy(update={"degree": mesh.tp})
     other = problem.with_parallel(
-        pipeline=pipeline, micro_batch=layout.micro_batch, tensor=mesh.tp, expert=layout.expert
+        pipeline=pipeline, micro_batch=layout.micro_batch, tensor=tensor, expert=layout.expert
     )
     space = build(other)
     groups = space.groups

@@ -97,7 +97,7 @@ class Problem:
         """Model-parallel degrees that the spec gives, by the field's name."""
         parallel = self.spec.parallel
         values = {
-            "tensor": parallel.tensor,
+            "tensor": parallel.tensor.degree,
             "pipeline.stages": self.lists.ranks if self.lists is not None else parallel.pipeline.stages,
             "sequence.degree": parallel.sequence.degree,
         }

@@ -175,7 +175,7 @@ class _Builder:
         """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
         parallel, model, world = self.problem.spec.parallel, self.problem.model, self.problem.world_size
         length = self.problem.spec.training.sequence_length
-        for tp in self._axis(parallel.tensor, model.heads):
+        for tp in self._axis(parallel.tensor.degree, model.heads):
             for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
                 if world % (tp * pp):
                     continue
@@ -195,7 +195,7 @@ class _Builder:
         """Return the first constraint that a mesh breaks."""
         problem, model = self.problem, self.problem.model
         parallel, training = problem.spec.parallel, problem.spec.training
-        open_tensor = parallel.tensor == "auto"
+        open_tensor = parallel.tensor.degree == "auto"
         moe = model.moe
         rules = (
             (model.heads % tp != 0, "attention heads do not divide by tensor"),

@@ -31,7 +31,8 @@ _TYPES = {
 _DEGREES = {
     ("parallel", *names)
     for names in (
-        ("tensor",), ("pipeline",), ("pipeline", "stages"), ("sequence",), ("sequence", "degree"), ("expert",),
+        ("tensor",), ("tensor", "degree"),
+        ("pipeline",), ("pipeline", "stages"), ("sequence",), ("sequence", "degree"), ("expert",),
         ("data", "shard"),
     )
 }  # fmt: skip

@@ -80,7 +80,9 @@ class ModelSpec(Section):
     preset: str | None = None
     """Name from the catalog, such as llama3-8b."""
     config: str | None = None
-    """Path of a Hugging Face config.json, or of the folder that holds it."""
+    """Path of a Hugging Face config.json, or of the folder that holds it; partool's own decoder is built from it."""
+    hf: str | None = None
+    """Folder of a Hugging Face model, which transformers builds and partool trains as it is."""
     layers: Layers | None = None
     hidden: PositiveInt | None = None
     ffn_hidden: PositiveInt | None = None

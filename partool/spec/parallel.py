@@ -16,6 +16,10 @@ Schedule = Literal[
 ]  # fmt: skip
 SequenceMethod = Literal["ulysses", "ring"]
 Host = Literal["none", "cpu"]
+Gather = Literal["coalesced", "sequential"]
+TensorOverlap = Literal["none", "backward", "symmetric"]
+Style = Literal["column", "column_gathered", "row", "vocabulary", "replicated"]
+"""See :mod:`partool.layout.tensor`."""
 
 
 class DataParallel(Section):
@@ -25,6 +29,16 @@ class DataParallel(Section):
     """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
     shard: PositiveInt | Auto = "auto"
     """Ranks that share one copy of the state; fewer than all data-parallel ranks is hybrid sharding (HSDP)."""
+    gather: Gather | Auto = "auto"
+    """coalesced: the parameters of a layer come in one message, held twice while they are sorted; sequential: one
+    message per parameter, held once."""
+    prefetch: Annotated[int, Field(ge=0, le=8)] | Auto = "auto"
+    """With zero: 3, layers that are gathered ahead of the one that computes."""
+    persistent: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """With zero: 3, parameters of at most so many elements stay gathered from step to step; 0: none."""
+    leaves: list[str] | Auto = "auto"
+    """Glob patterns of modules that are gathered and reduced as one unit, although some of their parameters may get no
+    gradient, such as ``*.experts``."""
 
 
 class ScheduleFile(Section):
@@ -49,6 +63,37 @@ class Pipeline(Section):
     """With ``hanayo`` and ``zb-v``: the most micro-batches whose activations a rank holds at once."""
     layers: list[PositiveInt] | Auto = "auto"
     """Layers of each stage, in the order of the model; one entry per rank and chunk."""
+
+
+class TensorPattern(Section):
+    """How parameters that a pattern matches are cut."""
+
+    style: Style
+    parts: list[PositiveInt] | None = None
+    """Widths of matrices that are fused into one, such as [q, k, v] or [gate, up]; each is cut by itself."""
+    unit: PositiveInt | None = None
+    """Widths that stay together, such as the size of a head."""
+    heads: Literal["query", "key"] | None = None
+    """Cut by whole attention heads: with the query heads, or with those of keys and values."""
+
+
+class Tensor(Section):
+    """Tensor parallelism: ranks that share every matrix."""
+
+    degree: PositiveInt | Auto = "auto"
+    """Ranks that share every matrix."""
+    shape: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | Auto = "auto"
+    """[d1, d2], whose product is the degree: outputs of a layer's first matrices are cut over d1 ranks and their inputs
+    over d2 (ATP, arXiv 2301.08658); [degree, 1] is what Megatron-LM does."""
+    sequence_norms: bool | Auto = "auto"
+    """Norms and residuals work on a share of the sequence per rank (arXiv 2205.05198)."""
+    overlap: TensorOverlap | Auto = "auto"
+    """backward: gradients of inputs travel while those of weights are computed; symmetric: fused with the products,
+    through symmetric memory of CUDA devices."""
+    chunks: PositiveInt | Auto = "auto"
+    """Pieces of a micro-batch; the sum of one travels while the next is multiplied."""
+    patterns: dict[str, Style | TensorPattern] = {}
+    """Glob patterns of parameters or modules, and how they are cut, before any other rule; the first match counts."""
 
 
 class Sequence(Section):
@@ -77,8 +122,7 @@ class ParallelSpec(Section):
     """The parallel layout."""
 
     data: DataParallel = DataParallel()
-    tensor: PositiveInt | Auto = "auto"
-    """Ranks that share every matrix."""
+    tensor: Annotated[Tensor, BeforeValidator(shorthand("degree", int, str))] = Tensor()
     pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int, str))] = Pipeline()
     sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
     expert: PositiveInt | Auto = "auto"

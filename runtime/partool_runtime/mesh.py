@@ -30,6 +30,10 @@ class Ranks:
     """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the same order."""
     pp: DeviceMesh
     """Axis ``pp``: the ranks of one pipeline, which share their data."""
+    tp: DeviceMesh
+    """Axis ``tp``: the ranks that share every matrix and their data."""
+    tp2: DeviceMesh
+    """Axes ``tp0`` and ``tp1`` of the same ranks, in two-dimensional tensor parallelism; else of sizes tp and 1."""
 
     @property
     def pipelines(self) -> list[list[int]]:
@@ -77,14 +81,19 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
 
 
 def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
-    """Lay the plan's axes over the process group in use, the pipeline outermost.
+    """Lay the plan's axes over the process group in use, the pipeline outermost, tensor ranks innermost.
 
     ZeRO-0 keeps a whole copy of the training state on every data-parallel rank.
     """
     mesh = plan.layout.mesh
     axes = (mesh.dp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard)
-    copies = init_device_mesh(device.type, (mesh.pp, *axes), mesh_dim_names=("pp", "dp_replicate", "dp_shard"))
-    flat = init_device_mesh(device.type, (mesh.pp, mesh.dp), mesh_dim_names=("pp", "dp"))
+    inner = plan.layout.tensor_inner
+    copies = init_device_mesh(
+        device.type, (mesh.pp, *axes, mesh.tp), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
+    )
+    flat = init_device_mesh(
+        device.type, (mesh.pp, mesh.dp, mesh.tp // inner, inner), mesh_dim_names=("pp", "dp", "tp0", "tp1")
+    )
     return Ranks(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -92,6 +101,8 @@ def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
         state=copies["dp_replicate", "dp_shard"],
         dp=flat["dp"],
         pp=flat["pp"],
+        tp=copies["tp"],
+        tp2=flat["tp0", "tp1"],
     )
 
 

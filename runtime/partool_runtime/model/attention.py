@@ -67,6 +67,11 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
+    # Not unflatten(-1, (-1, head_dim)): a tensor rank may have no head at all.
+    return x_BSX.view(*x_BSX.shape[:-1], x_BSX.shape[-1] // head_dim, head_dim)
+
+
 class SelfAttention(nn.Module):
     """Projections, optional norms of queries and keys per head, rotation, :func:`attend`, output projection."""
 
@@ -88,9 +93,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        q_BSND, k_BSKD, v_BSKD = (
-            projection(x_BSH).unflatten(-1, (-1, self.head_dim)) for projection in (self.q, self.k, self.v)
-        )
+        q_BSX, k_BSX, v_BSX = self.inputs(x_BSH)
+        q_BSND, k_BSKD, v_BSKD = (_heads(x_BSX, self.head_dim) for x_BSX in (q_BSX, k_BSX, v_BSX))
         if self.qk_norm:
             q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
         q_BNSD, k_BKSD, v_BKSD = (heads.transpose(1, 2) for heads in (q_BSND, k_BSKD, v_BSKD))
@@ -98,5 +102,13 @@ class SelfAttention(nn.Module):
             q_BNSD, k_BKSD = rotate(q_BNSD, context.rope), rotate(k_BKSD, context.rope)
         mask_SS = context.window_mask_SS if self.layout.window is not None else None
         out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, mask_SS)
-        out: torch.Tensor = self.o(out_BNSD.transpose(1, 2).flatten(-2))
+        return self.output(out_BNSD.transpose(1, 2).flatten(-2))
+
+    def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism puts its own here."""
+        return self.q(x_BSH), self.k(x_BSH), self.v(x_BSH)
+
+    def output(self, heads_BSX: torch.Tensor) -> torch.Tensor:
+        """Map the results of all heads ``[B, S, heads · D]`` to ``[B, S, H]``; likewise."""
+        out: torch.Tensor = self.o(heads_BSX)
         return out

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.attention import Context, SelfAttention, window_mask
@@ -15,6 +18,10 @@ from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import Tables, tables
+from partool_runtime.placement import Placement
+
+HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(hidden ``[B, S, H]``, weight of the head, labels ``[B, S]``) → the sum of token losses, a scalar."""
 
 
 class Block(nn.Module):
@@ -41,10 +48,12 @@ class Head(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab, config.hidden))
         nn.init.normal_(self.weight, std=config.init_std)
+        self.loss: HeadLoss = loss
+        """Tensor parallelism puts its own here."""
 
     def forward(self, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of token losses, see :func:`partool_runtime.model.loss.loss`."""
-        return loss(hidden_BSH, self.weight, labels_BS)
+        return self.loss(hidden_BSH, self.weight, labels_BS)
 
 
 class Contexts:
@@ -52,12 +61,14 @@ class Contexts:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
+        self.length: int | None = None
+        """Tokens of a sequence, where the hidden state holds a share of them."""
         self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
         self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def __call__(self, x_BSH: torch.Tensor) -> Context:
-        """Return what the layers need besides ``x_BSH``, of its length, type and device."""
-        length, device = x_BSH.shape[1], x_BSH.device
+        """Return what the layers need besides ``x_BSH``, of its length (or ``length``), type and device."""
+        length, device = self.length or x_BSH.shape[1], x_BSH.device
         return Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
 
     def _rope_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Tables | None:
@@ -99,10 +110,16 @@ class AnyDecoder(nn.Module):
     config: ModelConfig
     copies: frozenset[str] = frozenset()
     """Parameters that another rank holds too, with the same gradient, and that count there."""
+    placements: Mapping[str, Placement] = MappingProxyType({})
+    """Of parameters that tensor ranks share, by name; those that are missing are whole."""
 
     def roots(self) -> tuple[nn.Module, ...]:
         """Return modules that together hold every parameter once and that are sharded on their own."""
         return (self,)
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of the whole model, whichever rank holds it."""
+        return {info.name: info.shape for info in parameters(self.config)}
 
 
 class Decoder(AnyDecoder):
@@ -124,6 +141,8 @@ class Decoder(AnyDecoder):
         self.final_norm = make_norm(config)
         self.head = None if config.tied_embeddings else Head(config)
         self.contexts = Contexts(config)
+        self.loss: HeadLoss = loss
+        """Of a tied head; tensor parallelism puts its own here."""
 
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, in order of use; together they hold every parameter once.
@@ -141,7 +160,7 @@ class Decoder(AnyDecoder):
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
         hidden_BSH = self.hidden(tokens_BS)
         if self.head is None:
-            return loss(hidden_BSH, self.embed.weight, labels_BS)
+            return self.loss(hidden_BSH, self.embed.weight, labels_BS)
         total: torch.Tensor = self.head(hidden_BSH, labels_BS)
         return total
 

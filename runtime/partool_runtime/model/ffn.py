@@ -35,9 +35,15 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        if self.gated:
-            inner: torch.Tensor = self.activation(self.gate(x_BSH)) * self.up(x_BSH)
-        else:
-            inner = self.activation(self.up(x_BSH))
-        out: torch.Tensor = self.down(inner)
+        first, *others = self.inputs(x_BSH)
+        inner = self.activation(first)
+        return self.output(inner * others[0] if others else inner)
+
+    def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return gate and up projections, or only the latter, ``[B, S, F]``; tensor parallelism puts its own here."""
+        return (self.gate(x_BSH), self.up(x_BSH)) if self.gated else (self.up(x_BSH),)
+
+    def output(self, inner_BSF: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, S, F]`` to ``[B, S, H]``; likewise."""
+        out: torch.Tensor = self.down(inner_BSF)
         return out

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
-from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, embedded
+from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, HeadLoss, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -20,9 +20,16 @@ Span = tuple[int, int]
 class TiedEmbedding(nn.Embedding):
     """An embedding whose weight is the output matrix too. Both uses are forward passes, so that a wrapper sees both."""
 
+    loss: HeadLoss = staticmethod(loss)
+    """Tensor parallelism puts its own here, on the instance."""
+
     def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
-        return super().forward(x) if labels_BS is None else loss(x, self.weight, labels_BS)
+        return self.rows(x) if labels_BS is None else self.loss(x, self.weight, labels_BS)
+
+    def rows(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return the rows of tokens, ``[B, S, H]``; tensor parallelism puts its own here."""
+        return super().forward(tokens_BS)
 
 
 class StageModule(nn.Module):

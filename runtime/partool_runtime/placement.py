@@ -1,0 +1,82 @@
+"""Where the part of a parameter that this rank computes with lies in the whole parameter.
+
+The one record that filling, gradient norm, optimizer, checkpoint and export read. FSDP2 shards rows of this part over
+the data-parallel ranks; every other cut (tensor parallelism) is described here and not by DTensor, which knows neither
+ranges of a fused matrix, nor heads that some ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from partool.layout.tensor import Range
+
+
+class Box(NamedTuple):
+    """A block of the whole parameter that this rank holds in one piece."""
+
+    local: tuple[slice, ...]
+    """Where it lies in the rank's part."""
+    offsets: tuple[int, ...]
+    """Where it begins in the whole."""
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one rank holds of a parameter, before data-parallel ranks share it."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    spans: tuple[tuple[Range, ...], ...]
+    """Per dimension the ranges held, in the order in which the rank holds them."""
+    counts: bool = True
+    """False where another tensor rank holds the same values and stands for them: in norms and in checkpoints."""
+    shared_by: tuple[int, ...] = ()
+    """Tensor ranks (places in the group) whose parts of the gradient are summed, this one among them; empty: none."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the rank's part."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans)
+
+    @property
+    def whole(self) -> bool:
+        """True where the rank's part is everything."""
+        return self.local_shape == self.shape
+
+    def boxes(self, rows: range | None = None) -> Iterator[Box]:
+        """Yield the blocks that make up the rows ``rows`` of this rank's part (None: all of it).
+
+        Local places count from the first of these rows.
+        """
+        rows = range(self.local_shape[0]) if rows is None and self.shape else rows or range(1)
+        if not self.shape:
+            yield Box((), (), ())
+            return
+        per_dim = [list(_pieces(self.spans[0], rows)), *(list(_pieces(ranges, None)) for ranges in self.spans[1:])]
+        for combination in product(*per_dim):
+            sizes = tuple(stop - start for _, (start, stop) in combination)
+            if prod(sizes):
+                local = tuple(slice(at, at + size) for (at, _), size in zip(combination, sizes, strict=True))
+                yield Box(local, tuple(start for _, (start, _) in combination), sizes)
+
+
+def whole(shape: Sequence[int]) -> Placement:
+    """Return the placement of a parameter that is not cut."""
+    return Placement(tuple(shape), tuple(((0, size),) for size in shape))
+
+
+def _pieces(ranges: Sequence[Range], window: range | None) -> Iterator[tuple[int, Range]]:
+    """Yield (local place, range of the whole) of what lies in a window of local indices; places from its start."""
+    at = 0
+    for start, stop in ranges:
+        length = stop - start
+        first, last = (at, at + length) if window is None else (max(at, window.start), min(at + length, window.stop))
+        if first < last:
+            yield first - (window.start if window is not None else 0), (start + first - at, start + last - at)
+        at += length
