@@ -1,5 +1,11 @@
 """Partition of a model over tensor-parallel ranks: which parameter is cut where, by which rule."""
 
+from partool.layout.tensor.cutting import by_name, collapse
+from partool.layout.tensor.heads import HeadRanges, head_ranges
+from partool.layout.tensor.own import own_partition
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
 
-__all__ = ["Cut", "Gradients", "Partition", "Range", "Style", "chunks"]
+__all__ = [
+    "Cut", "Gradients", "HeadRanges", "Partition", "Range", "Style", "by_name", "chunks", "collapse", "head_ranges",
+    "own_partition",
+]  # fmt: skip

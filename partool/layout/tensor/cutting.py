@@ -1,0 +1,64 @@
+"""Cuts of one dimension, and rows of parameters that are laid out alike collapsed into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from partool.layout.tensor.types import Cut, Partition, Range, chunks
+
+
+def cut(dim: int, ranges: Iterable[Range], unit: int = 1) -> Cut:
+    """Return the cut of a dimension in which each rank holds one range of units (heads, or single widths)."""
+    return Cut(
+        dim=dim,
+        ranges=tuple(((start * unit, stop * unit),) if stop > start else () for start, stop in ranges),
+    )
+
+
+def even(dim: int, size: int, ranks: int) -> Cut:
+    """Return the cut by ``torch.chunk`` sizes."""
+    return cut(dim, chunks(size, ranks))
+
+
+def fused(dim: int, parts: Sequence[Sequence[Range]], widths: Sequence[int]) -> Cut:
+    """Return the cut of a matrix that holds several: per part its width and each rank's range within it."""
+    ranges: list[tuple[Range, ...]] = []
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    for rank in range(len(parts[0])):
+        own = [(part[rank], at) for part, at in zip(parts, starts, strict=True)]
+        ranges.append(tuple((start + at, stop + at) for (start, stop), at in own if stop > start))
+    return Cut(dim=dim, ranges=tuple(ranges))
+
+
+def along(axis_of: Sequence[int], ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Return each rank's range where only its place on one axis of the mesh counts; ``axis_of`` gives the places."""
+    return tuple(ranges[place] for place in axis_of)
+
+
+def collapsed_name(name: str) -> str:
+    """Return the name with ``*`` for every number in it: ``layers.3.ffn.up.weight`` → ``layers.*.ffn.up.weight``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
+    """Return one row for parameters that differ only in their numbers; where any differs, each keeps its own row."""
+    groups: dict[str, list[Partition]] = {}
+    for row in rows:
+        groups.setdefault(collapsed_name(row.name), []).append(row)
+    found: list[Partition] = []
+    for name, group in groups.items():
+        first = group[0].model_copy(update={"name": name})
+        alike = all(row.model_copy(update={"name": name}) == first for row in group[1:])
+        found += [first] if alike else group
+    return tuple(found)
+
+
+def by_name(rows: Iterable[Partition], names: Iterable[str]) -> dict[str, Partition]:
+    """Return the row of every parameter, by its full name, from collapsed rows; a name without a row is left out."""
+    known: Mapping[str, Partition] = {row.name: row for row in rows}
+    found = {}
+    for name in names:
+        row = known.get(name) or known.get(collapsed_name(name))
+        if row is not None:
+            found[name] = row
+    return found

@@ -1,0 +1,199 @@
+"""Partition of partool's own decoder over tensor-parallel ranks.
+
+One-dimensional: Megatron-LM, arXiv 1909.08053, section 3, and with norms on shares of the sequence arXiv 2205.05198,
+section 4.2.2. Two-dimensional (d1 × d2): ATP, arXiv 2301.08658, the column-first order: the first matrices of a layer
+have outputs over d1 and inputs over d2, the second ones the other way round, so that the hidden size lies over d2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from partool.layout.parameters import ParameterInfo, parameters
+from partool.layout.tensor.cutting import along, collapse, collapsed_name, cut, even
+from partool.layout.tensor.heads import HeadRanges, head_ranges
+from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
+from partool.spec.model import ModelConfig
+
+_RULE = "preset partool"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    style: Style
+    cuts: tuple[Cut, ...] = ()
+    gradients: Gradients = "whole"
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """The tensor ranks as d1 × d2; all of them lie on the first axis where ``inner`` is 1."""
+
+    config: ModelConfig
+    size: int
+    inner: int
+    sequence_norms: bool
+
+    @property
+    def outer(self) -> int:
+        """d1."""
+        return self.size // self.inner
+
+    def over_outer(self, ranges: list[Range] | tuple[Range, ...]) -> tuple[Range, ...]:
+        """Return every rank's range where only the place on the first axis counts."""
+        return along([rank // self.inner for rank in range(self.size)], ranges)
+
+    def hidden(self, dim: int) -> tuple[Cut, ...]:
+        """Return the cut of the hidden size over d2; none where all ranks have all of it."""
+        if self.inner == 1:
+            return ()
+        ranges = chunks(self.config.hidden, self.inner)
+        return (cut(dim, along([rank % self.inner for rank in range(self.size)], ranges)),)
+
+    def heads(self) -> HeadRanges:
+        """Return the heads of each place on the first axis."""
+        config = self.config
+        return head_ranges(config.heads, config.heads if config.mla else config.kv_heads, self.outer)
+
+    @property
+    def summed(self) -> Gradients:
+        """Of what every rank applies to its tokens: a part of the gradient where these are shares of the sequence."""
+        return "summed" if self.sequence_norms else "whole"
+
+
+def own_partition(
+    config: ModelConfig, tensor: int, inner: int = 1, sequence_norms: bool = False
+) -> tuple[Partition, ...]:
+    """Return how ``tensor`` ranks share each parameter, rows collapsed over layers; none for one rank.
+
+    ``inner`` is d2 of two-dimensional tensor parallelism, a divisor of ``tensor``; flat ranks are i0 · d2 + i1.
+    """
+    if tensor == 1:
+        return ()
+    ranks = _Ranks(config, tensor, inner, sequence_norms)
+    # Layers are alike as far as they have the same parameters.
+    different = {collapsed_name(info.name): info for info in parameters(config)}
+    return collapse(_row(info, _decide(info, ranks)) for info in different.values())
+
+
+def _row(info: ParameterInfo, decision: _Decision) -> Partition:
+    # A cut over an axis of one rank cuts nothing.
+    cuts = tuple(one for one in decision.cuts if any(held != ((0, info.shape[one.dim]),) for held in one.ranges))
+    return Partition(
+        name=info.name, shape=info.shape, style=decision.style, cuts=cuts, gradients=decision.gradients, rule=_RULE,
+        why=decision.why,
+    )  # fmt: skip
+
+
+def _decide(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    """Return the decision about one parameter."""
+    if info.kind == "attention" and info.name.split(".")[-2] not in ("q_a", "kv_a"):
+        return _attention(info, ranks)
+    return _BY_KIND[info.kind](info, ranks)
+
+
+def _embedding(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    if ranks.inner == 1:
+        return _Decision("vocabulary", (even(0, info.shape[0], ranks.size),), why="tokens over all ranks")
+    if ranks.config.tied_embeddings:
+        # The head needs whole rows: the one matrix lies as the head's would.
+        return _Decision("vocabulary", (even(0, info.shape[0], ranks.size),), why="tied to the head: tokens over d1·d2")
+    rows = ranks.over_outer(chunks(info.shape[0], ranks.outer))
+    return _Decision("vocabulary", (cut(0, rows), *ranks.hidden(1)), why="tokens over d1, hidden size over d2")
+
+
+def _head(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    return _Decision("vocabulary", (even(0, info.shape[0], ranks.size),), why="tokens over all ranks")
+
+
+def _position(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    return _Decision("replicated", ranks.hidden(1), ranks.summed, _why_replicated(ranks))
+
+
+def _norm(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    if info.name.split(".")[-2] in ("q_norm", "k_norm"):
+        return _Decision("replicated", (), "summed", "each rank applies it to its own heads")
+    if info.name.split(".")[-2] in ("q_a_norm", "kv_a_norm"):
+        return _Decision("replicated", (), ranks.summed, "of the latent, which every rank has")
+    return _Decision("replicated", ranks.hidden(0), ranks.summed, _why_replicated(ranks))
+
+
+def _why_replicated(ranks: _Ranks) -> str:
+    if ranks.sequence_norms:
+        return "each rank applies it to its share of the sequence"
+    return "hidden size over d2" if ranks.inner > 1 else "of the hidden state, which every rank has"
+
+
+def _attention(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    """Decide about a projection whose output or input is the heads."""
+    config, heads = ranks.config, ranks.heads()
+    *_, name, ending = info.name.split(".")
+    if name == "o":
+        width = config.mla.v_head_dim if config.mla else config.head_dim
+        return _second(ending, ranks, cut(1, ranks.over_outer(heads.queries), width))
+    keys = name in ("k", "v")
+    unit = info.shape[0] // (config.kv_heads if keys else config.heads)
+    if ending == "bias" and ranks.inner > 1:
+        # Added once the heads are dealt over d2 as well, so that it lies where they do.
+        all_heads = head_ranges(config.heads, config.kv_heads, ranks.size)
+        chosen = all_heads.keys if keys else all_heads.queries
+        return _Decision("column", (cut(0, chosen, unit),), why="whole heads over d1·d2")
+    rows = cut(0, ranks.over_outer(heads.keys if keys else heads.queries), unit)
+    shared = keys and heads.shared
+    why = "whole heads, shared by the ranks of their query heads" if shared else "whole heads"
+    return _Decision("column", (rows, *_columns(ending, ranks)), "summed" if shared else "whole", why)
+
+
+def _columns(ending: str, ranks: _Ranks) -> tuple[Cut, ...]:
+    return ranks.hidden(1) if ending == "weight" else ()
+
+
+def _second(ending: str, ranks: _Ranks, columns: Cut) -> _Decision:
+    """Decide about the second matrix of a pair, or its bias, which is added once the parts are summed."""
+    if ending == "bias":
+        return _Decision("replicated", ranks.hidden(0), ranks.summed, "added to the sum")
+    return _Decision("row", (columns, *ranks.hidden(0)), why="input widths as the layer before it leaves them")
+
+
+def _network(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    """Decide about a feed-forward network; widths by ``torch.chunk`` sizes."""
+    *_, name, ending = info.name.split(".")
+    if name == "down":
+        widths = chunks(info.shape[-1], ranks.outer)
+        return _second(ending, ranks, cut(1, ranks.over_outer(widths)))
+    rows = cut(0, ranks.over_outer(chunks(info.shape[0], ranks.outer)))
+    return _Decision("column", (rows, *_columns(ending, ranks)), why="inner widths")
+
+
+def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    """Decide about stacked experts ``[E, out, in]``: each is cut as a feed-forward network is."""
+    down = info.name.split(".")[-2] == "down"
+    inner, hidden = (2, 1) if down else (1, 2)
+    widths = cut(inner, ranks.over_outer(chunks(info.shape[inner], ranks.outer)))
+    style: Style = "row" if down else "column"
+    return _Decision(style, (widths, *ranks.hidden(hidden)), why="inner widths of every expert")
+
+
+def _router(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    return _Decision("replicated", ranks.hidden(1), "summed", "each rank weighs its part of the experts' outputs")
+
+
+def _latent(info: ParameterInfo, ranks: _Ranks) -> _Decision:
+    why = "low rank, which every head reads"
+    if info.name.split(".")[-2] == "kv_a":
+        why += "; the gradient of its rotary part is summed over the ranks' heads"
+    return _Decision("replicated", (), ranks.summed, why)
+
+
+_BY_KIND: dict[str, Callable[[ParameterInfo, _Ranks], _Decision]] = {
+    "embedding": _embedding,
+    "position": _position,
+    "norm": _norm,
+    "attention": _latent,
+    "ffn": _network,
+    "router": _router,
+    "expert": _expert,
+    "head": _head,
+}
