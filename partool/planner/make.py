@@ -22,6 +22,7 @@ from partool.planner.data import resolve_data
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
+from partool.planner.tensor_checks import partition
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
@@ -122,6 +123,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         frozen=tuple(spec.model.frozen),
         devices=problem.devices,
         layout=sealed(best.layout),
+        partition=partition(problem, best.layout),
         training=spec.training,
         optimizer=spec.optimizer,
         data=resolved.data,

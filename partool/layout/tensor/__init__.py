@@ -3,9 +3,21 @@
 from partool.layout.tensor.cutting import by_name, collapse
 from partool.layout.tensor.heads import HeadRanges, head_ranges
 from partool.layout.tensor.own import own_partition
+from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
 
 __all__ = [
-    "Cut", "Gradients", "HeadRanges", "Partition", "Range", "Style", "by_name", "chunks", "collapse", "head_ranges",
+    "Cut",
+    "Gradients",
+    "HeadRanges",
+    "Partition",
+    "Range",
+    "Structure",
+    "StructureModule",
+    "Style",
+    "by_name",
+    "chunks",
+    "collapse",
+    "head_ranges",
     "own_partition",
 ]  # fmt: skip

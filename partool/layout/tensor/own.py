@@ -25,6 +25,7 @@ class _Decision:
     cuts: tuple[Cut, ...] = ()
     gradients: Gradients = "whole"
     why: str = ""
+    summed_outputs: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def _row(info: ParameterInfo, decision: _Decision) -> Partition:
     cuts = tuple(one for one in decision.cuts if any(held != ((0, info.shape[one.dim]),) for held in one.ranges))
     return Partition(
         name=info.name, shape=info.shape, style=decision.style, cuts=cuts, gradients=decision.gradients, rule=_RULE,
-        why=decision.why,
+        why=decision.why, summed_outputs=decision.summed_outputs,
     )  # fmt: skip
 
 
@@ -177,14 +178,16 @@ def _expert(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _router(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    return _Decision("replicated", ranks.hidden(1), "summed", "each rank weighs its part of the experts' outputs")
+    why = "every rank has all tokens; the gradients of its choices are summed where the experts use them"
+    return _Decision("replicated", ranks.hidden(1), ranks.summed, why)
 
 
 def _latent(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    why = "low rank, which every head reads"
-    if info.name.split(".")[-2] == "kv_a":
+    why, summed_outputs, mla = "low rank, which every head reads", (), ranks.config.mla
+    if info.name.split(".")[-2] == "kv_a" and mla is not None:
         why += "; the gradient of its rotary part is summed over the ranks' heads"
-    return _Decision("replicated", (), ranks.summed, why)
+        summed_outputs = ((mla.kv_rank, mla.kv_rank + mla.rope_head_dim),)
+    return _Decision("replicated", (), ranks.summed, why, summed_outputs)
 
 
 _BY_KIND: dict[str, Callable[[ParameterInfo, _Ranks], _Decision]] = {

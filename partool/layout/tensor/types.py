@@ -44,6 +44,9 @@ class Partition(_Record):
     cuts: tuple[Cut, ...] = ()
     """None where it is replicated; two in two-dimensional tensor parallelism."""
     gradients: Gradients = "whole"
+    summed_outputs: tuple[Range, ...] = ()
+    """Of a replicated matrix, widths of the output that every head reads: the gradient that comes back for them is
+    summed over the ranks (the rotary part of latent attention's keys, arXiv 2405.04434, section 2.1.3)."""
     rule: str
     """What decided: ``pattern '…'``, ``preset NAME``, ``tp_plan``, ``structure``."""
     why: str = ""
