@@ -45,6 +45,9 @@ RING = tuple(SCHEDULES.index(name) for name in ("weipipe", "weipipe-naive", "wei
 EAGER = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "weipipe", "weipipe-naive", "weipipe-zb"))
 """Those whose blocks cannot be compiled: backward passes in halves, or weights that come and go."""
 
+OVERLAPS = ("none", "backward", "symmetric")
+"""Values of ``Layouts.tensor_overlap`` by index."""
+
 COMPUTE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """Bytes of one element of activations and of the parameters they are computed with (fp8 casts as it multiplies)."""
 MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
@@ -140,6 +143,14 @@ class Layouts:
     """1 where saved activations go to host memory."""
     compiled: Column = 1
     """1 where blocks are compiled."""
+    tensor_inner: Column = 1
+    """d2 of the d1 × d2 tensor ranks; 1 where they lie on one axis."""
+    sequence_norms: Column = 0
+    """1 where norms and residuals work on a share of the sequence per tensor rank."""
+    tensor_overlap: Column = 0
+    """Index in :data:`OVERLAPS`."""
+    tensor_chunks: Column = 1
+    """Pieces of a micro-batch whose sums travel while the next is multiplied."""
 
     @property
     def folded(self) -> Column:

@@ -15,11 +15,11 @@ import numpy as np
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
 from partool.cost.case import RECOMPUTE, Column, Job, Layouts
+from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
 from partool.cost.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
-from partool.cost.predict import columns
 from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
 from partool.cost.states import HOST_FACTOR, States, states
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes

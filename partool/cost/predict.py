@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost.bound import Step, owned_elements, step
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.case import Job
 from partool.cost.collective import all_reduce_s, axis_group, send_s
+from partool.cost.columns import columns
 from partool.cost.flops import model_flops
 from partool.cost.layer import Layer, Pass, kinds
 from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
@@ -30,38 +31,6 @@ from partool.schedule import StageTimes
 from partool.spec.parallel import Recompute
 
 _DATA_S = 1e-4
-
-
-def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
-    """Return a layout as columns of single numbers, as if all layers had one recompute policy.
-
-    Without one, the share of the layers that recompute follows the most frugal of their policies.
-    """
-    mesh = layout.mesh
-    some = [chosen for chosen in layout.recompute if chosen != "none"]
-    share = 1.0 if policy or not some else len(some) / len(layout.recompute)
-    policy = policy or max(some, key=RECOMPUTE.index, default="none")
-    return Layouts(
-        pp=mesh.pp,
-        replicas=mesh.dp_replicate,
-        shards=mesh.dp_shard,
-        cp=mesh.cp,
-        tp=mesh.tp,
-        ep=layout.expert,
-        zero=layout.zero,
-        micro_batch=layout.micro_batch,
-        accumulation=layout.accumulation,
-        recompute=RECOMPUTE.index(policy),
-        recompute_share=share,
-        schedule=SCHEDULES.index(layout.schedule),
-        chunks=layout.chunks,
-        in_flight=layout.in_flight,
-        sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
-        host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
-        host_parameters=int(layout.offload_parameters == "cpu"),
-        host_activations=int(layout.offload_activations == "cpu"),
-        compiled=int(layout.compile == "block"),
-    )
 
 
 @dataclass(frozen=True)

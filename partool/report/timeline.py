@@ -76,7 +76,7 @@ def bubble_words(plan: Plan, drawing: Drawing) -> str:
 
 def shares_cores(plan: Plan) -> bool:
     """Return True if ranks of the pipeline wait for each other's cores, as a timeline does not show."""
-    from partool.cost.predict import columns
+    from partool.cost.columns import columns
     from partool.cost.sync import pipeline_wait
 
     return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), columns(plan.layout))) > 0.0

@@ -18,7 +18,8 @@ from partool.cost.gemm import matmul_s
 from partool.cost.layer import kinds, layer
 from partool.cost.micro import micro
 from partool.cost.offload import offload
-from partool.cost.predict import columns, predict_time
+from partool.cost.columns import columns
+from partool.cost.predict import predict_time
 from partool.cost.stacks import PARTOOL, STACKS, own_stack
 from partool.cost.traffic import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters

@@ -22,7 +22,7 @@ from partool.cost.peak import (
     peak_memory,
     predict_memory,
 )
-from partool.cost.predict import columns
+from partool.cost.columns import columns
 from partool.cost.saved import saved_by_layer
 from partool.cost.stacks import STACKS
 from partool.cost.states import HOST_FACTOR, States, states
