@@ -54,10 +54,10 @@ class Placement:
 
         Local places count from the first of these rows.
         """
-        rows = range(self.local_shape[0]) if rows is None and self.shape else rows or range(1)
         if not self.shape:
             yield Box((), (), ())
             return
+        rows = range(self.local_shape[0]) if rows is None else rows
         per_dim = [list(_pieces(self.spans[0], rows)), *(list(_pieces(ranges, None)) for ranges in self.spans[1:])]
         for combination in product(*per_dim):
             sizes = tuple(stop - start for _, (start, stop) in combination)

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from partool.plan.types import Plan
 from partool.spec.duration import duration_s
 from partool_runtime.checkpoint import Checkpointer, WriteStats
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
+from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
 from partool_runtime.stepping import Stepper
 
@@ -32,14 +33,14 @@ class Saver:
         run_dir: Path,
         ranks: Ranks,
         *,
-        model: nn.Module,
+        model: AnyDecoder,
         optimizer: AdamW,
         scaler: LossScaler,
         stepper: Stepper,
         fingerprint: str,
     ) -> None:
         # Taken before the first forward pass, after which modules may hold gathered parameters.
-        self._state = {f"model.{n}": p.detach() for n, p in model.named_parameters()} | optimizer.state()
+        self._state = _state(model, optimizer)
         self._plan = plan
         self._ranks = ranks
         self._optimizer = optimizer
@@ -120,6 +121,12 @@ class Saver:
     def close(self) -> None:
         """Wait for the write under way."""
         self._checkpointer.close()
+
+
+def _state(model: AnyDecoder, optimizer: AdamW) -> dict[str, Value]:
+    """Return weights and moments under their names, each with its place in the whole."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()} | optimizer.state()
+    return {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}
 
 
 def _same_help(what: str) -> str:

@@ -47,7 +47,8 @@ class Passes(Protocol):
         """Leave in every trained parameter's ``grad`` that of the token losses' sum times ``weight``, a scalar.
 
         Return the sum of the token losses that this rank has seen, a float64 scalar: every token of the step counts on
-        one rank. ``batch`` are all micro-batches of this rank's data-parallel position.
+        one rank, or on all of a tensor-parallel group. ``batch`` are all micro-batches of this rank's data-parallel
+        position.
         """
 
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
@@ -166,8 +167,9 @@ class Stepper:
         if loss_sum is None:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
-        tokens /= self._ranks.pp.size()  # the ranks of a pipeline have all counted the same ones
-        return loss / max(tokens, 1), int(tokens)
+        tensor_ranks = self._ranks.tp.size()  # all of them have the loss of the same tokens
+        tokens /= self._ranks.pp.size() * tensor_ranks  # the ranks of a pipeline have all counted the same ones
+        return loss / tensor_ranks / max(tokens, 1), int(tokens)
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         count = sum(int((micro.labels_BS != IGNORED_LABEL).sum()) for micro in batch)

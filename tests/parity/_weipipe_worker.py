@@ -25,8 +25,7 @@ from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import Ring, open_ring
-from partool_runtime.weights import fill, materialise
-from partool_runtime.weights.pipeline import frozen_names, whole_shapes
+from partool_runtime.weights import fill, frozen_names, materialise, whole_shapes
 
 
 def timer(_: str) -> nullcontext[None]:

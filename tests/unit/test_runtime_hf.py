@@ -191,7 +191,7 @@ def test_types_are_kept_and_rows_are_read_alone(tmp_path):
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
     with open_folder(tmp_path, config) as source:
         for name, parameter in model.named_parameters():
-            rows = source.rows(name, tuple(parameter.shape), 5, 9)
+            rows = source.block(name, tuple(parameter.shape), (5, *parameter.shape[1:0]), (4,))
             assert rows.dtype == torch.bfloat16
             assert torch.equal(rows, parameter[5:9]), name
 

@@ -25,7 +25,7 @@ from partool_runtime.export import export, main
 from partool_runtime.hf import open_folder, write_folder
 from partool_runtime.model import Decoder
 from partool_runtime.weights import build, fill, freeze, materialise, post_load
-from partool_runtime.weights.draw import BLOCK_ELEMENTS, block_rows, init_rows
+from partool_runtime.weights.draw import BLOCK_ELEMENTS, block_rows, dummy_source, init_source
 from partool_runtime.weights.rows import local_part, local_rows, split_rows
 
 CONFIG = ModelConfig(
@@ -136,11 +136,13 @@ def test_init_scheme():
     assert torch.equal(bf16["embed.weight"], model["embed.weight"].bfloat16())
 
 
-def test_rows_are_drawn_alone():
-    source = init_rows(CONFIG, 7)
-    whole = source("embed.weight", (4001, 33), 0, 4001)
-    for start, stop in ((0, 1), (1980, 1990), (1985, 4001), (4000, 4001), (17, 17)):
-        assert torch.equal(source("embed.weight", (4001, 33), start, stop), whole[start:stop])
+def test_blocks_are_drawn_alone():
+    for source in (init_source(CONFIG, 7), dummy_source(CONFIG)):
+        whole = source("embed.weight", (4001, 33), (0, 0), (4001, 33))
+        for start, stop in ((0, 1), (1980, 1990), (1985, 4001), (4000, 4001), (17, 17)):
+            for left, right in ((0, 33), (0, 1), (7, 20), (32, 33), (5, 5)):
+                block = source("embed.weight", (4001, 33), (start, left), (stop - start, right - left))
+                assert torch.equal(block, whole[start:stop, left:right])
 
 
 def test_dummy_weights_train():
@@ -271,7 +273,7 @@ def test_export(tmp_path, capsys):
     assert main([str(run), "--out", str(out), "--step", "3", "--force", "--dtype", "bf16"]) == 0
     assert list(out.parent.iterdir()) == [out]
     with open_folder(out, SMALL) as source:
-        assert source.rows("embed.weight", (19, 33), 0, 1).dtype == torch.bfloat16
+        assert source.block("embed.weight", (19, 33), (0, 0), (1, 33)).dtype == torch.bfloat16
     assert main([str(run), "--out", str(tmp_path / "x"), "--step", "4"]) == 78
     assert "steps 3, 12" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

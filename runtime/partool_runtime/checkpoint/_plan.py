@@ -1,4 +1,7 @@
-"""Who writes what, in DCP's terms: replicated values once, shards by one of the ranks that hold them."""
+"""Who writes what, in DCP's terms: replicated values once, shards by one of the ranks that hold them.
+
+A tensor-parallel rank's part of a tensor may be several blocks of the whole; each is an item of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.pieces import Piece, Placed, Value
 
-State = Mapping[str, Tensor]
-"""Names to tensors or DTensors."""
+State = Mapping[str, Value]
+"""Names to tensors, DTensors, or tensor ranks' parts of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +35,15 @@ class WritePlan:
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Resolves write items from this rank's local tensors by name: each rank holds at most one piece of each."""
+    """Resolves write items from this rank's staged blocks."""
 
-    def __init__(self, local: dict[str, Tensor]) -> None:
+    def __init__(self, staged: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._local = local
+        self._staged = staged
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return the local piece of a tensor."""
-        return self._local[index.fqn]
+        """Return a block of a tensor."""
+        return self._staged[index]
 
 
 def local_tensor(value: Tensor) -> Tensor:
@@ -50,7 +54,9 @@ def local_tensor(value: Tensor) -> Tensor:
 def signature(state: State) -> tuple[object, ...]:
     """Return what a plan depends on: names, shapes, types and placements."""
     return tuple(
-        (name, tuple(value.shape), value.dtype, value.placements if isinstance(value, DTensor) else None)
+        (name, value.shape, value.dtype, _layout(value.tensor), value.placement)
+        if isinstance(value, Placed)
+        else (name, tuple(value.shape), value.dtype, _layout(value))
         for name, value in sorted(state.items())
     )
 
@@ -58,12 +64,17 @@ def signature(state: State) -> tuple[object, ...]:
 def make_plan(state: State, ranks: Ranks) -> WritePlan:
     """Agree on who writes what; a collective.
 
-    Raises CheckpointError where the ranks' shards do not make up whole tensors.
+    Raises CheckpointError where the ranks' blocks do not make up whole tensors.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(sorted(state.items())), is_coordinator=ranks.rank == 0)
+    tensors = {name: value for name, value in sorted(state.items()) if not isinstance(value, Placed)}
+    planner.set_up_planner(tensors, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
-    plans = ranks.gather(dataclasses.replace(local, items=[item for item in local.items if not _is_empty_shard(item)]))
+    items = [item for item in local.items if not _is_empty_shard(item)]
+    items += [
+        item for name, value in sorted(state.items()) if isinstance(value, Placed) for item in _items(name, value)
+    ]
+    plans = ranks.gather(dataclasses.replace(local, items=items))
     results: list[tuple[list[SavePlan], Metadata]] = []
     ranks.agree(lambda: results.append(planner.create_global_plan(plans)))  # the same everywhere: nothing to send
     everyone, metadata = results[0]
@@ -71,14 +82,53 @@ def make_plan(state: State, ranks: Ranks) -> WritePlan:
     return WritePlan(own, metadata, sum(_item_bytes(item) for plan in everyone for item in plan.items))
 
 
-def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[str, Tensor]:
+def stage(state: State, plan: WritePlan, *, copy: bool) -> dict[MetadataIndex, Tensor]:
     """Return what this rank writes, on the CPU; with ``copy`` it shares nothing with ``state``."""
-    names = {item.index.fqn for item in plan.items.items}
-    local = {name: local_tensor(state[name]) for name in sorted(names)}
-    staged = {name: _on_host(value) if value.is_cuda else value.to("cpu", copy=copy) for name, value in local.items()}
-    if any(value.is_cuda for value in local.values()):
+    blocks: dict[str, dict[MetadataIndex, Tensor]] = {}
+    local: dict[MetadataIndex, Tensor] = {}
+    for index in sorted((item.index for item in plan.items.items), key=lambda index: index.fqn):
+        value = state[index.fqn]
+        if isinstance(value, Placed):
+            found = blocks.get(index.fqn) or blocks.setdefault(index.fqn, blocks_of(index.fqn, value))
+            local[index] = found[index]
+        else:  # of these a rank holds one block at most
+            local[index] = local_tensor(value)
+    staged = {index: _on_host(block) if block.is_cuda else block.to("cpu", copy=copy) for index, block in local.items()}
+    if any(block.is_cuda for block in local.values()):
         torch.cuda.current_stream().synchronize()
     return staged
+
+
+def blocks_of(name: str, value: Placed) -> dict[MetadataIndex, Tensor]:
+    """Return what this rank holds of a tensor, under the names that DCP has for its blocks; shares memory."""
+    return {_index(name, piece): piece.tensor for piece in value.pieces()}
+
+
+def _items(name: str, value: Placed) -> list[WriteItem]:
+    """Return one item per block; none where another tensor rank stands for this one."""
+    if not value.placement.counts:
+        return []
+    size = torch.Size(value.shape)
+    return [
+        WriteItem(
+            index=_index(name, piece),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
+                properties=TensorProperties.create_from_tensor(piece.tensor),
+                size=size,
+            ),
+        )
+        for piece in value.pieces()
+    ]
+
+
+def _index(name: str, piece: Piece) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(piece.offsets))
+
+
+def _layout(tensor: Tensor) -> object:
+    return tensor.placements if isinstance(tensor, DTensor) else None
 
 
 def _on_host(value: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
+from partool_runtime.checkpoint._plan import State, blocks_of
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.pieces import Placed
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
@@ -28,7 +39,7 @@ def tensor_shapes(path: Path) -> Entries:
     return _shapes(_checked_metadata(path, read_manifest(path)))
 
 
-def load_folder(path: Path, state: dict[str, Tensor], ranks: Ranks | None = None, run: str = "last") -> dict[str, Any]:
+def load_folder(path: Path, state: State, ranks: Ranks | None = None, run: str = "last") -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
     ``run`` is what errors call the run.
@@ -120,10 +131,37 @@ def _brief(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _read(path: Path, metadata: Metadata, state: dict[str, Tensor]) -> None:
+class _Planner(DefaultLoadPlanner):
+    """Resolves read items from tensors by name, and from the blocks of tensor ranks' parts by name and offset."""
+
+    def __init__(self, blocks: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._blocks = blocks
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return what a read item fills a part of."""
+        block = self._blocks.get(index)
+        return super().lookup_tensor(index) if block is None else block
+
+
+def _read(path: Path, metadata: Metadata, state: State) -> None:
     reader = FileSystemReader(path)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), metadata, is_coordinator=True)
+    parts = {name: blocks_of(name, value) for name, value in state.items() if isinstance(value, Placed)}
+    planner = _Planner({index: block for blocks in parts.values() for index, block in blocks.items()})
+    tensors = {name: value for name, value in state.items() if not isinstance(value, Placed)}
+    planner.set_up_planner(tensors, metadata, is_coordinator=True)
+    plan = planner.create_local_plan()
+    items = [item for name, blocks in parts.items() for item in _read_items(name, metadata, blocks)]
     with torch.no_grad():
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
+
+
+def _read_items(name: str, metadata: Metadata, blocks: Mapping[MetadataIndex, Tensor]) -> list[ReadItem]:
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata), name
+    chunks = [
+        ChunkStorageMetadata(index.offset, block.shape) for index, block in blocks.items() if index.offset is not None
+    ]
+    items: list[ReadItem] = create_read_items_for_chunk_list(name, entry, chunks)
+    return items

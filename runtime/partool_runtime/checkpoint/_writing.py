@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from partool_runtime.checkpoint import _folders
@@ -33,8 +34,8 @@ class Job:
     step: int
     extra: dict[str, Any]
     plan: WritePlan
-    staged: dict[str, Tensor]
-    """This rank's pieces, on the CPU."""
+    staged: dict[MetadataIndex, Tensor]
+    """This rank's blocks, on the CPU."""
     keep: int
 
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from partool_runtime.checkpoint import _folders, _writing
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.checkpoint._files import Files, FolderLock
 from partool_runtime.checkpoint._manifest import newest_step, step_folder
-from partool_runtime.checkpoint._plan import WritePlan, make_plan, signature, stage
+from partool_runtime.checkpoint._plan import State, WritePlan, make_plan, signature, stage
 from partool_runtime.checkpoint._reading import load_folder
 from partool_runtime.errors import ConfigurationError
 
@@ -76,11 +74,11 @@ class Checkpointer:
         """Of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
         self._ranks.on_first(self._take_over)
 
-    def save(self, step: int, state: dict[str, Tensor], extra: dict[str, Any], *, wait: bool = False) -> None:
+    def save(self, step: int, state: State, extra: dict[str, Any], *, wait: bool = False) -> None:
         """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
 
-        ``state`` maps names to tensors or DTensors; ``extra`` is JSON, and rank 0's counts. What several ranks hold is
-        saved once. Raises what :meth:`wait` raises.
+        ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON, and
+        rank 0's counts. What several ranks hold is saved once. Raises what :meth:`wait` raises.
         """
         started_s = time.perf_counter()
         self.wait()
@@ -112,7 +110,7 @@ class Checkpointer:
         self.wait()
         return self._ranks.on_first(lambda: newest_step(self._folder))
 
-    def load(self, step: int, state: dict[str, Tensor]) -> dict[str, Any]:
+    def load(self, step: int, state: State) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
         Raises ConfigurationError PT610 (none there), PT611 (damaged) or PT612 (of another model); deletes nothing.
@@ -130,7 +128,7 @@ class Checkpointer:
                 self._lock.release()
                 self._lock = None
 
-    def _planned(self, state: dict[str, Tensor]) -> WritePlan:
+    def _planned(self, state: State) -> WritePlan:
         key = signature(state)
         if self._plan is None or self._plan[0] != key:
             self._plan = key, make_plan(state, self._ranks)

@@ -1,4 +1,4 @@
-"""Reading a safetensors folder by rows."""
+"""Reading a safetensors folder by blocks of its tensors."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ class HfFolder:
             "v": ((config.heads + config.kv_heads) * config.head_dim, config.kv_heads * config.head_dim),
         }
 
-    def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Return rows ``start`` … ``stop`` of a parameter of ours; only these are read from disk."""
+    def block(
+        self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return a block of a parameter of ours that begins at ``offsets``; only this is read from disk."""
         del shape
         place = self._place(name)
         assert place is not None, name
         view = self._handles[place.name].get_slice(place.name)
-        offset = self._fused[place.part][0] if place.part else 0
-        if place.transposed:
-            columns: torch.Tensor = view[:, offset + start : offset + stop]
-            return columns.T
-        result: torch.Tensor = view[offset + start : offset + stop]
-        return result
+        begin = self._fused[place.part][0] if place.part else 0
+        cut = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
+        if cut:
+            cut[0] = slice(cut[0].start + begin, cut[0].stop + begin)
+        stored: torch.Tensor = view[tuple(reversed(cut) if place.transposed else cut)]
+        return stored.T if place.transposed else stored
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compare the folder with a model's parameters; raises ConfigurationError PT621 with all differences."""

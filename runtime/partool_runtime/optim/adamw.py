@@ -17,7 +17,8 @@ class AdamW:
     Parameters without a gradient in a step are taken to have a gradient of zero: their moments decay, so a step does
     not depend on how the model is spread. Moments have the type and the placement of their parameter.
 
-    ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update.
+    ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update. A
+    parameter may be a tensor rank's part of a larger one, which has as many dimensions: these decide on the decay.
     """
 
     def __init__(

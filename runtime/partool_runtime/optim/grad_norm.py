@@ -23,18 +23,19 @@ class GradientCheck:
     norm: float
     finite: bool
     loss_sum: float
-    """Sum of the ranks' losses."""
+    """Sum of the ranks' losses; tensor ranks, which all have the same one, count as one."""
 
 
 def check_gradients(shards: Sequence[torch.Tensor], loss_sum: torch.Tensor, ranks: Ranks, mode: Mode) -> GradientCheck:
     """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
 
-    One all-reduce of three float64 over all ranks; replicas hold the same gradients, so their sum is divided by their
-    number. ``shards`` leaves out what another pipeline rank counts.
+    One all-reduce of three float64 over all ranks; replicas hold the same gradients and tensor ranks see the same loss,
+    so these sums are divided by their number. ``shards`` leaves out what another pipeline or tensor rank counts.
     """
     squares, finite = _local_sums(shards, mode) if ranks.device.type == "cpu" else _device_sums(shards)
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
     total, nonfinite, loss = sum_over(packed, ranks.world).tolist()
+    loss /= ranks.tp.size()
     # The sum of finite squares may overflow or a shard may hold an infinity: neither can be clipped.
     good = nonfinite == 0 and math.isfinite(total) and math.isfinite(loss)
     return GradientCheck(math.sqrt(total / ranks.replicas) if good else math.nan, good, loss)

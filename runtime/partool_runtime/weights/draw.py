@@ -1,7 +1,7 @@
 """First weights that need no file: drawn from a seed, or constants.
 
-Every value depends on the seed, the parameter's name and shape, and nothing else: a rank that holds a few rows draws
-the blocks that contain them, and every layout starts from the same bits.
+Every value depends on the seed, the parameter's name and shape, and nothing else: a rank that holds a few rows or
+columns draws the rows that contain them, and every layout starts from the same bits.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 from partool.spec.model import ModelConfig
 
 Shape = tuple[int, ...]
-RowSource = Callable[[str, Shape, int, int], torch.Tensor]
-"""(parameter name, its whole shape, first row, one-past-last row) → those rows, on the CPU."""
+BlockSource = Callable[[str, Shape, Shape, Shape], torch.Tensor]
+"""(parameter name, its whole shape, where a block of it begins, the block's shape) → the block, on the CPU."""
 
 BLOCK_ELEMENTS = 2**16
 """Elements drawn from one generator, rounded down to whole rows. Changing it changes all first weights."""
 
 
-def init_rows(config: ModelConfig, seed: int) -> RowSource:
+def init_source(config: ModelConfig, seed: int) -> BlockSource:
     """Return the source of fresh weights, in float32.
 
     Matrices are normal with ``init_std``; those that write into the residual stream (``o``, ``down``) are narrower by
     √(2·layers), the number of such additions (GPT-2, Radford et al. 2019, section 2.3). Norms are one, biases zero.
     """
-    return partial(_rows, config=config, values=partial(_normal, seed=seed))
+    return partial(_block, config=config, values=partial(_normal, seed=seed))
 
 
-def dummy_rows(config: ModelConfig) -> RowSource:
+def dummy_source(config: ModelConfig) -> BlockSource:
     """Return a source of constants for dry runs: quick, the same for every seed; neighbouring rows and columns differ.
 
     Row r, column c of a matrix is ``std · (((31·r + 17·c) mod 13) − 6) / √14``, whose deviation over a period of 13 is
-    the ``std`` of :func:`init_rows`; norms are one, biases zero.
+    the ``std`` of :func:`init_source`; norms are one, biases zero.
     """
-    return partial(_rows, config=config, values=_pattern)
+    return partial(_block, config=config, values=_pattern)
 
 
 def block_rows(shape: Shape) -> int:
@@ -46,20 +46,21 @@ def block_rows(shape: Shape) -> int:
     return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
 
 
-def _rows(
+def _block(
     name: str,
     shape: Shape,
-    start: int,
-    stop: int,
+    offsets: Shape,
+    sizes: Shape,
     *,
     config: ModelConfig,
     values: Callable[[str, Shape, int, int], torch.Tensor],
 ) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0)
+    if len(shape) <= 1:
+        return torch.full(sizes, 0.0 if name.endswith(".bias") else 1.0)
     residual = name.endswith((".o.weight", ".down.weight"))
     std = config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-    return values(name, shape, start, stop) * std
+    columns = tuple(slice(at, at + size) for at, size in zip(offsets[1:], sizes[1:], strict=True))
+    return values(name, shape, offsets[0], offsets[0] + sizes[0])[(slice(None), *columns)] * std
 
 
 def _normal(name: str, shape: Shape, start: int, stop: int, *, seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Filling a model's parameters from any source, each rank its own rows."""
+"""Filling a model's parameters from any source, each rank its own blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from partool.spec.model import Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.reader import open_folder
 from partool_runtime.model import AnyDecoder
-from partool_runtime.weights.draw import RowSource, block_rows, dummy_rows, init_rows
-from partool_runtime.weights.rows import local_part, local_rows, whole_shapes
+from partool_runtime.pieces import Piece, pieces
+from partool_runtime.weights.draw import BlockSource, block_rows, dummy_source, init_source
 
 _COPY_ELEMENTS = 2**24
 """Elements in flight between a source and a parameter: bounds the memory beside the model."""
@@ -21,18 +21,18 @@ _COPY_ELEMENTS = 2**24
 def fill(model: AnyDecoder, weights: Weights, *, seed: int) -> None:
     """Fill all parameters from ``weights.source``: ``init`` (from the seed), ``dummy``, ``hf`` or ``checkpoint``.
 
-    The model, or a pipeline rank's part of it, is materialised, plain or sharded by rows over ranks. Collective only
-    for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be read, PT621 where names or shapes do
-    not match.
+    The model, or a pipeline rank's part of it, is materialised: plain, cut over tensor ranks, sharded by rows over
+    data-parallel ranks. Collective only for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be
+    read, PT621 where names or shapes do not match.
     """
     if weights.source == "init":
-        fill_from(model, init_rows(model.config, seed))
+        fill_from(model, init_source(model.config, seed))
     elif weights.source == "dummy":
-        fill_from(model, dummy_rows(model.config))
+        fill_from(model, dummy_source(model.config))
     elif weights.source == "hf":
         with open_folder(_path(weights), model.config) as source:
-            source.check(whole_shapes(model.config))
-            fill_from(model, source.rows)
+            source.check(model.whole_shapes())
+            fill_from(model, source.block)
     else:
         from partool_runtime.weights.from_checkpoint import load_model
 
@@ -47,17 +47,26 @@ def _path(weights: Weights) -> Path:
 
 
 @torch.no_grad()
-def fill_from(model: torch.nn.Module, source: RowSource) -> None:
-    """Copy each rank's rows of every parameter from ``source``, cast to the parameter's type."""
+def fill_from(model: AnyDecoder, source: BlockSource) -> None:
+    """Copy each rank's blocks of every parameter from ``source``, cast to the parameter's type."""
     for name, parameter in model.named_parameters():
-        rows, part, shape = local_rows(parameter), local_part(parameter), tuple(parameter.shape)
-        if part.shape[0] != len(rows):
-            raise RuntimeError(f"{name}: holds {part.shape[0]} rows where its placement gives {len(rows)}")
-        if not rows:
-            continue
-        block = block_rows(shape)
-        step = block * max(1, _COPY_ELEMENTS // (block * max(1, math.prod(shape[1:]))))
-        # Steps end at multiples of whole blocks, so that no block is drawn twice.
-        for first in range(rows.start - rows.start % step, rows.stop, step):
-            start, stop = max(first, rows.start), min(first + step, rows.stop)
-            part[start - rows.start : stop - rows.start].copy_(source(name, shape, start, stop))
+        placement = model.placements.get(name)
+        shape = tuple(parameter.shape) if placement is None else placement.shape
+        for piece in pieces(parameter, placement):
+            _fill_piece(piece, name, shape, source)
+
+
+def _fill_piece(piece: Piece, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
+    """Copy a block of a parameter of the whole shape ``shape``, so many rows at a time."""
+    target, offsets = piece.tensor, piece.offsets
+    if not shape:
+        target.copy_(source(name, shape, (), ()))
+        return
+    block = block_rows(shape)
+    step = block * max(1, _COPY_ELEMENTS // (block * max(1, math.prod(shape[1:]))))
+    first_row, last_row = offsets[0], offsets[0] + target.shape[0]
+    # Steps end at multiples of whole blocks, so that no block is drawn twice.
+    for first in range(first_row - first_row % step, last_row, step):
+        start, stop = max(first, first_row), min(first + step, last_row)
+        sizes = (stop - start, *target.shape[1:])
+        target[start - first_row : stop - first_row].copy_(source(name, shape, (start, *offsets[1:]), sizes))

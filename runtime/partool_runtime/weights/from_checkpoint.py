@@ -12,7 +12,7 @@ from partool_runtime.checkpoint import load_folder, newest_step, step_folder, te
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
-from partool_runtime.weights.rows import local_part, whole_shapes
+from partool_runtime.pieces import local_part, placed
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
@@ -27,7 +27,7 @@ def load_model(model: AnyDecoder, path: Path) -> None:
     folder = find_checkpoint(path)
     parameters = dict(model.named_parameters())
     saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
-    _check(folder, whole_shapes(model.config), {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
+    _check(folder, model.whole_shapes(), {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
     targets = {
         _MODEL + name: torch.empty_like(parameter, dtype=saved[_MODEL + name][1], requires_grad=False)
         if saved[_MODEL + name][1] != parameter.dtype
@@ -36,7 +36,8 @@ def load_model(model: AnyDecoder, path: Path) -> None:
     }
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
     try:
-        load_folder(folder, targets, ranks)
+        state = {key: placed(tensor, model.placements.get(key.removeprefix(_MODEL))) for key, tensor in targets.items()}
+        load_folder(folder, state, ranks)
     finally:
         if ranks is not None:
             ranks.close()

@@ -11,7 +11,7 @@ from torch import nn
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.weights.rows import local_part, whole_shapes
+from partool_runtime.pieces import local_part
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -61,7 +61,7 @@ def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
     The patterns are about the whole model, of which this may be a part. Call it before the first forward pass. Raises
     ConfigurationError PT623 for a pattern that matches nothing, or if nothing would be left to train.
     """
-    frozen = frozen_names(whole_shapes(model.config), patterns)
+    frozen = frozen_names(model.whole_shapes(), patterns)
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)

@@ -1,0 +1,101 @@
+"""The blocks of whole parameters that this rank holds: what is filled, saved, loaded and exported.
+
+A tensor-parallel cut comes first (:class:`partool_runtime.placement.Placement`), rows of the part that is left lie on
+data-parallel ranks (FSDP2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from partool_runtime.placement import Placement, whole
+from partool_runtime.torch_internals import local
+
+
+class Piece(NamedTuple):
+    """A block of a whole tensor."""
+
+    tensor: torch.Tensor
+    """The values; shares memory with what the rank holds."""
+    offsets: tuple[int, ...]
+    """Where it begins in the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor, plain or sharded by rows, that is a tensor-parallel rank's part of a larger one."""
+
+    tensor: torch.Tensor
+    placement: Placement
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        return self.placement.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its values."""
+        return self.tensor.dtype
+
+    def pieces(self) -> list[Piece]:
+        """Return the blocks of the whole that this rank holds."""
+        return pieces(self.tensor, self.placement)
+
+
+Value = torch.Tensor | Placed
+"""What a checkpoint has under a name."""
+
+
+def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
+    """Return a tensor with its place in the whole; just the tensor where this rank and its replicas hold all of it."""
+    if placement is None or (placement.counts and placement.spans == whole(placement.shape).spans):
+        return tensor
+    return Placed(tensor, placement)
+
+
+def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[Piece]:
+    """Return the blocks of the whole that make up this rank's part of a tensor; ``placement`` None: it is not cut.
+
+    Raises RuntimeError where the part has another shape than its placement says.
+    """
+    placement = placement or whole(tensor.shape)
+    part, rows = local_part(tensor), local_rows(tensor)
+    expected = (len(rows), *placement.local_shape[1:]) if placement.shape else ()
+    if tuple(tensor.shape) != placement.local_shape or tuple(part.shape) != expected:
+        shapes = f"{list(part.shape)} of {list(tensor.shape)}"
+        raise RuntimeError(f"a rank holds {shapes} where its placement gives {list(placement.local_shape)}")
+    return [Piece(part[box.local], box.offsets) for box in placement.boxes(rows)]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, sharing memory with the tensor."""
+    return local(tensor.detach())
+
+
+def local_rows(tensor: torch.Tensor) -> range:
+    """Return the rows (indices of dimension 0) that this data-parallel rank holds; possibly none.
+
+    Raises NotImplementedError for tensors sharded on another dimension.
+    """
+    rows = range(tensor.shape[0] if tensor.ndim else 1)
+    if not isinstance(tensor, DTensor):
+        return rows
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard or placement.dim != 0:
+            raise NotImplementedError(f"weights cannot be filled into the placement {placement}")
+        rows = split_rows(rows, mesh.get_local_rank(axis), mesh.size(axis))
+    return rows
+
+
+def split_rows(rows: range, rank: int, ranks: int) -> range:
+    """Return the rank's part of ``rows`` as ``torch.chunk`` deals them: equal parts, rounded up, the last smaller."""
+    each = -(-len(rows) // ranks)
+    return rows[min(rank * each, len(rows)) : min((rank + 1) * each, len(rows))]
