@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from _pipeline_model import Shape, Waits
 from _pipeline_net import Cables
+from _start import start_ranks
 
 from partool.schedule import COMPUTE, Schedule, StageTimes, generate, simulate
 
@@ -141,56 +136,16 @@ def run(job: Job, ranks: int, rate_mbit: float = 0, timeout_s: float = 300) -> t
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         job.write(folder / "job.json")
         cables = stack.enter_context(Cables(ranks, rate_mbit)) if rate_mbit else None
-        _start(folder, ranks, cables, timeout_s)
+        start_ranks(
+            RANK,
+            folder,
+            ranks,
+            timeout_s,
+            environment=cables.environment if cables else None,
+            inside=cables.inside if cables else lambda rank: (),
+        )
         records = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]
     return [_together(case, at, records) for at, case in enumerate(job.cases)], records
-
-
-def _start(folder: Path, ranks: int, cables: Cables | None, timeout_s: float) -> None:
-    common = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",
-        **(cables.environment if cables else {}),
-    }
-    processes = []
-    try:
-        for rank in range(ranks):
-            inside = cables.inside(rank) if cables else []
-            command = [*inside, sys.executable, str(RANK), str(folder / "job.json"), str(folder / f"{rank}.json")]
-            log = (folder / f"{rank}.log").open("w", encoding="utf-8")
-            environment = common | {"RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-            log.close()
-        _wait(processes, timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    # A rank that was killed here waited for one that failed, or for nothing that came.
-    failed = [rank for rank, process in enumerate(processes) if process.returncode > 0]
-    if any(process.returncode for process in processes):
-        logs = {
-            rank: (folder / f"{rank}.log").read_text(encoding="utf-8").splitlines() for rank in failed or range(ranks)
-        }
-        raise RuntimeError("\n".join(f"rank {rank}:\n" + "\n".join(lines[-15:]) for rank, lines in logs.items()))
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Return when all have ended, one has failed, or the time is up."""
-    until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s:
-        codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes:
-            return
-        time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _together(case: Case, at: int, records: list[dict[str, Any]]) -> Found:

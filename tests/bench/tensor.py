@@ -1,0 +1,157 @@
+"""Tensor parallelism measured: the trainer's step on two ranks against the same step written by hand, and by others.
+
+``python tests/bench/tensor.py`` measures everything, in about ten minutes of a machine that does nothing else;
+``--quick`` shows in about a minute that all of it works, and writes nothing. ``--only`` picks parts:
+
+``hand``: against torch's DTensor; ``overlap``: overlapped and chunked against plain; ``deepspeed``: a Hugging Face
+model against DeepSpeed's AutoTP, whose packages are in the folder ``--deepspeed`` (``pip install --target FOLDER
+--no-deps deepspeed hjson py-cpuinfo msgpack einops``). In each part all cases run in the same processes in turn. Losses
+of several steps are compared in float64 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from _record import RESULTS, write
+from _tensor_job import Case, Found, Job, make_plan, ratio, run, together
+from _tensor_tables import write_tables
+
+SIZES: dict[str, dict[str, Any]] = {
+    "wide": {"layers": 4, "hidden": 512, "ffn_hidden": 1376, "heads": 8, "kv_heads": 4, "vocab": 8192},
+    "narrow": {"layers": 8, "hidden": 128, "ffn_hidden": 344, "heads": 4, "kv_heads": 2, "vocab": 1024},
+}
+SHAPES = {"wide": (2, 256), "narrow": (1, 128)}
+"""Sequences and tokens of a micro-batch."""
+TINY = {"layers": 2, "hidden": 24, "ffn_hidden": 36, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 258}
+NORMS = {"sequence_norms": True}
+HAND = (
+    Case("whole sequence", "partool"),
+    Case("whole sequence", "dtensor"),
+    Case("sequence-parallel norms", "partool", NORMS),
+    Case("sequence-parallel norms", "dtensor", NORMS),
+)
+OVERLAP = (
+    Case("plain"),
+    Case("overlap: backward", layout={"tensor_overlap": "backward"}),
+    Case("2 chunks", layout={"tensor_chunks": 2}),
+    Case("overlap: backward, 2 chunks", layout={"tensor_overlap": "backward", "tensor_chunks": 2}),
+    Case("sequence-parallel norms", layout=NORMS),
+    Case("sequence-parallel norms, overlap: backward", layout=NORMS | {"tensor_overlap": "backward"}),
+)
+GOAL_RATIO = 1.02
+TOLERANCE = 1e-9
+"""Of a loss in float64 after a few steps, relative to the first case's."""
+
+
+def spec(model: Mapping[str, Any], shape: tuple[int, int], precision: str, **parallel: Any) -> dict[str, Any]:
+    """Return a spec of one rank whose steps are one micro-batch."""
+    return {
+        "name": "bench",
+        "model": dict(model),
+        "hardware": {"accelerator": "cpu", "per_node": 1},
+        "data": {"source": "python-stdlib", "validation": 0.0},
+        "training": {
+            "sequence_length": shape[1],
+            "global_batch": shape[0],
+            "steps": 100,
+            "precision": precision,
+            "validation": {"every": 0},
+        },
+        "optimizer": {"lr": 1e-3, "schedule": {"kind": "constant", "warmup_steps": 0}},
+        "parallel": {"micro_batch": shape[0], "recompute": "none", "compile": "none", "data": {"zero": 0}} | parallel,
+    }
+
+
+def check(cases: Sequence[Case], **fields: Any) -> float:
+    """Return how far the losses of a few steps in float64 are apart, relatively; exits if that is too far."""
+    plan = make_plan(spec(TINY, (2, 12), "fp64"))
+    found = run(Job(tuple(cases), plan, losses=4, **fields))
+    first = found[0].losses
+    apart = max(abs(a - b) / abs(b) for each in found for a, b in zip(each.losses, first, strict=True))
+    if not apart <= TOLERANCE or first[0] == first[-1]:
+        raise SystemExit(f"losses differ by {apart:.1e}, nothing is timed: {[(f.case, f.losses) for f in found]}")
+    return apart
+
+
+def timed(cases: Sequence[Case], size: str, rounds: int, **fields: Any) -> list[Found]:
+    """Time the cases on a model of a size."""
+    plan = make_plan(spec(SIZES[size], SHAPES[size], "fp32"))
+    return run(Job(tuple(cases), plan, rounds=rounds, steps=2, **fields))
+
+
+def hand(size: str, rounds: int) -> list[dict[str, Any]]:
+    """Measure against DTensor; one record for each pair of cases."""
+    found = timed(HAND, size, rounds)
+    return [_pair(size, ours, peer) for ours, peer in zip(found[::2], found[1::2], strict=True)]
+
+
+def _pair(size: str, ours: Found, peer: Found) -> dict[str, Any]:
+    return {
+        "size": size,
+        "case": ours.case.title,
+        "partool_s": ours.median_s,
+        "peer_s": peer.median_s,
+        "ratio_median": ratio(ours, peer),
+        "ratio_of_medians": ours.median_s / peer.median_s,
+        "steps_partool_s": ours.step_s,
+        "steps_peer_s": peer.step_s,
+    }
+
+
+def main() -> None:
+    """Measure, write the results and the tables of the documentation."""
+    reader = argparse.ArgumentParser(description="Tensor parallelism measured.")
+    reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
+    reader.add_argument("--only", default="hand,overlap,deepspeed", help="parts, separated by commas")
+    reader.add_argument("--deepspeed", default="", help="folder with DeepSpeed's packages")
+    options = reader.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end
+    parts, rounds = options.only.split(","), 1 if options.quick else 12
+    result: dict[str, Any] = _earlier() if not options.quick else {}
+    started_s = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - started_s:.0f} s: {what}", file=sys.stderr, flush=True)
+
+    result["goal_ratio"] = GOAL_RATIO
+    result["models"] = {size: _model(size) for size in SIZES}
+    if "hand" in parts:
+        say("losses against DTensor")
+        result["losses_apart_hand"] = check(HAND)
+        say("times against DTensor")
+        result["hand"] = [row for size in SIZES for row in hand(size, rounds)]
+    if "overlap" in parts:
+        say("losses of overlapped steps")
+        result["losses_apart_overlap"] = check(OVERLAP)
+        say("times of overlapped steps")
+        result["overlap"] = [{"size": size} | row for size in SIZES for row in together(timed(OVERLAP, size, rounds))]
+    say("done")
+    if options.quick:
+        print(json.dumps(result, indent=2))
+    else:
+        write("tensor", result, "torch")
+        write_tables(result)
+
+
+def _model(size: str) -> dict[str, Any]:
+    return SIZES[size] | {"batch": SHAPES[size][0], "length": SHAPES[size][1]}
+
+
+def _earlier() -> dict[str, Any]:
+    """Return the parts measured before, which a run of other parts keeps."""
+    path = RESULTS / "tensor.json"
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {key: value for key, value in found.items() if key not in ("benchmark", "date", "machine", "versions")}
+
+
+if __name__ == "__main__":
+    main()
