@@ -1,0 +1,295 @@
+"""Products of two-dimensional tensor parallelism, each with its communication (ATP, arXiv 2301.08658, column-first).
+
+The tensor ranks are d1 × d2, axes ``outer`` and ``inner``. A hidden state ``[B, S, H/d2]`` is cut over the inner axis
+and the same along the outer one. First products have output widths over ``outer`` and input widths over ``inner``,
+so their results are summed over ``inner``; second products the other way round.
+
+Tokens go in pieces: the sum of one travels while the next is multiplied. Backward passes send off the gradient of the
+input and compute those of the weights meanwhile, or put these off (:mod:`partool_runtime.deferral`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from partool_runtime.deferral import add_gradient, defer
+from partool_runtime.parallel.tensor.two_dim_comm import Axis, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The tensor ranks, and how their communication is arranged."""
+
+    outer: Axis
+    """d1 ranks."""
+    inner: Axis
+    """d2 ranks, the closest ones."""
+    chunks: int = 1
+    """Pieces of the tokens."""
+    overlap: bool = False
+    """Compute gradients of weights while that of the input travels."""
+
+
+def first_products(
+    grid: Grid, x_BSH: torch.Tensor, weights: Sequence[torch.Tensor], *, deal: bool
+) -> tuple[torch.Tensor, ...]:
+    """Multiply a hidden state ``[B, S, H/d2]`` by weights ``[X/d1, H/d2]`` and sum over the inner axis.
+
+    With ``deal`` each inner rank gets its 1/d2 of every sum's widths, ``[B, S, X/(d1·d2)]``; else all get ``[B, S,
+    X/d1]``.
+    """
+    out: tuple[torch.Tensor, ...] = _First.apply(grid, deal, x_BSH, *weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, dealt: bool) -> torch.Tensor:
+    """Multiply by a weight ``[H/d2, X/d1]`` and sum over the outer axis, to ``[B, S, H/d2]``.
+
+    ``x_BSX`` is ``[B, S, X/d1]``, the same along the inner axis, or with ``dealt`` ``[B, S, X/(d1·d2)]``, which is
+    gathered first.
+    """
+    out: torch.Tensor = _Second.apply(grid, dealt, x_BSX, weight_HX)  # type: ignore[no-untyped-call]
+    return out
+
+
+def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """Sum over the inner axis what each of its ranks goes on to use for widths of its own, as statistics of norms."""
+    out: torch.Tensor = _InnerSum.apply(grid, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def outer_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
+    """Sum over the outer axis; what is made of the sum, and its gradient, is the same on all of that axis."""
+    out: torch.Tensor = _OuterSum.apply(grid, x)  # type: ignore[no-untyped-call]
+    return out
+
+
+def gathered_hidden(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
+    """Gather a hidden state ``[B, S, H/d2]`` to ``[B, S, H]``, of which every rank uses all for a part of the logits.
+
+    The gradients of all ranks are summed.
+    """
+    out: torch.Tensor = _GatheredHidden.apply(grid, x_BSH)  # type: ignore[no-untyped-call]
+    return out
+
+
+def dealt_rows(grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
+    """Sum ``[B, S, H]`` over all ranks and keep this one's widths, ``[B, S, H/d2]``: :func:`gathered_hidden` reversed.
+
+    Of the lookup in a tied embedding, whose rows lie over all ranks.
+    """
+    out: torch.Tensor = _DealtRows.apply(grid, partial_BSH)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _First(torch.autograd.Function):
+    """:func:`first_products`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, grid: Grid, deal: bool, x_BSH: torch.Tensor, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(x_BSH, *weights)
+        # The objects themselves: put-off gradients are added to these.
+        ctx.grid, ctx.deal, ctx.weights = grid, deal, weights  # type: ignore[attr-defined]
+
+        def start(x_TH: torch.Tensor) -> Pending:
+            products = [F.linear(x_TH, weight) for weight in weights]
+            if deal:
+                return grid.inner.start_scatter(_by_rank(products, grid.inner.size))
+            return grid.inner.start_sum(_side_by_side(products))
+
+        sums_TX = _joined([start(x_TH) for x_TH in _pieces(x_BSH, grid)])
+        shares = grid.inner.size if deal else 1
+        widths = [weight.shape[0] // shares for weight in weights]
+        return torch.split(sums_TX.view(*x_BSH.shape[:-1], sum(widths)), widths, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x_BSH, *weights = ctx.saved_tensors
+        grid, widths = ctx.grid, [grad.shape[-1] for grad in grads]
+        pieces = zip(*(_pieces(grad, grid) for grad in grads), strict=True)
+        if ctx.deal:
+            started = [grid.inner.start_gather(_side_by_side(piece)) for piece in pieces]
+            whole: Iterable[Sequence[torch.Tensor]] = (_of_ranks(wait(), widths) for wait in started)
+        else:
+            whole = pieces
+        used, pending = [], []
+        for piece in whole:
+            used.append(piece)
+            if ctx.needs_input_grad[2]:
+                pending.append(grid.outer.start_sum(_sum_of_products(piece, weights), in_place=True))
+        grads_TX = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*used, strict=True)]
+        finish = partial(_joined, pending) if pending else None
+        of_weights = partial(_weight_gradients, ctx.weights, x_BSH.detach(), grads_TX, ctx.needs_input_grad[3:])
+        grad_TH, grad_weights = _finished(finish, of_weights, ctx.weights, grid)
+        return None, None, None if grad_TH is None else grad_TH.view_as(x_BSH), *grad_weights
+
+
+class _Second(torch.autograd.Function):
+    """:func:`second_product`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, grid: Grid, dealt: bool, x_BSX: torch.Tensor, weight_HX: torch.Tensor
+    ) -> torch.Tensor:
+        pieces: Iterable[torch.Tensor] = _pieces(x_BSX, grid)
+        if dealt:
+            started = [grid.inner.start_gather(piece) for piece in pieces]
+            pieces = (_of_ranks(wait(), [x_BSX.shape[-1]])[0] for wait in started)
+        used, pending = [], []
+        for x_TX in pieces:
+            used.append(x_TX)
+            pending.append(grid.outer.start_sum(F.linear(x_TX, weight_HX)))
+        x_TX = (torch.cat(used) if len(used) > 1 else used[0]) if dealt else x_BSX.flatten(0, -2)
+        ctx.save_for_backward(x_TX, weight_HX)
+        ctx.grid, ctx.dealt, ctx.weight, ctx.shape = grid, dealt, weight_HX, x_BSX.shape  # type: ignore[attr-defined]
+        return _joined(pending).view(*x_BSX.shape[:-1], weight_HX.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[Any, ...]:
+        x_TX, weight_HX = ctx.saved_tensors
+        grid, pending = ctx.grid, []
+        for grad_TH in _pieces(grad_BSH, grid) if ctx.needs_input_grad[2] else ():
+            grad_TX = grad_TH @ weight_HX
+            if ctx.dealt:
+                pending.append(grid.inner.start_scatter(_by_rank([grad_TX], grid.inner.size)))
+            else:
+                pending.append(grid.inner.start_sum(grad_TX, in_place=True))
+        finish = partial(_joined, pending) if pending else None
+        of_weights = partial(
+            _weight_gradients, (ctx.weight,), x_TX.detach(), [grad_BSH.flatten(0, -2)], ctx.needs_input_grad[3:]
+        )
+        grad_TX, grad_weights = _finished(finish, of_weights, (ctx.weight,), grid)
+        return None, None, None if grad_TX is None else grad_TX.view(ctx.shape), *grad_weights
+
+
+class _InnerSum(torch.autograd.Function):
+    """:func:`inner_sum`: its ranks use the sum for different things, so the gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid  # type: ignore[attr-defined]
+        return grid.inner.start_sum(x)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, ctx.grid.inner.start_sum(grad)()
+
+
+class _OuterSum(torch.autograd.Function):
+    """:func:`outer_sum`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, x: torch.Tensor) -> torch.Tensor:
+        return grid.outer.start_sum(x)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, grad
+
+
+class _GatheredHidden(torch.autograd.Function):
+    """:func:`gathered_hidden`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid  # type: ignore[attr-defined]
+        return _gathered_widths(grid, x_BSH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[Any, ...]:
+        return None, _summed_and_dealt(ctx.grid, grad_BSH)
+
+
+class _DealtRows(torch.autograd.Function):
+    """:func:`dealt_rows`."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grid: Grid, partial_BSH: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid  # type: ignore[attr-defined]
+        return _summed_and_dealt(grid, partial_BSH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[Any, ...]:
+        return None, _gathered_widths(ctx.grid, grad_BSH)
+
+
+def _gathered_widths(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
+    x_TH = x_BSH.flatten(0, -2)
+    return _of_ranks(grid.inner.start_gather(x_TH)(), [x_TH.shape[1]])[0].view(*x_BSH.shape[:-1], -1)
+
+
+def _summed_and_dealt(grid: Grid, x_BSH: torch.Tensor) -> torch.Tensor:
+    dealt_TH = grid.inner.start_scatter(_by_rank([x_BSH.flatten(0, -2)], grid.inner.size))()
+    # Dealt first: what is left to be summed over the far ranks is 1/d2 of it.
+    return grid.outer.start_sum(dealt_TH)().view(*x_BSH.shape[:-1], -1)
+
+
+def _finished(
+    finish: Callable[[], torch.Tensor] | None,
+    of_weights: Callable[[], list[torch.Tensor | None]],
+    weights: Sequence[torch.Tensor],
+    grid: Grid,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """Wait for an input's gradient and compute those of the weights, meanwhile if overlap is wanted, or later."""
+    grad = finish() if finish is not None and not grid.overlap else None
+    put_off = all(weight.is_leaf for weight in weights) and defer(partial(_add, weights, of_weights))
+    grad_weights: list[torch.Tensor | None] = [None] * len(weights) if put_off else of_weights()
+    return finish() if finish is not None and grid.overlap else grad, grad_weights
+
+
+def _add(weights: Sequence[torch.Tensor], of_weights: Callable[[], list[torch.Tensor | None]]) -> None:
+    for weight, gradient in zip(weights, of_weights(), strict=True):
+        if gradient is not None:
+            add_gradient(weight, gradient)
+
+
+def _weight_gradients(
+    weights: Sequence[torch.Tensor], x: torch.Tensor, grads_TX: Sequence[torch.Tensor], needed: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    x_TH = x.reshape(-1, x.shape[-1])
+    return [grad_TX.T @ x_TH if need else None for _, grad_TX, need in zip(weights, grads_TX, needed, strict=True)]
+
+
+def _sum_of_products(grads_TX: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = grads_TX[0] @ weights[0]
+    for grad_TX, weight in zip(grads_TX[1:], weights[1:], strict=True):
+        total = torch.addmm(total, grad_TX, weight)
+    return total
+
+
+def _pieces(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
+    """Return the tokens ``[T, …]`` of ``[B, S, …]`` in pieces, fewer than asked for where there are few tokens."""
+    return x.reshape(-1, x.shape[-1]).chunk(grid.chunks)
+
+
+def _joined(pending: Sequence[Pending]) -> torch.Tensor:
+    return torch.cat([wait() for wait in pending]) if len(pending) > 1 else pending[0]()
+
+
+def _side_by_side(parts_TX: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(parts_TX), dim=-1) if len(parts_TX) > 1 else parts_TX[0]
+
+
+def _by_rank(parts_TX: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    """Return ``[R, T, X/R]``: of every part the widths of each rank, side by side."""
+    return torch.cat([part_TX.view(len(part_TX), ranks, -1).movedim(1, 0) for part_TX in parts_TX], dim=-1)
+
+
+def _of_ranks(x_RTX: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return ``[T, R · width]`` per part: :func:`_by_rank` reversed."""
+    return tuple(part_RTX.movedim(0, 1).flatten(1) for part_RTX in torch.split(x_RTX, list(widths), dim=-1))
