@@ -184,16 +184,19 @@ def test_bare_model_without_config_and_with_leftovers(tmp_path):
     assert all(torch.equal(a.double(), b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
 
 
-def test_types_are_kept_and_rows_are_read_alone(tmp_path):
+def test_types_are_kept_and_blocks_are_read_alone(tmp_path):
     config = CASES["gpt2"][0]
     model = Decoder(config).bfloat16()
     write_folder(model.state_dict(), config, tmp_path)
     assert transformers.AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
     with open_folder(tmp_path, config) as source:
         for name, parameter in model.named_parameters():
-            rows = source.block(name, tuple(parameter.shape), (5, *parameter.shape[1:0]), (4,))
-            assert rows.dtype == torch.bfloat16
-            assert torch.equal(rows, parameter[5:9]), name
+            columns = tuple(size // 3 for size in parameter.shape[1:])
+            widths = tuple(size // 2 for size in parameter.shape[1:])
+            block = source.block(name, tuple(parameter.shape), (5, *columns), (4, *widths))
+            expected = parameter[5:9] if parameter.ndim == 1 else parameter[5:9, columns[0] : columns[0] + widths[0]]
+            assert block.dtype == torch.bfloat16
+            assert torch.equal(block, expected), name
 
 
 def damage_nothing(folder: Path) -> None:
