@@ -1,6 +1,7 @@
 """Partition of a model over tensor-parallel ranks: which parameter is cut where, by which rule."""
 
 from partool.layout.tensor.cutting import by_name, collapse
+from partool.layout.tensor.decide import Decided, decide
 from partool.layout.tensor.heads import HeadRanges, head_ranges
 from partool.layout.tensor.own import own_partition
 from partool.layout.tensor.structure import Structure, StructureModule
@@ -8,6 +9,7 @@ from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style,
 
 __all__ = [
     "Cut",
+    "Decided",
     "Gradients",
     "HeadRanges",
     "Partition",
@@ -18,6 +20,7 @@ __all__ = [
     "by_name",
     "chunks",
     "collapse",
+    "decide",
     "head_ranges",
     "own_partition",
 ]  # fmt: skip

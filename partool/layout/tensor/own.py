@@ -183,7 +183,8 @@ def _router(info: ParameterInfo, ranks: _Ranks) -> _Decision:
 
 
 def _latent(info: ParameterInfo, ranks: _Ranks) -> _Decision:
-    why, summed_outputs, mla = "low rank, which every head reads", (), ranks.config.mla
+    why, mla = "low rank, which every head reads", ranks.config.mla
+    summed_outputs: tuple[Range, ...] = ()
     if info.name.split(".")[-2] == "kv_a" and mla is not None:
         why += "; the gradient of its rotary part is summed over the ranks' heads"
         summed_outputs = ((mla.kv_rank, mla.kv_rank + mla.rope_head_dim),)

@@ -1,0 +1,165 @@
+"""How tensor-parallel ranks share a model of which only the structure is known: who decides, in which order.
+
+The user's patterns, then presets of known model types, then the model's own ``tp_plan``, then its structure. What none
+of them decides is an error that says what to write; nothing is silently left whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from partool.diagnostics.record import Diagnostic
+from partool.layout.tensor.choice import LINEAR, Choice, Group, Subject, Unclear, groups
+from partool.layout.tensor.cutting import collapse, collapsed_name
+from partool.layout.tensor.infer import RULE, infer, infer_norm
+from partool.layout.tensor.lay import CannotLayError, lay
+from partool.layout.tensor.pairs import check_pairs
+from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched, wanted
+from partool.layout.tensor.plans import planned
+from partool.layout.tensor.presets import preset
+from partool.layout.tensor.structure import Structure, StructureModule
+from partool.layout.tensor.types import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Rows of all parameters, collapsed over layers; what is wrong. With errors the rows are not complete."""
+
+    rows: tuple[Partition, ...]
+    findings: tuple[Diagnostic, ...]
+
+
+@dataclass
+class _Decider:
+    structure: Structure
+    patterns: Patterns
+    chosen: dict[str, Choice] = field(default_factory=dict)
+    """By name of the module, or of the parameter where each decides for itself."""
+    findings: dict[str, Diagnostic] = field(default_factory=dict)
+    """By message without the layer's number, so that each is reported once."""
+
+    def run(self, ranks: int) -> Decided:
+        """Decide, check and lay."""
+        structure, by_parent = self.structure, groups(self.structure)
+        shapes = structure.shapes()
+        for finding in unmatched(self.patterns, [*shapes, *structure.tied]):
+            self.report(finding)
+        for norms in (False, True):
+            # Norms last: what they may be depends on the matrices beside them.
+            for module in structure.modules:
+                if (module.kind == "norm") == norms and module.parameters:
+                    self.choose(by_parent.get(module.name.rpartition(".")[0]), module)
+        rows: list[Partition] = []
+        for module in structure.modules:
+            rows += self.laid(module, [name for name in module.parameters if f"{module.name}.{name}" in shapes], ranks)
+        if not self.findings:
+            for finding in check_pairs(by_parent, self.chosen, rows):
+                self.report(finding)
+        return Decided(collapse(rows), tuple(self.findings.values()))
+
+    def choose(self, group: Group | None, module: StructureModule) -> None:
+        """Choose for a module, or for each of its parameters where it is none of those that are known."""
+        for key, name in _units(module):
+            found = self.choice(group, module, name)
+            if isinstance(found, Choice):
+                self.chosen[key] = found
+            elif isinstance(found, Diagnostic):
+                self.report(found)
+            else:
+                self.report(_undecided(key, found))
+
+    def choice(self, group: Group | None, module: StructureModule, name: str) -> Choice | Unclear | Diagnostic:
+        """Return what the first rule that knows the parameter ``name`` of a module says."""
+        structure = self.structure
+        if module.name == structure.head and f"{module.name}.weight" in structure.tied:
+            return self.chosen.get(structure.embedding) or Unclear("it is tied to the embedding, which is not decided")
+        aliases = [alias for alias, kept in structure.tied.items() if kept == name]
+        pattern = matching(self.patterns, name, *aliases)
+        if pattern is not None:
+            asked = wanted(Subject(structure, group, module, name), pattern, self.patterns)
+            if module.kind == "norm" and isinstance(asked, Choice) and group is not None:
+                known = infer_norm(group, module, self.chosen)
+                summed = isinstance(known, Choice) and known.summed
+                return Choice("replicated", asked.rule, asked.why, summed=summed)
+            return asked
+        if group is not None and module.name in group.linears:
+            found = preset(structure, module.name, group.linears[module.name][0])
+            if found is not None:
+                return found
+        by_plan = planned(structure, group, module, name)
+        if by_plan is not None:
+            return by_plan
+        if module.kind == "norm" and group is not None:
+            return infer_norm(group, module, self.chosen)
+        if module.kind == "experts":
+            return _experts(structure, module, name)
+        return infer(structure, group, module)
+
+    def laid(self, module: StructureModule, names: list[str], ranks: int) -> Iterator[Partition]:
+        """Yield the rows of a module's parameters, as far as they could be decided."""
+        for key, _ in _units(module):
+            choice = self.chosen.get(key)
+            mine = names if key == module.name else [name for name in names if f"{module.name}.{name}" == key]
+            if choice is None:
+                continue
+            try:
+                yield from lay(self.structure, module, mine, choice, ranks)
+            except CannotLayError as error:
+                self.report(_cannot(key, choice, str(error)))
+
+    def report(self, finding: Diagnostic) -> None:
+        """Keep a finding, unless another layer had it."""
+        self.findings.setdefault(finding.message, finding)
+
+
+def decide(structure: Structure, ranks: int, patterns: Patterns) -> Decided:
+    """Return how ``ranks`` tensor-parallel ranks share each parameter of a model; no rows for one rank."""
+    if ranks == 1:
+        return Decided((), tuple(unmatched(patterns, [*structure.shapes(), *structure.tied])))
+    return _Decider(structure, patterns).run(ranks)
+
+
+def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
+    """Yield (key, full name of a parameter) for whatever is decided as one: a matrix with its bias, or a parameter."""
+    names = list(module.parameters)
+    if module.kind in (*LINEAR, "embedding", "norm", "router"):
+        first = "weight" if "weight" in names else names[0]
+        yield module.name, f"{module.name}.{first}"
+        return
+    for name in names:
+        key = f"{module.name}.{name}" if module.name else name
+        yield key, key
+
+
+def _experts(structure: Structure, module: StructureModule, name: str) -> Choice | Unclear:
+    """Decide about stacked experts by their names and widths."""
+    leaf = name.rpartition(".")[2]
+    if "down" in leaf or leaf.startswith("w2"):
+        return Choice("row", RULE, "inner widths of every expert")
+    if "gate_up" in leaf or "w13" in leaf:
+        width = next((size for size in module.parameters[leaf][1:] if size != structure.hidden), structure.hidden)
+        half = width // 2
+        line = f'"NAME": {{style: column, parts: [{half}, {half}]}}'
+        return Unclear("two matrices are fused, but whether one after the other is not known", line)
+    if any(word in leaf for word in ("up", "gate", "w1", "w3")):
+        return Choice("column", RULE, "inner widths of every expert")
+    return Unclear(
+        "its name does not tell whether it leads to the inner width of the experts or back", '"NAME": column'
+    )
+
+
+def _undecided(key: str, found: Unclear) -> Diagnostic:
+    name = collapsed_name(key)
+    help = f"decide it: parallel: {{tensor: {{patterns: {{{found.line.replace('NAME', name)}}}}}}}"
+    return Diagnostic("PT442", f"{name} cannot be cut: {found.why}", path=PATH[:2], help=help)
+
+
+def _cannot(key: str, choice: Choice, why: str) -> Diagnostic:
+    name = collapsed_name(key)
+    message = f"{name} cannot be cut as {choice.rule} says ({choice.style}): {why}"
+    if choice.rule.startswith("pattern "):
+        pattern = choice.rule.removeprefix("pattern ").strip("'\"")
+        return Diagnostic("PT441", message, path=(*PATH, pattern), help="see docs/tensor.md for what patterns can say")
+    help = f'fewer ranks, or parallel: {{tensor: {{patterns: {{"{name}": column_gathered}}}}}}'
+    return Diagnostic("PT442", message, path=PATH[:2], help=help)

@@ -1,0 +1,151 @@
+"""Choices from a model's structure alone: from the widths of matrices that follow each other, and their names.
+
+In an attention or a feed-forward network the matrix that leads back to the hidden size is cut by rows, those that lead
+away from it by columns (Megatron-LM, arXiv 1909.08053, section 3). What does not fit together is not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from partool.layout.tensor.choice import LINEAR, Choice, Group, Unclear, head_kind, leaf
+from partool.layout.tensor.structure import Structure, StructureModule
+from partool.layout.tensor.types import Style
+
+RULE = "structure"
+_ROW_NAMES = {
+    "o_proj", "out_proj", "o", "wo", "dense", "c_proj", "down_proj", "fc2", "w2", "dense_4h_to_h", "down", "fc_out",
+}  # fmt: skip
+_POSITIONS = ("pos", "wpe")
+
+
+def infer(structure: Structure, group: Group | None, module: StructureModule) -> Choice | Unclear:
+    """Return the choice about a module that is no norm (:func:`infer_norm`) and holds no stacked experts."""
+    if module.name in (structure.embedding, structure.head):
+        return Choice("vocabulary", RULE, "tokens over all ranks")
+    if module.kind == "router":
+        return _router()
+    if module.kind == "embedding":
+        if any(word in leaf(module.name).lower() for word in _POSITIONS):
+            return Choice("replicated", RULE, "of positions")
+        return Unclear("it is an embedding, but not that of the tokens")
+    if module.kind in LINEAR and group is not None:
+        if structure.experts and group.linears[module.name][0] in (1, structure.experts) and not group.attention:
+            return _router()
+        return _attention(group, module) if group.attention else _network(group, module)
+    return Unclear(f"nothing is known of the parameters of a {module.class_name}")
+
+
+def _router() -> Choice:
+    return Choice("replicated", RULE, "chooses experts or weighs them, for all tokens")
+
+
+def row_of(group: Group) -> str | None:
+    """Return the matrix of a group that leads back to the hidden size; None where it cannot be told."""
+    hidden = group.structure.hidden
+    back = [name for name, (out, _) in group.linears.items() if out == hidden]
+    back = [name for name in back if group.linears[name][1] != hidden] or back
+    named = [name for name in back if leaf(name) in _ROW_NAMES]
+    if len(named) == 1:
+        return named[0]
+    if len(back) == 1:
+        return back[0]
+    last = list(group.linears)[-1]
+    return last if last in back and not named else None
+
+
+def _network(group: Group, module: StructureModule) -> Choice | Unclear:
+    """Decide about a matrix of a feed-forward network."""
+    row, hidden = row_of(group), group.structure.hidden
+    if row is None or len(group.linears) < 2:
+        return Unclear("it is not clear which matrix beside it leads back to the hidden size", '"NAME": column')
+    inner = group.linears[row][1]
+    out, into = group.linears[module.name]
+    if module.name == row:
+        return Choice("row", RULE, f"leads back to the hidden size of {hidden}")
+    if into == hidden and out == inner:
+        return Choice("column", RULE, f"leads from the hidden size to {leaf(row)}")
+    if into == hidden and out == 2 * inner:
+        why = f"{out} is twice the input of {leaf(row)}: fused, but whether one matrix after the other is not known"
+        return Unclear(why, f'"NAME": {{style: column, parts: [{inner}, {inner}]}}')
+    return Unclear(f"its widths {into} → {out} do not lead from {hidden} to the {inner} of {leaf(row)}")
+
+
+def _attention(group: Group, module: StructureModule) -> Choice | Unclear:
+    """Decide about a projection of an attention."""
+    row, structure = row_of(group), group.structure
+    if row is None or len(group.linears) < 2:
+        return Unclear("it is not clear which matrix beside it leads back to the hidden size", '"NAME": column')
+    if module.name == row:
+        return by_heads(group, module, "row", RULE, f"leads from the heads to the hidden size of {structure.hidden}")
+    latent = low_rank(group, module)
+    if latent is not None:
+        return latent
+    return by_heads(group, module, "column", RULE, "whole heads")
+
+
+def low_rank(group: Group, module: StructureModule, rule: str = RULE) -> Choice | None:
+    """Return the choice about a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Its output, or all but the rotary part of it, is the input of another matrix than the last one.
+    """
+    out, into = group.linears[module.name]
+    row, hidden = row_of(group), group.structure.hidden
+    inputs = {width for name, (_, width) in group.linears.items() if name not in (row, module.name)} - {hidden}
+    if into != hidden:
+        return None
+    if out in inputs:
+        return Choice("replicated", rule, "low rank, which every head reads")
+    if "kv" not in leaf(module.name):
+        return None
+    normed = {module.parameters["weight"][0] for module in group.members if module.kind == "norm" and module.parameters}
+    ranks = [width for width in inputs & normed if width < out]
+    if len(ranks) != 1:
+        return None
+    why = "low rank, which every head reads; the gradient of its rotary part is summed over the ranks' heads"
+    return Choice("replicated", rule, why, summed_outputs=((ranks[0], out),))
+
+
+def by_heads(group: Group, module: StructureModule, style: Style, rule: str, why: str) -> Choice | Unclear:
+    """Return the choice to cut a projection of an attention by whole heads; unclear where its width is not theirs."""
+    structure = group.structure
+    width = group.linears[module.name][1 if style == "row" else 0]
+    kind = head_kind(structure, width)
+    if kind is not None and not (style == "row" and kind == "key"):
+        return Choice(style, rule, why, heads=kind)
+    latent = any(low_rank(group, other) for other in group.members if other.name in group.linears)
+    if latent and width % structure.heads == 0:
+        return Choice(style, rule, why, heads="query")
+    fused = (structure.heads + 2 * structure.kv_heads) * structure.head_dim
+    if width == fused:
+        query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
+        text = "queries, keys and values are fused, but whether one after the other or head by head is not known"
+        return Unclear(text, f'"NAME": {{style: {style}, parts: [{query}, {key}, {key}]}}')
+    text = (
+        f"its width of {width} is not that of {structure.heads} or {structure.kv_heads} heads of {structure.head_dim}"
+    )
+    return Unclear(text, f'"NAME": {{style: {style}, heads: query}}')
+
+
+def infer_norm(group: Group, module: StructureModule, chosen: Mapping[str, Choice]) -> Choice | Unclear:
+    """Return the choice about a norm; ``chosen`` holds those about the matrices beside it, by module."""
+    structure, shape = group.structure, next(iter(module.parameters.values()), ())
+    known = {name: chosen[name] for name in group.linears if name in chosen}
+    cut = [name for name, choice in known.items() if choice.style == "column"]
+    if not cut or group.block:
+        # Beside matrices whose results are whole, or that follow it.
+        if shape in ((structure.hidden,), ()) or (known and not cut):
+            return Choice("replicated", RULE, "of what every rank has")
+        return Unclear(f"it is over {shape}, not over the hidden size of {structure.hidden}")
+    if group.attention and shape == (structure.head_dim,):
+        return Choice("replicated", RULE, "each rank applies it to its own heads", summed=True)
+    if group.attention and len(shape) == 2 and shape[1] == structure.head_dim:
+        kind = head_kind(structure, shape[0] * shape[1])
+        if kind is not None:
+            return Choice("column", RULE, "one row per head", heads=kind)
+    whole = {group.linears[name][0] for name, choice in known.items() if choice.style not in ("column", "row")}
+    whole |= {start for choice in known.values() for start, _ in choice.summed_outputs}
+    if len(shape) == 1 and shape[0] in whole:
+        return Choice("replicated", RULE, "of the latent, which every rank has")
+    gathered = ", ".join(f'"*.{leaf(name)}": column_gathered' for name in cut)
+    return Unclear(f"it is over {shape}, of which each rank has a part", gathered)

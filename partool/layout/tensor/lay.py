@@ -1,0 +1,107 @@
+"""A choice laid over a number of ranks: the ranges of every rank, for a matrix and its bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.layout.tensor.choice import LINEAR, Choice, head_kind
+from partool.layout.tensor.cutting import fused
+from partool.layout.tensor.heads import HeadRanges, head_ranges
+from partool.layout.tensor.structure import Structure, StructureModule
+from partool.layout.tensor.types import Cut, Partition, Range, chunks
+
+
+class CannotLayError(ValueError):
+    """A choice does not fit the matrix, or the number of ranks; says why in words."""
+
+
+def lay(structure: Structure, module: StructureModule, names: list[str], choice: Choice, ranks: int) -> list[Partition]:
+    """Return the rows of the parameters ``names`` of a module; raises CannotLayError."""
+    return [_row(structure, module, name, choice, ranks) for name in names]
+
+
+def _row(structure: Structure, module: StructureModule, name: str, choice: Choice, ranks: int) -> Partition:
+    shape = module.parameters[name]
+    dim = _dimension(structure, module, name, choice)
+    row = Partition(
+        name=f"{module.name}.{name}",
+        shape=shape,
+        style=choice.style,
+        gradients="summed" if choice.summed else "whole",
+        summed_outputs=choice.summed_outputs,
+        rule=choice.rule,
+        why=choice.why,
+    )
+    if dim is None:
+        beside = choice.style == "row"
+        return row.model_copy(update={"style": "replicated", "why": "added to the sum"}) if beside else row
+    dealt, shared = _cut(structure, choice, dim, shape[dim], ranks)
+    if shared:
+        why = f"{choice.why}, shared by the ranks of their query heads"
+        row = row.model_copy(update={"gradients": "summed", "why": why})
+    return row.model_copy(update={"cuts": (dealt,)})
+
+
+def _dimension(structure: Structure, module: StructureModule, name: str, choice: Choice) -> int | None:
+    """Return the dimension of a parameter that a choice cuts; None: none of it."""
+    dims = len(module.parameters[name])
+    if choice.style == "replicated":
+        return None
+    if module.kind == "experts":
+        return _expert_dimension(structure, module, name, choice)
+    if module.kind in LINEAR and dims == 2:
+        into = 0 if module.kind == "conv1d" else 1
+        return into if choice.style == "row" else 1 - into
+    # A bias is cut as the output of its matrix is; rows of norms, one per head, and of embeddings.
+    return None if choice.style == "row" else 0
+
+
+def _expert_dimension(structure: Structure, module: StructureModule, name: str, choice: Choice) -> int:
+    shape = module.parameters[name]
+    if len(shape) != 3:
+        raise CannotLayError(f"{name} of the experts has {len(shape)} dimensions, not three")
+    inner = [dim for dim in (1, 2) if shape[dim] != structure.hidden]
+    if len(inner) == 1:
+        return inner[0]
+    return 2 if choice.style == "row" else 1
+
+
+def _cut(structure: Structure, choice: Choice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
+    """Return the cut, and whether ranks share what they hold."""
+    widths = choice.parts or (size,)
+    if sum(widths) != size:
+        raise CannotLayError(f"its parts {list(widths)} sum to {sum(widths)}, not to its width of {size}")
+    if choice.heads is None:
+        return fused(dim, [_units(width, choice.unit, ranks) for width in widths], widths), False
+    heads = head_ranges(structure.heads, structure.kv_heads, ranks)
+    dealt = [_by_heads(structure, choice, heads, width, alone=not choice.parts) for width in widths]
+    shares = heads.shared and any(keys for _, keys in dealt)
+    if shares and choice.parts:
+        text = f"{structure.kv_heads} heads of keys and values on {ranks} ranks: ranks would share parts of it"
+        raise CannotLayError(text)
+    return fused(dim, [ranges for ranges, _ in dealt], widths), shares
+
+
+def _units(width: int, unit: int, ranks: int) -> list[Range]:
+    if width % unit:
+        raise CannotLayError(f"a width of {width} is no multiple of the unit {unit}")
+    return [(start * unit, stop * unit) for start, stop in chunks(width // unit, ranks)]
+
+
+def _by_heads(
+    structure: Structure, choice: Choice, heads: HeadRanges, width: int, *, alone: bool
+) -> tuple[list[Range], bool]:
+    """Return the ranges of one part by whole heads, and whether these are heads of keys and values."""
+    kind = choice.heads if alone else head_kind(structure, width)
+    number = structure.heads if kind == "query" else structure.kv_heads
+    if kind is None or width % number:
+        raise CannotLayError(f"a width of {width} is not that of {structure.heads} or {structure.kv_heads} heads")
+    unit = width // number
+    ranges = heads.queries if kind == "query" else heads.keys
+    return [(start * unit, stop * unit) for start, stop in ranges], kind == "key"
+
+
+def local_widths(row: Partition, ranks: int) -> Iterator[int]:
+    """Yield per rank how much of the cut dimension it holds."""
+    for rank in range(ranks):
+        yield sum(stop - start for start, stop in row.cuts[0].ranges[rank])

@@ -1,0 +1,65 @@
+"""Choices from a model's own ``tp_plan``, as transformers keeps it (read in its 5.23, where it is a class attribute).
+
+https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi tells what its styles mean.
+"""
+
+from __future__ import annotations
+
+from partool.layout.tensor.choice import Choice, Group, Unclear
+from partool.layout.tensor.cutting import collapsed_name
+from partool.layout.tensor.infer import by_heads, low_rank
+from partool.layout.tensor.structure import Structure, StructureModule
+from partool.layout.tensor.types import Style
+
+RULE = "tp_plan"
+_STYLES: dict[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gathered",
+    "colwise_rep": "column_gathered",
+    "rowwise_split_input": "row",
+    "packed_colwise": "column",
+    "packed_rowwise": "row",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "replicated",
+    "replicate": "replicated",
+}
+"""Styles that say how a matrix lies; the others say what happens to inputs and outputs, or share experts."""
+
+
+def planned(structure: Structure, group: Group | None, module: StructureModule, name: str) -> Choice | Unclear | None:
+    """Return what the plan says of a module, or of a parameter ``name`` of it; None: nothing that helps."""
+    word = _entry(structure, name)
+    if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
+        return low_rank(group, module, RULE)
+    style = _STYLES.get(word)
+    if style is None or module.name in (structure.embedding, structure.head):
+        # The head's loss is computed from its part of the logits: it is never gathered, whatever the plan says.
+        return Choice("vocabulary", RULE, "tokens over all ranks") if style else None
+    if word == "replicated_with_grad_allreduce":
+        return Choice("replicated", RULE, "each rank applies it to its own part", summed=True)
+    if word.startswith("packed"):
+        width = module.parameters[name.rpartition(".")[2]][1] if module.kind == "experts" else 0
+        width = width or (group.linears[module.name][0] if group is not None else 0)
+        return Choice(style, RULE, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
+    if group is not None and group.attention and module.name in group.linears and style in ("column", "row"):
+        return _attention(group, module, style)
+    return Choice(style, RULE)
+
+
+def _attention(group: Group, module: StructureModule, style: Style) -> Choice | Unclear:
+    found = by_heads(group, module, style, RULE, "whole heads")
+    structure = group.structure
+    if isinstance(found, Choice) or style == "row" or structure.heads != structure.kv_heads:
+        return found
+    width = group.linears[module.name][0]
+    # One stretch of outputs per rank, says the plan: so each head's queries, keys and values lie together.
+    return Choice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else found
+
+
+def _entry(structure: Structure, name: str) -> str:
+    collapsed = collapsed_name(name)
+    for pattern, word in structure.tp_plan.items():
+        if collapsed == pattern or collapsed.endswith("." + pattern):
+            return word
+    return ""
