@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -84,16 +87,68 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def group_size(process_group: Any) -> int:
-    """Return the number of ranks of a process group as the dispatcher passes it: a boxed script object."""
-    if isinstance(process_group, torch.ScriptObject):
-        return torch.distributed.ProcessGroup.unbox(process_group).size()
-    return int(process_group.size())
+def process_group(handle: Any) -> torch.distributed.ProcessGroup:
+    """Return the process group that an operator was given: a boxed script object, or functional collectives' name."""
+    if isinstance(handle, str):
+        return distributed_c10d._resolve_process_group(handle)  # type: ignore[attr-defined,arg-type]
+    if isinstance(handle, torch.ScriptObject):
+        return torch.distributed.ProcessGroup.unbox(handle)
+    return cast(torch.distributed.ProcessGroup, handle)
 
 
-def named_group_size(name: str) -> int:
-    """Return the number of ranks of a process group known by name, as functional collectives pass it."""
-    return int(distributed_c10d._resolve_process_group(name).size())  # type: ignore[attr-defined,arg-type]
+def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "sum") -> torch.Tensor:
+    """Begin to sum a tensor (or ``kind="max"``) over a group's ranks; the result is there after :func:`finished`.
+
+    The functional collectives are documented under a private name, and are the only ones that ``torch.compile`` and
+    selective recomputation see as operators. The result must be taken from here also where it is in place: a
+    recomputation hands out the saved one.
+    """
+    collectives = torch.ops._c10d_functional
+    if in_place and not torch.compiler.is_compiling():
+        return cast(torch.Tensor, collectives.all_reduce_(x, kind, group_name))
+    return cast(torch.Tensor, collectives.all_reduce(x, kind, group_name))
+
+
+def start_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """Begin to gather the ranks' tensors, one after the other along dimension 0; see :func:`finished`."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), ranks, group_name)
+    return cast(torch.Tensor, gathered)
+
+
+def start_scatter_sum(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """Begin to sum a tensor over ranks, of which each gets an equal part of dimension 0; see :func:`finished`."""
+    scattered = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group_name)
+    return cast(torch.Tensor, scattered)
+
+
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """Wait for what a ``start_…`` function has returned (on a GPU, let the current stream wait), and return it."""
+    if torch.compiler.is_compiling() or _Waits.around is None:
+        return cast(torch.Tensor, torch.ops._c10d_functional.wait_tensor(x))
+    with _Waits.around():
+        return cast(torch.Tensor, torch.ops._c10d_functional.wait_tensor(x))
+
+
+class _Waits:
+    around: Callable[[], AbstractContextManager[None]] | None = None
+
+
+def watch_waits(around: Callable[[], AbstractContextManager[None]] | None) -> None:
+    """Enter what ``around`` returns at every :func:`finished`; None ends it. Compiled code is not watched."""
+    _Waits.around = around
+
+
+def summing_operators() -> frozenset[Any]:
+    """Return the collectives of passes whose results are worth keeping."""
+    collectives = torch.ops._c10d_functional
+    return frozenset(
+        {
+            collectives.all_reduce.default,
+            collectives.all_reduce_.default,
+            collectives.all_gather_into_tensor.default,
+            collectives.reduce_scatter_tensor.default,
+        }
+    )
 
 
 def in_memory_store() -> Any:
@@ -149,3 +204,177 @@ def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[],
 def storage_users(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and handles hold a storage, in Python, in C++ and in autograd graphs."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+class GroupGather:
+    """Gathers one FSDP2 unit's parameters otherwise than FSDP2 does; it takes the place of the unit's own gathers.
+
+    FSDP2 gathers a unit as one message and then copies every parameter out of it: both exist at once. With ``apart``
+    every parameter comes as a message of its own, straight into the storage that FSDP2 computes with: shards are rows,
+    padded behind the last ones, and lie there in the order of the ranks, in which an all-gather delivers them.
+    Parameters of at most ``most_kept`` elements keep their storage once they were gathered, until :meth:`expire`.
+
+    There is no public way: ``set_custom_all_gather`` replaces the collective, not the copies around it.
+    """
+
+    def __init__(self, group: Any, *, apart: bool, most_kept: int) -> None:
+        self._group, self._apart = group, apart
+        self._all = group.fsdp_params
+        self.kept = [p for p in self._all if 0 < p._orig_size.numel() <= most_kept]
+        """Parameters that stay gathered."""
+        kept = {id(parameter) for parameter in self.kept}
+        self._others = [p for p in self._all if id(p) not in kept]
+        self._missing: list[Any] = []
+        self._fresh = False
+        self._gather, self._wait = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
+        for parameter in self.kept:
+            parameter.free_unsharded_param = lambda: None
+
+    @property
+    def ranks(self) -> Any:
+        """The process group that shares the unit's parameters."""
+        return self._group._all_gather_process_group
+
+    def expire(self) -> None:
+        """Declare what was kept outdated: the next gather brings it again."""
+        self._fresh = False
+
+    def refresh(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return, of each kept parameter, what this rank sends and where that of all ranks goes, one after the other.
+
+        The caller exchanges them before the next gather. Nothing is returned before the first gather, which brings all.
+        """
+        if not all(parameter.all_gather_outputs for parameter in self.kept):
+            return []
+        self._fresh = True
+        shards = [(p._sharded_param_data, p) for p in self.kept]
+        return [(shard.to(p.param_dtype or shard.dtype), p.all_gather_outputs[0]) for shard, p in shards]
+
+    @torch.no_grad()
+    def _unshard(self, async_op: bool = False) -> None:
+        group = self._group
+        busy = group._all_gather_result is not None or group.is_unsharded
+        if busy or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"):
+            return
+        self._missing = self._others if self._fresh else self._all
+        if self._missing and not self._apart:
+            with self._only(self._missing):
+                self._gather(async_op)
+        else:
+            group._all_gather_result = _OnTheWay(_Works([self._start(parameter) for parameter in self._missing]))
+
+    def _start(self, parameter: Any) -> tuple[Any, torch.Tensor] | None:
+        (shard,) = parameter.all_gather_inputs
+        parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], self.ranks.size(), shard.device)
+        parameter.alloc_all_gather_outputs()
+        (whole,) = parameter.all_gather_outputs
+        if shard.numel() == 0:
+            return None
+        with unseen_writes([whole]):
+            # What is sent lives until it was: in a narrower type it is a copy.
+            return gather_into(whole, shard, self.ranks, asynchronous=True), shard
+
+    @torch.no_grad()
+    def _wait_for_unshard(self) -> None:
+        group = self._group
+        if group._all_gather_result is None:
+            return
+        if isinstance(group._all_gather_result, _OnTheWay):
+            group._all_gather_result.all_gather_work.wait()
+            group._all_gather_result = None
+            for parameter in self._all:
+                parameter.init_unsharded_param()
+            group._to_unsharded()
+        else:
+            with self._only(self._missing):
+                self._wait()
+            for parameter in self.kept if self._missing is self._others else ():
+                parameter.init_unsharded_param()
+                parameter.to_unsharded()
+        self._fresh = True
+
+    @contextmanager
+    def _only(self, parameters: list[Any]) -> Iterator[None]:
+        """Let FSDP2 see some of the unit's parameters."""
+        self._group.fsdp_params = parameters
+        try:
+            yield
+        finally:
+            self._group.fsdp_params = self._all
+
+
+class _Works(torch.distributed.Work):
+    """Several collectives as one."""
+
+    def __init__(self, works: list[tuple[Any, torch.Tensor] | None]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for all of them; what they send may then be freed."""
+        for work in self._works:
+            if work is not None:
+                work[0].wait()
+        self._works.clear()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _OnTheWay:
+    """What FSDP2 reads of a gather that was started."""
+
+    all_gather_work: _Works
+    all_gather_event: None = None
+
+
+def gather_otherwise(module: FSDPModule, *, apart: bool, most_kept: int) -> list[GroupGather]:
+    """Replace the gathers of a module's own units; those of one rank, to whom nothing is sent, are left alone."""
+    groups = [group for group in _own_groups(module) if group._all_gather_process_group.size() > 1]
+    return [GroupGather(group, apart=apart, most_kept=most_kept) for group in groups]
+
+
+def gather_in_order(module: FSDPModule) -> None:
+    """Let a module's own units be gathered when the work before is done, and not beside it on streams of their own."""
+    for group in _own_groups(module):
+        group.unshard_async_op = True
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, ranks: Any, *, asynchronous: bool) -> Any:
+    """Gather what ranks hold into ``whole``, one after the other; torch 2.13 has a new name for it."""
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    return gather(whole, part, group=ranks, async_op=asynchronous)
+
+
+def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let writes to tensors that autograd has saved go unnoticed: they bring the same values again."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
+
+
+def fill_before_reduction(module: FSDPModule) -> None:
+    """Let parameters of a unit that got no gradient take part in its reductions with zeros.
+
+    Without it the tensor that is reduced has another size than on other ranks, or no reduction is started at all. torch
+    2.13 has ``set_reduce_scatter_unused_params`` for it; older ones have not, and none lets narrow gradients join wide
+    ones that have accumulated.
+    """
+    for group in _own_groups(module):
+        group.post_backward = partial(_filled, group, group.post_backward)
+
+
+def _filled(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    used = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.unsharded_param.requires_grad]
+    wide = any(parameter.unsharded_accumulated_grad is not None for parameter in used)
+    for parameter in used if group.reduce_grads else ():
+        if parameter.unsharded_param.grad is None and parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+        if wide:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+    post_backward(*unused)
+
+
+def _own_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    return list(getattr(state, "_fsdp_param_groups", [] if one is None else [one]))

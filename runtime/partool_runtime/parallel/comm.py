@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from partool_runtime.torch_internals import TorchDispatchMode, group_size, named_group_size
+from partool_runtime.torch_internals import TorchDispatchMode, process_group
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -76,11 +77,22 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._traffic: dict[str, Traffic] = {}
+        self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = defaultdict(Traffic)
 
-    def snapshot(self) -> dict[str, Traffic]:
-        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all."""
-        return {kind: Traffic(t.calls, t.payload_bytes, t.sent_bytes) for kind, t in self._traffic.items()}
+    def snapshot(self, among: Collection[int] | None = None) -> dict[str, Traffic]:
+        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all.
+
+        With ``among`` only that of groups whose ranks (of the world) are all in it.
+        """
+        found: dict[str, Traffic] = {}
+        for (kind, ranks), traffic in self._traffic.items():
+            if among is not None and not set(ranks) <= set(among):
+                continue
+            total = found.setdefault(kind, Traffic())
+            total.calls += traffic.calls
+            total.payload_bytes += traffic.payload_bytes
+            total.sent_bytes += traffic.sent_bytes
+        return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -95,20 +107,20 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is None:
             return
         functional = func.namespace == "_c10d_functional"
-        ranks = _ranks(args, functional)
+        group = _group(args, functional)
         size = max(_bytes(argument) for argument in args)
         if functional and kind == "all_gather":
-            size *= ranks  # only the input is an argument
-        traffic = self._traffic.setdefault(kind, Traffic())
+            size *= group.size()  # only the input is an argument
+        traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group))]
         traffic.calls += 1
         traffic.payload_bytes += size
-        traffic.sent_bytes += _SENT[kind](size, ranks)
+        traffic.sent_bytes += _SENT[kind](size, group.size())
 
 
-def _ranks(args: tuple[Any, ...], functional: bool) -> int:
+def _group(args: tuple[Any, ...], functional: bool) -> dist.ProcessGroup:
     if functional:
-        return named_group_size(next(a for a in reversed(args) if isinstance(a, str)))
-    return group_size(next(a for a in args if isinstance(a, torch.ScriptObject | dist.ProcessGroup)))
+        return process_group(next(a for a in reversed(args) if isinstance(a, str)))
+    return process_group(next(a for a in args if isinstance(a, torch.ScriptObject | dist.ProcessGroup)))
 
 
 def _bytes(value: Any) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from partool_runtime.telemetry._timers import HostClock, Spans
+from partool_runtime.torch_internals import watch_waits
 
 _TERMS = {
     "all_gather_single": "parameter_gather",
@@ -19,14 +22,17 @@ _TERMS = {
 }
 """Functions of ``torch.distributed`` that FSDP2 looks up at every call, and the term they belong to."""
 _PASSES = ("forward", "backward")
+TENSOR = "tensor_parallel"
+"""What passes wait for besides: their own exchanges."""
 
 
 class BlockingCollectives:
     """Times the collectives called inside the timers ``forward`` and ``backward``, and takes them out of these.
 
-    For the CPU, where FSDP2's collectives return when they are done. While installed, the functions of
-    ``torch.distributed`` are replaced by ones that read the clock before and after, about a microsecond each. Calls
-    with ``async_op=True`` do not block; their terms are named in ``asynchronous`` and have no measured time.
+    For the CPU, where FSDP2's collectives return when they are done, and those of tensor parallelism are waited for.
+    While installed, the functions of ``torch.distributed`` are replaced by ones that read the clock before and after,
+    about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in ``asynchronous`` and
+    have no measured time.
     """
 
     def __init__(self, spans: Spans, clock: HostClock) -> None:
@@ -44,30 +50,44 @@ class BlockingCollectives:
             if original is not None:
                 self._replaced[name] = original, self._timed(original, term)
                 setattr(dist, name, self._replaced[name][1])
+        watch_waits(partial(self._measured, TENSOR))
 
     def remove(self) -> None:
         """Put the original functions back; calling again does nothing."""
         for name, (original, ours) in self._replaced.items():
             if getattr(dist, name) is ours:
                 setattr(dist, name, original)
+        if self._replaced:
+            watch_waits(None)
         self._replaced.clear()
 
     def _timed(self, function: Callable[..., Any], term: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            outer = self._spans.open
-            if outer not in _PASSES or self._inside or threading.get_ident() != self._thread:
-                return function(*args, **kwargs)
-            if kwargs.get("async_op"):
+            if not kwargs.get("async_op"):
+                with self._measured(term):
+                    return function(*args, **kwargs)
+            if self._counts():
                 self.asynchronous.add(term)
-                return function(*args, **kwargs)
-            self._inside = True
-            start = self._clock.mark()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                end = self._clock.mark()
-                self._inside = False
-                self._spans.add(term, self._clock, start, end)
-                self._spans.add(outer, self._clock, end, start)  # negative: a term's own time only
+            return function(*args, **kwargs)
 
         return call
+
+    def _counts(self) -> bool:
+        """Return whether what happens now happens in a pass and was not measured already."""
+        return self._spans.open in _PASSES and not self._inside and threading.get_ident() == self._thread
+
+    @contextmanager
+    def _measured(self, term: str) -> Iterator[None]:
+        outer = self._spans.open
+        if outer is None or not self._counts():
+            yield
+            return
+        self._inside = True
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            end = self._clock.mark()
+            self._inside = False
+            self._spans.add(term, self._clock, start, end)
+            self._spans.add(outer, self._clock, end, start)  # negative: a term's own time only

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.comm import CommCounter, Traffic
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import Measurement, Measures
@@ -26,8 +26,11 @@ class StepSampler:
     hooks.
     """
 
-    def __init__(self, plan: Plan, spans: Spans) -> None:
+    def __init__(self, plan: Plan, spans: Spans, rank: int = 0) -> None:
         self._spans = spans
+        tensor = plan.layout.mesh.tp  # innermost: neighbouring ranks share matrices
+        self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
+        self._tensor_traffic: dict[str, Traffic] = {}
         self._possible = plan.layout.compile == "none"
         tokens = plan.layout.micro_batch * plan.training.sequence_length
         self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab, self._probe)
@@ -58,18 +61,21 @@ class StepSampler:
         """Return what was measured; empty before the sampled step has been done."""
         if self._counter is None or self._counting:
             return Measures()
-        traffic = self._counter.snapshot()
-        sent = {kind: entry.sent_bytes for kind, entry in traffic.items()}
         how = "collective counter"
         probed = {term: Measurement(value, "counted tensors") for term, value in self._probed.items()}
         saved = {"activations": Measurement(self._most_bytes, "saved-tensor hook")} if self._most_bytes else {}
-        return Measures(
-            memory={**saved, **probed},
-            traffic={
-                "gradient_sync": Measurement(sent.get("reduce_scatter", 0) + sent.get("all_reduce", 0), how),
-                "parameter_gather": Measurement(sent.get("all_gather", 0), how),
-            },
-        )
+        sent = {term: Measurement(value, how) for term, value in self._sent_bytes(self._counter.snapshot()).items()}
+        return Measures(memory={**saved, **probed}, traffic=sent)
+
+    def _sent_bytes(self, traffic: dict[str, Traffic]) -> dict[str, int]:
+        """Return what was sent, by term."""
+        tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
+        others = {kind: entry.sent_bytes - tensor.get(kind, 0) for kind, entry in traffic.items()}
+        sent = {
+            "gradient_sync": others.get("reduce_scatter", 0) + others.get("all_reduce", 0),
+            "parameter_gather": others.get("all_gather", 0),
+        }
+        return sent | ({"tensor": sum(tensor.values())} if len(self._tensor_ranks) > 1 else {})
 
     def _enter(self, term: str) -> None:
         if term in _BEGIN and self._counter is None:
@@ -78,6 +84,9 @@ class StepSampler:
         if term == "forward" and (self._pipeline or not self._seen_forward):
             self._watching = True
             self._saved.start()
+        if term == "optimizer" and self._counting and self._counter is not None and len(self._tensor_ranks) > 1:
+            # Before the norm of all gradients, as the world may be these ranks alone.
+            self._tensor_traffic = self._counter.snapshot(self._tensor_ranks)
 
     def _exit(self, term: str) -> None:
         if term in ("forward", "backward"):

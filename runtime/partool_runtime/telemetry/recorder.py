@@ -21,7 +21,7 @@ from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool_runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from partool_runtime.telemetry._closing import close_run
-from partool_runtime.telemetry._collectives import BlockingCollectives
+from partool_runtime.telemetry._collectives import TENSOR, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry._figures import Figures
@@ -86,7 +86,7 @@ class Recorder:
         self._memory = self._first_memory()
         self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
         self._events = EventWriter(run_dir, rank)
-        self._sampler = StepSampler(plan, self._spans)
+        self._sampler = StepSampler(plan, self._spans, rank)
         self._pipeline = PipelineSteps(plan, self._spans, host)
         self._collectives = BlockingCollectives(self._spans, host) if device.type == "cpu" else None
         self._pending: list[_Step] = []
@@ -103,6 +103,8 @@ class Recorder:
             self._display = LastingDisplay(open_display(plan.name, self._total_steps))
         if self._collectives is not None:
             self._collectives.install()
+            if plan.layout.compile != "none":  # what compiled layers wait for is not seen
+                self._collectives.asynchronous.add(TENSOR)
         atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
         self._start = self._clock.mark()
 
@@ -277,7 +279,7 @@ class Recorder:
             return "waits for other stages"
         if self._collectives is None or self._world_size == 1:
             return "timer"
-        if term in ("gradient_sync", "parameter_gather"):
+        if term in ("gradient_sync", "parameter_gather", TENSOR):
             return "timer around collectives"
         return "timer, collectives apart" if term in ("forward", "backward") else "timer"
 
