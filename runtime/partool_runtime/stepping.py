@@ -19,6 +19,7 @@ from partool_runtime.optim.grad_norm import Mode, check_gradients, clip_factor
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import LossScaler
 
 Timer = Callable[[str], AbstractContextManager[object]]
@@ -64,11 +65,14 @@ class Passes(Protocol):
 class PlainPasses:
     """One micro-batch after the other through a whole model.
 
-    ``model(tokens_BS, labels_BS)`` must return the sum of the token losses.
+    ``model(tokens_BS, labels_BS)`` must return the sum of the token losses. ``tensor`` adds up gradients of which
+    tensor ranks have parts.
     """
 
-    def __init__(self, model: nn.Module, sync: GradSync, device: torch.device) -> None:
-        self._model, self._sync, self._device = model, sync, device
+    def __init__(
+        self, model: nn.Module, sync: GradSync, device: torch.device, tensor: TensorGradients | None = None
+    ) -> None:
+        self._model, self._sync, self._device, self._tensor = model, sync, device, tensor
 
     def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
         """See :class:`Passes`."""
@@ -81,12 +85,16 @@ class PlainPasses:
                 loss_sum += loss.detach()
             with timer("backward"):
                 (loss * weight.to(loss.dtype)).backward()
+        if self._tensor is not None:
+            with timer("gradient_sync"):
+                self._tensor.add_up()
         return loss_sum
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
         """See :class:`Passes`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._sync.release()  # also what stays gathered between steps: the last one has changed the weights
         for micro in batches:
             if stopping():
                 self._sync.release()

@@ -97,6 +97,10 @@ class Case:
     precision: str = "fp64"
     poison_step: int = -1
     """Step in which one rank's gradient is made infinite."""
+    gather: str = "coalesced"
+    prefetch: int = 1
+    persistent: int = 0
+    leaves: tuple[str, ...] = ()
 
 
 def initial_weights(tied: bool) -> dict[str, torch.Tensor]:
@@ -130,6 +134,11 @@ def plan_of(case: Case) -> Any:
             mesh=Mesh(dp_replicate=case.mesh[0], dp_shard=case.mesh[1]),
             recompute=(case.recompute,) * LAYERS,
             compile=case.compile,
+            tensor_inner=1,
+            gather=case.gather,
+            prefetch=case.prefetch,
+            persistent_elements=case.persistent,
+            leaves=case.leaves,
         ),
         training=SimpleNamespace(precision=case.precision),
     )

@@ -9,18 +9,21 @@ from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.tensor.apply import apply_tensor
 from partool_runtime.parallel.zero import shard, shard_stages
 
 
 def parallelize(model: Decoder, plan: Plan, ranks: Ranks) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
-    The order is fixed: recomputation is part of what is compiled, and gathers happen outside of both.
+    The order is fixed: a tensor rank's exchanges are part of what is computed again, recomputation is part of what is
+    compiled, and gathers happen outside of all, on the parameters that the rank computes with.
     """
+    apply_tensor(model, plan, ranks)
     recompute(model.layers, plan.layout.recompute)
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
-    return shard(model, zero=plan.layout.zero, precision=plan.training.precision, ranks=ranks)
+    return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
 def parallelize_stages(parts: DecoderParts, plan: Plan, ranks: Ranks) -> list[Unit]:
@@ -28,8 +31,9 @@ def parallelize_stages(parts: DecoderParts, plan: Plan, ranks: Ranks) -> list[Un
 
     Return what is gathered and reduced together.
     """
+    apply_tensor(parts, plan, ranks)
     blocks = dict(parts.blocks())
     recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks])
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
-    return shard_stages(parts, zero=plan.layout.zero, precision=plan.training.precision, ranks=ranks)
+    return shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)

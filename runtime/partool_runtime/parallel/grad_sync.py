@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.fsdp import FSDPModule
 
 from partool.spec.parallel import ZeroStage
+from partool_runtime.parallel.persistent import Persistent
 
 
 class GradSync:
@@ -24,8 +25,11 @@ class GradSync:
     Gradients that are not yet reduced accumulate whole, in the reduction's type (fp32 or wider).
     """
 
-    def __init__(self, modules: Sequence[FSDPModule], *, zero: ZeroStage, replicas: int) -> None:
+    def __init__(
+        self, modules: Sequence[FSDPModule], *, zero: ZeroStage, replicas: int, persistent: Persistent | None = None
+    ) -> None:
         self._modules = modules
+        self._persistent = persistent or Persistent([])
         self._reduce_each = zero >= 2
         self._release_each = zero == 3
         self._replicas = replicas
@@ -33,6 +37,8 @@ class GradSync:
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Prepare one forward and backward pass; ``last`` says whether it ends the step's accumulation."""
+        if self._last is not False:
+            self._persistent.refresh()  # the optimizer has changed the weights since
         if last is self._last:
             return
         self._last = last
@@ -43,6 +49,7 @@ class GradSync:
             module.set_reshard_after_backward(last or self._release_each, recurse=False)
 
     def release(self) -> None:
-        """Drop gathered parameters that a forward pass without a backward pass has left."""
+        """Drop gathered parameters that passes have left; what stays gathered is brought again by the next gather."""
+        self._persistent.expire()
         for module in self._modules:
             module.reshard()

@@ -3,74 +3,145 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from partool.spec.parallel import ZeroStage
+from partool.plan.types import Layout
 from partool.spec.training import Precision
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.parallel.gathering import Layer, prefetch
 from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
+from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
+from partool_runtime.torch_internals import gather_in_order, gather_otherwise
 
 
-def shard(model: Decoder, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> GradSync:
+def shard(model: Decoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
     """Spread parameters over the shard axis, in place; the model may still be on the meta device.
 
     Every stage keeps master weights and moments in shards. The stages differ in when parameters are gathered and
     gradients are reduced, which :class:`GradSync` switches. ZeRO-0 is the case of one rank per shard axis: nothing is
     gathered, and gradients are all-reduced over the replicas once a step. Gradients are summed, not averaged: the loss
     is divided by the step's tokens over all ranks.
+
+    Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
     """
-    mesh = _mesh(ranks)
-    policy = _policy(precision)
-    for group in _own_groups(model.groups()):
-        fully_shard(group, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), _leaves(model, layout, everywhere=True))
+    layers = [sharding.layer(group) for group in _own_groups(model.groups())]
     # The root holds what runs last, which the backward pass needs at once.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    root = sharding.root(model, layers)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        _sum_gradients(module)
-    return GradSync(modules, zero=zero, replicas=ranks.replicas)
+    return GradSync(modules, zero=layout.zero, replicas=ranks.replicas, persistent=sharding.tune(layers, root))
 
 
-def shard_stages(parts: DecoderParts, *, zero: ZeroStage, precision: Precision, ranks: Ranks) -> list[Unit]:
+def shard_stages(parts: DecoderParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
     """Spread a pipeline rank's parameters over the shard axis, in place; every stage is sharded on its own.
 
-    An embedding that two stages of the rank share is gathered and reduced on its own, too.
+    An embedding that two stages of the rank share is gathered and reduced on its own, too. Raises
+    :class:`ConfigurationError` (PT464) for a leaf pattern that names a module which cannot be a leaf.
     """
-    mesh, policy = _mesh(ranks), _policy(precision)
+    leaves = _leaves(parts, layout, everywhere=False)
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves)
     units = []
     for number, stage in parts.stages.items():
-        groups = stage.groups()
-        for group in groups:
-            fully_shard(group, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-        root = fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        if zero == 3:
-            _prefetch_backward([group[0] for group in groups], root)
-        units.append(Unit(root, frozenset({number})))
+        layers = [sharding.layer(group) for group in stage.groups()]
+        root = sharding.root(stage, layers)
+        units.append(Unit(root, frozenset({number}), sharding.tune(layers, root, in_turns=True)))
     if parts.shared is not None:
-        shared = fully_shard(parts.shared, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        units.append(Unit(shared, frozenset({min(parts.stages), max(parts.stages)})))
-    for unit in units:
-        for module in unit.modules:
-            _sum_gradients(module)
+        shared = sharding.root(parts.shared, [])
+        persistent = sharding.tune([], shared, in_turns=True)
+        units.append(Unit(shared, frozenset({min(parts.stages), max(parts.stages)}), persistent))
     return units
 
 
-def _prefetch_backward(modules: Sequence[nn.Module], root: FSDPModule) -> None:
-    """Gather each module while the next one's backward pass runs.
+@dataclass(frozen=True)
+class _Sharding:
+    """Makes units of modules, inner ones first, and sets how they are gathered."""
 
-    Left alone FSDP2 goes by the order of forward passes, in which other micro-batches lie between a forward pass and
-    its backward pass. The first one has none before it; it names itself, which is gathered already.
-    """
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    for before, module in zip([sharded[0], *sharded], [*sharded, root], strict=True):
-        module.set_modules_to_backward_prefetch([before])
+    layout: Layout
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    leaves: dict[str, nn.Module]
+
+    def layer(self, group: Sequence[nn.Module]) -> Layer:
+        """Shard a group of modules as one unit, and the leaves within it as units of their own."""
+        inner = self._inner(group)
+        return [self._unit(group, release=self.layout.zero == 3), *inner]
+
+    def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
+        """Shard what is left of a module, which stays gathered between its passes."""
+        self._inner([module])
+        root = self._unit([module], release=False)
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.set_gradient_divide_factor(1.0)
+                # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
+                each.set_force_sum_reduction_for_comms(True)
+        return root
+
+    def tune(self, layers: Sequence[Layer], root: FSDPModule, *, in_turns: bool = False) -> Persistent:
+        """Set how the units under a root are gathered, and how far ahead.
+
+        ``in_turns`` says that other micro-batches lie between a forward pass and its backward pass.
+        """
+        units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+        apart = self.layout.gather == "sequential"
+        most_kept = self.layout.persistent_elements if self.layout.zero == 3 else 0
+        gathers = []
+        for unit in units if apart or most_kept else ():
+            gathers += gather_otherwise(unit, apart=apart, most_kept=most_kept)
+        if self.layout.zero == 3:
+            depth = self.layout.prefetch
+            # FSDP2 goes one unit ahead by itself, on a GPU, where it gathers on a stream of its own.
+            own_way = depth == 1 and not apart and not self.leaves
+            if not own_way or in_turns:
+                prefetch(layers, root, depth, forward=not own_way)
+            for unit in units if depth == 0 else ():
+                gather_in_order(unit)
+        return Persistent(gathers)
+
+    def _inner(self, group: Sequence[nn.Module]) -> list[FSDPModule]:
+        within = [leaf for module in group for leaf in module.modules() if leaf is not module]
+        leaves = {id(leaf): leaf for leaf in self.leaves.values()}
+        return [
+            self._unit([module], release=self.layout.zero == 3)
+            for module in within
+            if id(module) in leaves and not isinstance(module, FSDPModule)
+        ]
+
+    def _unit(self, group: Sequence[nn.Module], *, release: bool) -> FSDPModule:
+        leaf = any(module is each for module in group for each in self.leaves.values())
+        if leaf:
+            join_graph(group[0])
+        unit = fully_shard(list(group), mesh=self.mesh, reshard_after_forward=release, mp_policy=self.policy)[0]
+        if leaf:
+            fill_missing(unit)
+        return unit
+
+
+def _leaves(model: Decoder | DecoderParts, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
+    """Return the modules that are leaves; ``everywhere`` says that this rank holds the whole model."""
+    leaves = find_leaves(model, layout.leaves)
+    for pattern in layout.leaves if everywhere else ():
+        if not find_leaves(model, [pattern]):
+            raise ConfigurationError("PT464", f"parallel.data.leaves: no module is called {pattern!r}", _LEAF_HELP)
+    for name, module in leaves.items():
+        if type(module).forward is nn.Module.forward:
+            message = f"parallel.data.leaves: {name!r} is a container that is never called itself"
+            raise ConfigurationError("PT464", message, _LEAF_HELP)
+    return leaves
+
+
+_LEAF_HELP = "name the module inside of a layer that calls the experts, such as '*.experts' or '*.mlp'"
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
@@ -94,12 +165,6 @@ def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
         if parameters and not parameters & with_root:
             own.append(list(group))
     return own
-
-
-def _sum_gradients(module: FSDPModule) -> None:
-    module.set_gradient_divide_factor(1.0)
-    # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
-    module.set_force_sum_reduction_for_comms(True)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from partool.schedule import COMPUTE, Action
 from partool.spec.parallel import ZeroStage
+from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.torch_internals import end_backward, keep_gradients
 
 Timer = Callable[[str], AbstractContextManager[object]]
@@ -19,8 +20,10 @@ Timer = Callable[[str], AbstractContextManager[object]]
 class Unit:
     """Parameters whose gradients are complete at the same action: those of a stage, or what two stages share."""
 
-    def __init__(self, root: FSDPModule, stages: frozenset[int]) -> None:
+    def __init__(self, root: FSDPModule, stages: frozenset[int], persistent: Persistent | None = None) -> None:
         self.root = root
+        self.persistent = persistent or Persistent([])
+        """Of its parameters, those that stay gathered."""
         self.stages = stages
         """The stages that use it, on this rank."""
         self.modules = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
@@ -60,6 +63,8 @@ class PipelineSync:
     def use(self, timer: Timer) -> None:
         """Measure the actions of the step to come with ``timer``."""
         self._timer = timer
+        for unit in self._units:
+            unit.persistent.refresh()
 
     def before(self, action: Action) -> None:
         """Prepare a compute action; it is timed from here on."""
@@ -84,6 +89,7 @@ class PipelineSync:
         """Release what is still gathered: an evaluation, or a step that was given up, ends without backward passes."""
         for unit in self._units:
             _release(unit)
+            unit.persistent.expire()
         self._timer = _untimed
 
     def _end(self, index: int, action: Action) -> None:

@@ -1,0 +1,95 @@
+"""Modules that are gathered and reduced as one unit although ranks may use other parts of them, such as experts.
+
+Where a rank sends no token to an expert, the expert's weights get no gradient there, and if it sends none to any of a
+layer, not even the layer's gradient is asked for: ranks would start other collectives than their peers, and hang, or
+add up what does not belong together. A leaf takes part in all of them on every rank that calls it, with zeros where
+there is no gradient (what DeepSpeed calls leaf modules, ``deepspeed.utils.set_z3_leaf_modules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from partool_runtime.torch_internals import fill_before_reduction
+
+
+def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules whose name matches one of the glob patterns, by name; none lies within another.
+
+    Of a match within a match the outer one counts.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and any(fnmatchcase(name, pattern) for pattern in patterns):
+            found[name] = module
+    return found
+
+
+def join_graph(leaf: nn.Module) -> None:
+    """Let what a leaf returns depend on what it gets and on its parameters, used or not; before it is sharded.
+
+    FSDP2 gathers a unit for the backward pass when the gradient of its outputs arrives, and reduces when those of its
+    inputs are complete. Hooks that are there before ``fully_shard`` run within FSDP2's.
+    """
+    leaf.register_forward_hook(_join, with_kwargs=True)
+
+
+def fill_missing(leaf: FSDPModule) -> None:
+    """Let a sharded leaf's parameters without a gradient take part in its reductions with zeros."""
+    fill_before_reduction(leaf)
+
+
+class _Join(torch.autograd.Function):
+    """Returns its first tensors; the others get no gradient, but count as used."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the first ``outputs`` tensors, without copying."""
+        ctx.others = len(tensors) - outputs
+        ctx.set_materialize_grads(False)
+        # A tensor handed on as it is would become a view, and FSDP2 cannot follow what is written into views.
+        return tuple(tensor.detach() for tensor in tensors[:outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Pass the gradients on."""
+        return (None, *gradients, *[None] * ctx.others)
+
+
+def _join(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return output
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    anchors = [*_tensors((args, kwargs)), *trained[:1]]
+    outputs = [tensor for tensor in _tensors(output, trained_only=False) if tensor.is_floating_point()]
+    if not outputs or not any(tensor.requires_grad for tensor in anchors):
+        return output
+    joined = _Join.apply(len(outputs), *outputs, *anchors)  # type: ignore[no-untyped-call]
+    return _replaced(output, {id(old): new for old, new in zip(outputs, joined, strict=True)})
+
+
+def _tensors(value: Any, *, trained_only: bool = True) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, each once."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad or not trained_only else []
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    found = {id(tensor): tensor for item in inner for tensor in _tensors(item, trained_only=trained_only)}
+    return list(found.values())
+
+
+def _replaced(value: Any, by: dict[int, torch.Tensor]) -> Any:
+    """Return nested containers with some of their tensors replaced."""
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if type(value) is dict:
+        return {key: _replaced(item, by) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, by) for item in value)
+    return value

@@ -1,0 +1,47 @@
+"""Small parameters that stay gathered from step to step (ZeRO-3's ``persistent`` parameters)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from partool_runtime.torch_internals import GroupGather, gather_into, unseen_writes
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Persistent:
+    """Brings parameters that stay gathered up to date, all with one message, after the optimizer has changed them."""
+
+    def __init__(self, gathers: Sequence[GroupGather]) -> None:
+        self._gathers = [gather for gather in gathers if gather.kept]
+
+    def expire(self) -> None:
+        """Declare them outdated: each comes with its unit's next gather, unless :meth:`refresh` is called before."""
+        for gather in self._gathers:
+            gather.expire()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Gather them all at once; a collective of the ranks that share parameters, between steps.
+
+        Before the first step there is nothing to bring up to date: their storage is made by the first gather.
+        """
+        by_type: dict[torch.dtype, Pairs] = defaultdict(list)
+        for gather in self._gathers:
+            for shard, whole in gather.refresh():
+                by_type[shard.dtype].append((shard, whole))
+        for pairs in by_type.values():
+            self._exchange(pairs)
+
+    def _exchange(self, pairs: Pairs) -> None:
+        ranks = self._gathers[0].ranks
+        sizes = [shard.numel() for shard, _ in pairs]
+        sent = torch.cat([shard for shard, _ in pairs])
+        gathered = sent.new_empty(ranks.size() * sent.numel())
+        gather_into(gathered, sent, ranks, asynchronous=False)
+        targets = [whole.view(ranks.size(), -1) for _, whole in pairs]
+        with unseen_writes(targets):
+            torch.split_with_sizes_copy(gathered.view(ranks.size(), -1), sizes, dim=1, out=targets)
