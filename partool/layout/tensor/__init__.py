@@ -4,6 +4,7 @@ from partool.layout.tensor.cutting import by_name, collapse
 from partool.layout.tensor.decide import Decided, decide
 from partool.layout.tensor.heads import HeadRanges, head_ranges
 from partool.layout.tensor.own import own_partition
+from partool.layout.tensor.own_patterns import apply_patterns
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
 
@@ -17,6 +18,7 @@ __all__ = [
     "Structure",
     "StructureModule",
     "Style",
+    "apply_patterns",
     "by_name",
     "chunks",
     "collapse",

@@ -135,6 +135,9 @@ def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
 def _experts(structure: Structure, module: StructureModule, name: str) -> Choice | Unclear:
     """Decide about stacked experts by their names and widths."""
     leaf = name.rpartition(".")[2]
+    if len(module.parameters[leaf]) != 3:
+        line = f'"{collapsed_name(module.name)}.*": replicated'
+        return Unclear("biases of experts would be added once per rank", line)
     if "down" in leaf or leaf.startswith("w2"):
         return Choice("row", RULE, "inner widths of every expert")
     if "gate_up" in leaf or "w13" in leaf:
@@ -151,7 +154,9 @@ def _experts(structure: Structure, module: StructureModule, name: str) -> Choice
 
 def _undecided(key: str, found: Unclear) -> Diagnostic:
     name = collapsed_name(key)
-    help = f"decide it: parallel: {{tensor: {{patterns: {{{found.line.replace('NAME', name)}}}}}}}"
+    line = found.line.replace("NAME", name)
+    only = ", where every rank has all of what it reads" if line.endswith("replicated") else ""
+    help = f"decide it: parallel: {{tensor: {{patterns: {{{line}}}}}}}{only}"
     return Diagnostic("PT442", f"{name} cannot be cut: {found.why}", path=PATH[:2], help=help)
 
 

@@ -33,7 +33,9 @@ def infer(structure: Structure, group: Group | None, module: StructureModule) ->
         if structure.experts and group.linears[module.name][0] in (1, structure.experts) and not group.attention:
             return _router()
         return _attention(group, module) if group.attention else _network(group, module)
-    return Unclear(f"nothing is known of the parameters of a {module.class_name}")
+    sizes = {shape[:1] for shape in module.parameters.values()}
+    line = '"NAME": {style: column, heads: query}' if sizes == {(structure.heads,)} else '"NAME": replicated'
+    return Unclear(f"nothing is known of the parameters of a {module.class_name}", line)
 
 
 def _router() -> Choice:
@@ -124,7 +126,8 @@ def by_heads(group: Group, module: StructureModule, style: Style, rule: str, why
     text = (
         f"its width of {width} is not that of {structure.heads} or {structure.kv_heads} heads of {structure.head_dim}"
     )
-    return Unclear(text, f'"NAME": {{style: {style}, heads: query}}')
+    line = f'"NAME": {{style: {style}, heads: query}}' if width % structure.heads == 0 else '"NAME": column_gathered'
+    return Unclear(text, line)
 
 
 def infer_norm(group: Group, module: StructureModule, chosen: Mapping[str, Choice]) -> Choice | Unclear:

@@ -20,6 +20,7 @@ _ALLOWED: dict[str, tuple[Style, ...]] = {
     "conv1d": _MATRIX,
     "experts": ("column", "row", "replicated"),
     "embedding": ("vocabulary", "replicated"),
+    "other": ("column", "replicated"),
 }
 """Styles by kind of module; all others can be replicated only."""
 

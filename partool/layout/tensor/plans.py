@@ -26,10 +26,16 @@ _STYLES: dict[str, Style] = {
 }
 """Styles that say how a matrix lies; the others say what happens to inputs and outputs, or share experts."""
 
+_WHY: dict[Style, str] = {
+    "column": "inner widths",
+    "row": "inner widths, as the matrices before it leave them",
+    "column_gathered": "results are gathered",
+}
+
 
 def planned(structure: Structure, group: Group | None, module: StructureModule, name: str) -> Choice | Unclear | None:
     """Return what the plan says of a module, or of a parameter ``name`` of it; None: nothing that helps."""
-    word = _entry(structure, name)
+    word = _entry(structure, name) or _entry(structure, module.name)
     if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
         return low_rank(group, module, RULE)
     style = _STYLES.get(word)
@@ -44,7 +50,7 @@ def planned(structure: Structure, group: Group | None, module: StructureModule, 
         return Choice(style, RULE, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
     if group is not None and group.attention and module.name in group.linears and style in ("column", "row"):
         return _attention(group, module, style)
-    return Choice(style, RULE)
+    return Choice(style, RULE, _WHY.get(style, ""))
 
 
 def _attention(group: Group, module: StructureModule, style: Style) -> Choice | Unclear:
