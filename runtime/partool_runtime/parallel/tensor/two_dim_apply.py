@@ -1,0 +1,80 @@
+"""Two-dimensional tensor parallelism put onto a decoder: layers, embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from partool.layout.tensor import chunks
+from partool.plan.types import Plan
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model.parts import TiedEmbedding
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.two_dim import grid_of, put_products
+from partool_runtime.parallel.tensor.two_dim_ops import Grid, dealt_rows, gathered_hidden, outer_sum
+from partool_runtime.parallel.tensor.vocabulary import looked_up, vocabulary_loss
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """The head's loss: every rank gathers the hidden state and takes its part of the vocabulary."""
+
+    grid: Grid
+    team: Team
+    """All tensor ranks."""
+    first: int
+    """First token of this rank."""
+
+    def __call__(self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of token losses, see :data:`partool_runtime.model.decoder.HeadLoss`."""
+        whole_BSH = gathered_hidden(self.grid, hidden_BSH)
+        return vocabulary_loss(whole_BSH, weight_VH, labels_BS, first=self.first, team=self.team, sum_input=False)
+
+
+def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
+    """Let a decoder, or the stages of a pipeline rank, work in two dimensions, in place.
+
+    Its parameters must hold this rank's part already.
+    """
+    grid, size, place = grid_of(plan.layout, ranks.tp2), ranks.tp.size(), ranks.tp.get_local_rank()
+    put_products(model, grid)
+    # The head's rows lie over all ranks, and a tied embedding's with them; those of another one over the outer axis.
+    first = chunks(plan.model.vocab, size)[place][0]
+    _put_loss(model, _Loss(grid, Team(ranks.tp.get_group().group_name, place, size), first))
+    embedding = model.embed
+    if isinstance(embedding, TiedEmbedding):
+        # In its forward pass it does both of its duties.
+        _put(embedding, "rows", partial(_tied_rows, embedding, grid, first))
+    elif embedding is not None and plan.model.tied_embeddings:
+        _put(embedding, "forward", partial(_tied_rows, embedding, grid, first))
+    elif embedding is not None:
+        own = chunks(plan.model.vocab, grid.outer.size)[grid.outer.place]
+        _put(embedding, "forward", partial(_rows, embedding, grid, own[0]))
+
+
+def _put_loss(model: Decoder | DecoderParts, loss: _Loss) -> None:
+    if model.head is not None:
+        _put(model.head, "loss", loss)
+    elif isinstance(model, Decoder):
+        _put(model, "loss", loss)
+    elif isinstance(model.embed, TiedEmbedding):
+        _put(model.embed, "loss", loss)
+
+
+def _put(module: nn.Module, name: str, function: Callable[..., torch.Tensor]) -> None:
+    setattr(module, name, function)
+
+
+def _rows(module: nn.Embedding, grid: Grid, first: int, tokens_BS: torch.Tensor) -> torch.Tensor:
+    return outer_sum(grid, looked_up(tokens_BS, module.weight, first))
+
+
+def _tied_rows(module: nn.Embedding, grid: Grid, first: int, tokens_BS: torch.Tensor) -> torch.Tensor:
+    return dealt_rows(grid, looked_up(tokens_BS, module.weight, first))
