@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from partool.catalog.huggingface import read_config
 from partool.catalog.lookup import did_you_mean, table, table_hash
+from partool.catalog.transformers_process import DescriptionError, describe
 from partool.diagnostics.record import Diagnostic
 from partool.spec.model import LayerPattern, ModelConfig, ModelSpec
 
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
-_NOT_FIELDS = {"preset", "config", "weights", "frozen", "attention"}
+_NOT_FIELDS = {"preset", "config", "hf", "weights", "frozen", "attention"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,14 @@ class ResolvedModel:
     diagnostics: tuple[Diagnostic, ...]
     inputs: dict[str, str] = field(default_factory=dict)
     """SHA-256 by input, for ``Plan.inputs``."""
+    described: dict[str, Any] | None = None
+    """What the runtime says of a model that transformers builds."""
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
     """Decide every field of the model. ``vocab`` is the tokenizer's size, used where nothing else gives one."""
+    if spec.hf is not None:
+        return _of_transformers(spec, base_dir / spec.hf)
     base, source, findings, inputs = _base(spec, base_dir)
     if base is None:
         return ResolvedModel(None, source, tuple(findings), inputs)
@@ -53,6 +58,26 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
         findings.extend(_inconsistent(config))
     failed = any(finding.severity == "error" for finding in findings)
     return ResolvedModel(None if failed else config, source or "the spec's fields", tuple(findings), inputs)
+
+
+def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
+    """Return the fields that price a model which transformers builds; partool cannot change any of them."""
+    given = [n for n in type(spec).model_fields if n not in _NOT_FIELDS and getattr(spec, n) is not None]
+    if given or spec.attention is not None:
+        what = ", ".join([*given, *(["attention"] if spec.attention is not None else [])])
+        help = "change the folder's config.json, or write model.config in place of model.hf"
+        found = Diagnostic(
+            "PT454", f"{what} cannot be changed in a model that transformers builds", path=("model", "hf"), help=help
+        )
+        return ResolvedModel(None, "", (found,))
+    try:
+        described, digest = describe(folder)
+    except DescriptionError as error:
+        return ResolvedModel(None, "", (Diagnostic("PT450", str(error), path=("model", "hf"), help=error.help),))
+    findings: list[Diagnostic] = []
+    fields = dict(described["fields"])
+    config = _validated({**fields, "layer_types": tuple(fields.get("layer_types", ()))}, findings)
+    return ResolvedModel(config, f"{spec.hf} (transformers)", tuple(findings), {"model.hf": digest}, described)
 
 
 def _base(spec: ModelSpec, base_dir: Path) -> tuple[dict[str, Any] | None, str, list[Diagnostic], dict[str, str]]:

@@ -40,6 +40,8 @@ class Needs:
     recompute: frozenset[str]
     compile: str
     precision: str
+    hf: bool = False
+    """Whether transformers builds the model, instead of partool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +66,42 @@ class Gap:
 
 def aspects(needs: Needs) -> Iterator[str]:
     """Yield everything about a plan that the runtime must be able to do."""
-    model = needs.model
     yield f"backend {needs.backend}"
     yield "one node" if needs.nodes == 1 else "several nodes"
     yield f"zero {needs.zero}"
     yield f"precision {needs.precision}"
     yield f"compile {needs.compile}"
     yield from (f"recompute {policy}" for policy in sorted(needs.recompute))
+    yield from ["model of transformers"] if needs.hf else _of_model(needs.model)
+    wanted = {
+        "accumulation": needs.accumulation > 1,
+        "hybrid sharding": needs.zero > 0 and needs.replicas > 1,
+        "frozen parameters": needs.frozen,
+        "tensor": needs.tensor > 1,
+        f"schedule {needs.schedule}": needs.stages > 1,
+        "sequence": needs.sequence > 1,
+        "expert": needs.expert > 1,
+        "offload": needs.offload_optimizer != "none",
+        "offload of parameters": needs.offload_parameters != "none",
+        "offload of activations": needs.offload_activations != "none",
+    }
+    yield from (aspect for aspect, applies in wanted.items() if applies)
+
+
+def _of_model(model: ModelConfig) -> Iterator[str]:
+    """Yield what partool's own decoder must have."""
     yield f"norm {model.norm}"
     yield f"activation {model.activation}"
     yield f"position {model.position}"
     yield from (f"attention {kind}" for kind in sorted(set(model.layer_types) or {"full"}))
     wanted = {
-        "accumulation": needs.accumulation > 1,
-        "hybrid sharding": needs.zero > 0 and needs.replicas > 1,
-        "frozen parameters": needs.frozen,
         "tied embeddings": model.tied_embeddings,
         "grouped queries": model.kv_heads != model.heads,
         "norms of queries and keys": model.qk_norm,
         "biases": model.qkv_bias or model.out_bias or model.ffn_bias,
         "scaled rope": model.rope_scaling is not None,
-        "tensor": needs.tensor > 1,
-        f"schedule {needs.schedule}": needs.stages > 1,
-        "sequence": needs.sequence > 1,
-        "expert": needs.expert > 1,
         "moe": model.moe is not None,
         "mla": model.mla is not None,
-        "offload": needs.offload_optimizer != "none",
-        "offload of parameters": needs.offload_parameters != "none",
-        "offload of activations": needs.offload_activations != "none",
     }
     yield from (aspect for aspect, applies in wanted.items() if applies)
 
@@ -134,6 +143,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
     *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding")),
+    Capability("model of transformers", "tests/parity/test_tensor_hf.py::test_models_equal_those_of_transformers"),
     *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
 )
 

@@ -7,14 +7,16 @@ from math import prod
 
 from partool.diagnostics.record import Diagnostic
 from partool.planner import pipeline_checks
+from partool.planner.hf import check_hf
 from partool.planner.problem import Problem, divisors
+from partool.planner.tensor_checks import check_tensor
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
 
 
 def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     """Return every finding of every rule; later rules divide by what earlier ones have checked."""
-    found = [*_vocabulary(problem, tokenizer_vocab)]
+    found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
     for group in (SIZES, BATCHES):
         found += [finding for rule in group for finding in rule(problem)]
         if any(finding.severity == "error" for finding in found):

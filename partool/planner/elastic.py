@@ -64,7 +64,8 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
         return layouts
     devices = plan.devices.model_copy(update={"nodes": nodes})
     precision = plan.training.precision
-    missing = gaps(needs_of(layouts[0], plan.model, devices, precision, frozen=bool(plan.frozen)))
+    hf = plan.hf is not None
+    missing = gaps(needs_of(layouts[0], plan.model, devices, precision, frozen=bool(plan.frozen), hf=hf))
     if missing and plan.runnable:
         return f"the runtime does not run {missing[0].what} yet"
     chosen = _fitting(plan, _job(plan, devices), layouts)

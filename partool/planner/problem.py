@@ -15,6 +15,7 @@ from partool.cost.stacks import own_stack
 from partool.layout.capabilities import Needs, aspects, gaps, runs
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
+from partool.planner.hf import Description
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -33,6 +34,8 @@ class Problem:
     """What a calibration says about these machines; their figures stand in ``devices`` already."""
     lists: Schedule | None = None
     """The schedule in the file that the spec names."""
+    described: Description | None = None
+    """What the runtime says of a model that transformers builds; None for partool's own decoder."""
 
     @property
     def world_size(self) -> int:
@@ -165,11 +168,14 @@ def divisors(number: int) -> list[int]:
 def needs(problem: Problem, layout: Layout) -> Needs:
     """Return what a layout of a problem asks of the runtime."""
     precision = problem.spec.training.precision
-    return needs_of(layout, problem.model, problem.devices, precision, frozen=bool(problem.spec.model.frozen))
+    frozen, hf = bool(problem.spec.model.frozen), problem.described is not None
+    return needs_of(layout, problem.model, problem.devices, precision, frozen=frozen, hf=hf)
 
 
-def needs_of(layout: Layout, model: ModelConfig, devices: Devices, precision: str, *, frozen: bool) -> Needs:
-    """Return what a layout asks of the runtime."""
+def needs_of(
+    layout: Layout, model: ModelConfig, devices: Devices, precision: str, *, frozen: bool, hf: bool = False
+) -> Needs:
+    """Return what a layout asks of the runtime; ``hf``: transformers builds the model."""
     mesh = layout.mesh
     return Needs(
         model=model,
@@ -190,6 +196,7 @@ def needs_of(layout: Layout, model: ModelConfig, devices: Devices, precision: st
         recompute=frozenset(layout.recompute),
         compile=layout.compile,
         precision=precision,
+        hf=hf,
     )
 
 
@@ -219,6 +226,7 @@ def plain_needs(problem: Problem) -> Needs:
         recompute=frozenset({"none"}),
         compile=problem.compile,
         precision=problem.spec.training.precision,
+        hf=problem.described is not None,
     )
 
 

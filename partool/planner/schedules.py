@@ -77,6 +77,8 @@ def _excluded(problem: Problem, name: str) -> bool:
         return True
     if name not in WEIPIPE:
         return False
+    if problem.described is not None:
+        return True
     # Its passes take as long as those of the other two, and it sends less than either.
     alike = parallel.pipeline.schedule == "auto" and name != "weipipe"
     host = (parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations)

@@ -20,14 +20,16 @@ def check(spec: Spec) -> list[Diagnostic]:
 
 
 def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
-    if spec.model.preset and spec.model.config:
-        message = "the model is given twice: by a preset and by a configuration file"
-        yield Diagnostic("PT201", message, path=("model", "config"), help="keep one; fields beside it override it")
+    names = {"preset": "a preset", "config": "a configuration file", "hf": "a folder of transformers"}
+    given = [name for name in names if getattr(spec.model, name)]
+    if len(given) > 1:
+        message = f"the model is given twice: by {names[given[0]]} and by {names[given[1]]}"
+        yield Diagnostic("PT201", message, path=("model", given[1]), help="keep one; fields beside it override it")
 
 
 def _model_fields(spec: Spec) -> Iterator[Diagnostic]:
     model = spec.model
-    if model.preset or model.config:
+    if model.preset or model.config or model.hf:
         return
     missing = [name for name in ("layers", "hidden", "heads") if getattr(model, name) is None]
     if missing:

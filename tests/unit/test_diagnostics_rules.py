@@ -9,9 +9,11 @@ import pytest
 
 from partool.diagnostics import (
     _texts_files,
+    _texts_hf,
     _texts_k8s,
     _texts_launch,
     _texts_machines,
+    _texts_partition,
     _texts_pipeline,
     _texts_planner,
     _texts_run,
@@ -25,13 +27,13 @@ from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
-          _texts_k8s, _texts_run)  # fmt: skip
+          _texts_k8s, _texts_run, _texts_hf, _texts_partition)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
 OF_THE_PLANNER = [
     rule
-    for module in (_texts_planner, _texts_pipeline, _texts_machines)
+    for module in (_texts_planner, _texts_pipeline, _texts_machines, _texts_partition)
     for rule in module.RULES
     if rule.example == "spec"
 ]

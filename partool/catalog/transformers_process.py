@@ -1,0 +1,94 @@
+"""What transformers knows of a model in a folder: asked of the runtime in a process of its own, and kept on disk.
+
+Planning imports no torch. The process builds the model without memory, which takes some seconds; its answer depends on
+the folder's ``config.json`` and the installed packages only, so it is asked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from partool import __version__
+from partool.catalog.profile_file import home
+
+TIMEOUT_S = 300.0
+_MODULE = "partool_runtime.hf.structure"
+_FORMAT = "1"
+"""Of the answer; changing it asks again."""
+_NEEDED = ("torch", "transformers")
+
+
+class DescriptionError(Exception):
+    """The model could not be described; ``help`` says what to do."""
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__(message)
+        self.help = help
+
+
+def describe(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return what ``partool_runtime.hf.structure`` says of a folder's model, and the SHA-256 of its configuration.
+
+    Raises :class:`DescriptionError`.
+    """
+    try:
+        content = (folder / "config.json").read_bytes()
+    except OSError as error:
+        raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from error
+    kept = home() / "models" / f"{_key(content)}.json"
+    found = _read(kept)
+    if found is None:
+        found = _asked(folder)
+        _keep(found, kept)
+    return found, hashlib.sha256(content).hexdigest()
+
+
+def _key(content: bytes) -> str:
+    try:
+        versions = [f"{name} {version(name)}" for name in _NEEDED]
+    except PackageNotFoundError as error:
+        raise DescriptionError(f"{error.name} is not installed", "pip install 'partool[train,hf]'") from error
+    return hashlib.sha256(
+        b"\0".join([content, __version__.encode(), _FORMAT.encode(), *map(str.encode, versions)])
+    ).hexdigest()
+
+
+def _asked(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", _MODULE, str(folder.absolute())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DescriptionError(f"the runtime could not look at the model: {error}") from error
+    try:
+        found = json.loads(done.stdout)
+    except ValueError as error:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise DescriptionError(f"the runtime could not look at the model: {last}") from error
+    if "error" in found:
+        raise DescriptionError(found["error"]["message"], found["error"]["help"])
+    return dict(found)
+
+
+def _read(kept: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(kept.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
+
+
+def _keep(found: dict[str, Any], kept: Path) -> None:
+    """Write the answer whole or not at all; a folder that cannot be written only means to ask again."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as file:
+            json.dump(found, file)
+        Path(file.name).replace(kept)
+    except OSError:
+        return

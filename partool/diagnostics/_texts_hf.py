@@ -1,0 +1,81 @@
+"""Rules about models that transformers builds (PT450 to PT454, PT643 to PT646); the examples are to be read."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import Rule
+
+
+def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
+    return Rule(code, title, reason, bad, good, "command")
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT450",
+        "The runtime cannot look at the model",
+        "A model of transformers is asked for its parts in a process of its own, which needs torch and transformers, "
+        "and a folder with a complete config.json. Weights are not read for that.",
+        "model: {hf: ./no-such-folder}",
+        "model: {hf: ./my-llama}   # holds config.json",
+    ),
+    _rule(
+        "PT451",
+        "The model is not quite what is priced or trained",
+        "Memory and time are predicted for a decoder with the same sizes; where its parameters differ in number, "
+        "predictions are off by about as much. A loss that balances experts is not part of training.",
+        "model: {hf: ./unusual-model}",
+        "model: {hf: ./my-llama}",
+    ),
+    _rule(
+        "PT452",
+        "The loss cannot be computed from the hidden state",
+        "partool never holds all logits: it takes the last hidden state and the output matrix and computes the loss in "
+        "pieces. A model that scales or caps its logits in between would be trained on another loss.",
+        "model: {hf: ./gemma-2-2b}   # caps its logits",
+        "model: {hf: ./qwen3-0.6b}",
+    ),
+    _rule(
+        "PT453",
+        "The model cannot be cut into pipeline stages",
+        "A stage calls the model's own code with a hidden state in place of tokens. A model that changes hidden states "
+        "outside of its layers, or looks up learned positions, would do so on every stage.",
+        "model: {hf: ./gpt2}\nparallel: {pipeline: 2}",
+        "model: {config: ./gpt2}   # partool's own decoder\nparallel: {pipeline: 2}",
+    ),
+    _rule(
+        "PT454",
+        "Only partool's own decoder can have this",
+        "transformers builds the model as its config.json says and computes it its own way. Compiled blocks, norms on "
+        "shares of the sequence, two-dimensional tensor parallelism and weights that travel need partool's decoder.",
+        "model: {hf: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
+        "model: {config: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
+    ),
+    _rule(
+        "PT643",
+        "transformers cannot build the model",
+        "The folder's config.json must be one that the installed version of transformers knows.",
+        "model: {hf: ./newer-model}   # with an old transformers",
+        "pip install --upgrade transformers",
+    ),
+    _rule(
+        "PT644",
+        "The model is no decoder of one list of layers",
+        "Training needs an embedding, one list of layers, a final norm and an output matrix that is a linear layer.",
+        "model: {hf: ./an-encoder}",
+        "model: {hf: ./my-llama}",
+    ),
+    _rule(
+        "PT645",
+        "The plan's partition does not fit the model",
+        "Another version of transformers may build a model of the same config.json from other modules.",
+        "pip install transformers==OTHER && partool launch plan.json",
+        "partool plan mine.yaml --out plan.json && partool launch plan.json",
+    ),
+    _rule(
+        "PT646",
+        "The model cannot be cut here",
+        "Pipeline stages were planned with another version of transformers, or the model's forward pass has changed.",
+        "pip install transformers==OTHER && partool launch plan.json",
+        "partool plan mine.yaml --out plan.json && partool launch plan.json",
+    ),
+)

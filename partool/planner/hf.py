@@ -1,0 +1,111 @@
+"""Models that transformers builds: what the runtime said of one, and which layouts that rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import count, parameters
+from partool.layout.tensor.structure import Structure
+from partool.plan.types import HfModel
+from partool.spec.spec import Spec
+
+if TYPE_CHECKING:
+    from partool.planner.problem import Problem
+
+_TENSOR = ("parallel", "tensor")
+_FAR = 0.01
+"""Share of the parameters that may be missed without a word."""
+
+
+class Description(BaseModel):
+    """What ``partool_runtime.hf.structure`` says of a model."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+    structure: Structure
+    head_problem: str
+    """Why the loss cannot be computed from the hidden state and the output matrix; empty: it can."""
+    pipeline_problem: str
+    """Why pipeline stages cannot be cut; empty: they can."""
+    draws: bool
+    """Whether training draws random numbers."""
+    auxiliary_loss: bool
+    """Whether its configuration asks for a loss that balances experts."""
+
+
+def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
+    """Return the plan's record of a model that transformers builds; None for partool's own."""
+    if described is None or spec.model.hf is None:
+        return None
+    structure = described.structure
+    path = (base_dir / spec.model.hf).absolute()
+    return HfModel(path=str(path), model_type=structure.model_type, architecture=structure.architecture)
+
+
+def narrowed(spec: Spec, described: Description) -> Spec:
+    """Return the spec with what such a model leaves no choice of: no compiled blocks, and one stage if it has to be."""
+    changes: dict[str, Any] = {}
+    parallel = spec.parallel
+    if parallel.compile == "auto":
+        changes["compile"] = "none"
+    if parallel.tensor.sequence_norms == "auto":
+        changes["tensor"] = parallel.tensor.model_copy(update={"sequence_norms": False})
+    if described.pipeline_problem and parallel.pipeline.stages == "auto":
+        changes["pipeline"] = parallel.pipeline.model_copy(update={"stages": 1})
+    return spec.model_copy(update={"parallel": parallel.model_copy(update=changes)})
+
+
+def check_hf(problem: Problem) -> Iterator[Diagnostic]:
+    """Find what a model of transformers cannot do."""
+    described = problem.described
+    if described is None:
+        return
+    name = described.structure.architecture
+    if described.head_problem:
+        help = "partool computes the loss without holding all logits; choose a model whose logits are one product"
+        yield Diagnostic("PT452", f"{name}: {described.head_problem}", path=("model", "hf"), help=help)
+    stages = problem.pinned_degrees.get("pipeline.stages", 1)
+    if described.pipeline_problem and stages > 1:
+        message = f"{name} cannot be cut into {stages} pipeline stages: {described.pipeline_problem}"
+        yield Diagnostic("PT453", message, path=("parallel", "pipeline"), help="use stages: 1, and tensor or zero: 3")
+    yield from _unfit(problem, name)
+    if described.auxiliary_loss:
+        message = f"{name}: the loss that balances experts (output_router_logits) is left out of training"
+        yield Diagnostic("PT451", message, "warning", ("model", "hf"), help="set output_router_logits: false")
+    elements = sum(prod(shape) for shape in described.structure.shapes().values())
+    priced = count(parameters(problem.model))
+    if abs(priced - elements) > _FAR * elements:
+        message = f"{name} has {elements:,} parameters; memory and time are those of {priced:,}"
+        help = "predictions are of the nearest model that partool knows, and may be off by that share"
+        yield Diagnostic("PT451", message, "warning", ("model", "hf"), help=help)
+
+
+def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
+    """Find what is pinned and belongs to partool's own decoder."""
+    parallel = problem.spec.parallel
+    schedule = parallel.pipeline.schedule
+    own = "which knows partool's own decoder only; drop it, or write model.config in place of model.hf"
+    wrong = (
+        (parallel.compile == "block", ("parallel", "compile"), "compile: block"),
+        (parallel.tensor.sequence_norms is True, (*_TENSOR, "sequence_norms"), "sequence_norms"),
+        (_inner(problem) > 1, (*_TENSOR, "shape"), "two-dimensional tensor parallelism"),
+        (
+            isinstance(schedule, str) and schedule.startswith("weipipe"),
+            ("parallel", "pipeline", "schedule"),
+            f"schedule: {schedule}",
+        ),
+    )
+    for broken, path, what in wrong:
+        if broken:
+            yield Diagnostic("PT454", f"{name} is built by transformers and cannot have {what}", path=path, help=own)
+
+
+def _inner(problem: Problem) -> int:
+    shape = problem.spec.parallel.tensor.shape
+    return 1 if shape == "auto" else shape[1]

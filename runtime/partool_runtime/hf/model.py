@@ -1,0 +1,159 @@
+"""A model that transformers builds, behind the interface of partool's own decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool.plan.types import HfModel
+from partool.spec.model import ModelConfig
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.model.decoder import AnyDecoder, HeadLoss
+from partool_runtime.model.loss import loss
+
+
+class HfDecoder(AnyDecoder):
+    """A causal language model of transformers; parameters have the names that it gives them.
+
+    Its own children are this module's children. Its forward pass is that of its base model, then the loss: the logits
+    of a long batch never exist at once, and tensor parallelism finds the seam that partool's decoder has.
+    """
+
+    def __init__(self, hf: HfModel, config: ModelConfig, **settings: object) -> None:
+        """Build the model of ``hf.path``, parameters on the meta device; ``settings`` go to transformers."""
+        super().__init__()
+        causal = build_causal(Path(hf.path), **settings)
+        self.config = config
+        self.hf_config = cast(Any, causal).config
+        self._base_name, self._head_name = base_name(causal), head_name(causal)
+        self._blocks_name = blocks_name(causal.get_submodule(self._base_name), config.layers)
+        for name, parameter in causal.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        self._aliases = aliases(self)
+        self._draws = draws_random(self)
+        self.loss: HeadLoss = loss
+        """Tensor parallelism puts its own here."""
+        for module in (self.base, *self.layers):
+            stay_wide(module)
+
+    @property
+    def base(self) -> nn.Module:
+        """What maps tokens to the normalised hidden state."""
+        return self.get_submodule(self._base_name)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output matrix; its weight may be that of the embedding."""
+        return cast(nn.Linear, self.get_submodule(self._head_name))
+
+    @property
+    def embed(self) -> nn.Embedding:
+        """The embedding of tokens."""
+        return cast(nn.Embedding, cast(Any, self.base).get_input_embeddings())
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers, in order."""
+        return cast(nn.ModuleList, self.base.get_submodule(self._blocks_name))
+
+    @property
+    def layers_name(self) -> str:
+        """Name of the list of layers, from here."""
+        return f"{self._base_name}.{self._blocks_name}"
+
+    @property
+    def tied(self) -> bool:
+        """True if the output matrix is the embedding."""
+        return self.head.weight is self.embed.weight
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of the whole model."""
+        return dict(self._shapes)
+
+    def groups(self) -> list[list[nn.Module]]:
+        """Return the units of sharding and gathering, as :meth:`partool_runtime.model.Decoder.groups` does."""
+        children = list(self.base.named_children())
+        names = [name for name, _ in children]
+        before = [module for _, module in children[: names.index(self._blocks_name)] if has_parameters(module)]
+        after = [module for _, module in children[names.index(self._blocks_name) + 1 :] if has_parameters(module)]
+        rest = [*after, self.head]
+        blocks: list[list[nn.Module]] = [[block] for block in self.layers]
+        return [before, *blocks, rest]
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> HfDecoder:
+        """Give parameters memory as ``nn.Module.to_empty`` does; what is tied stays so, buffers keep their values."""
+        super().to_empty(device=device, recurse=recurse)
+        tie(self, self._aliases)
+        refill(self, self._values)
+        return self
+
+    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
+        return head_loss(self.loss, self.head, self.hidden(tokens_BS), labels_BS)
+
+    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
+        if self._draws and self.training != torch.is_grad_enabled():
+            self.train(torch.is_grad_enabled())  # an evaluation has no dropout
+        return base_hidden(self.base, input_ids=tokens_BS)
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
+        return F.linear(self.hidden(tokens_BS), self.head.weight, self.head.bias)
+
+
+def base_hidden(base: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden state of a base model, ``[B, S, H]``."""
+    return cast(torch.Tensor, base(**inputs, use_cache=False, return_dict=True)[0])
+
+
+def head_loss(of: HeadLoss, head: nn.Linear, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """Return the sum of token losses; a bias of the head counts as the weight of one more hidden value, which is 1."""
+    weight_VH = head.weight
+    if head.bias is not None:
+        hidden_BSH = F.pad(hidden_BSH, (0, 1), value=1.0)
+        weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
+    return of(hidden_BSH, weight_VH, labels_BS)
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Return the names of parameters that have another name before, and that one."""
+    first: dict[nn.Parameter, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: before for name, parameter in every if (before := first.setdefault(parameter, name)) != name}
+
+
+def tie(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Make parameters one again: ``names`` maps each to the one that it is."""
+    for name, original in names.items():
+        owner, _, own = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
+
+
+def refill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Copy values into a module's buffers, by name."""
+    for name, buffer in module.named_buffers():
+        buffer.copy_(values[name])
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Return True if a module holds a parameter."""
+    return next(module.parameters(), None) is not None
+
+
+def draws_random(module: nn.Module) -> bool:
+    """Return True if a forward pass of training draws random numbers: dropout, or noise on routers."""
+    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
+    names = ("attention_dropout", "jitter_noise", "dropout")
+    rates += [getattr(m, name) for m in module.modules() for name in names if isinstance(getattr(m, name, None), float)]
+    return any(rate > 0.0 for rate in rates)

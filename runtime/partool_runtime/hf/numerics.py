@@ -1,0 +1,53 @@
+"""What partool changes about how code of transformers computes: float64 stays float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class KeepWide(TorchFunctionMode):
+    """Functions of float64 tensors give float64 where float32 is asked for.
+
+    Models of transformers take statistics and rotations in float32, whatever they are given. For narrow types that is
+    wide; of float64 it would keep seven digits.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, with float64 in place of float32 if its first argument is a float64 tensor."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def stay_wide(module: nn.Module) -> None:
+    """Run a module's forward pass in :class:`KeepWide` if its parameters are float64 by then, in place.
+
+    Put it below recomputation, which runs the forward pass a second time outside of everything around the model.
+    """
+    forward = module.forward
+
+    @wraps(forward)
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        first = next(module.parameters(), None)
+        if first is None or first.dtype != torch.float64:
+            return forward(*args, **kwargs)
+        with KeepWide():
+            return forward(*args, **kwargs)
+
+    setattr(module, "forward", wide)  # noqa: B010 - mypy forbids assigning a method

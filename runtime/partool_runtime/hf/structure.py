@@ -1,0 +1,111 @@
+"""``python -m partool_runtime.hf.structure DIR``: what the planner must know of a model of transformers, as JSON.
+
+A process of its own, since planning needs no torch. Nothing of the model has memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from partool.layout.tensor.structure import Kind, Structure, StructureModule
+from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.cutting import head_problem, returns_tuples
+from partool_runtime.hf.model import aliases, draws_random
+from partool_runtime.hf.sizes import expert_count, model_fields
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return ``structure`` (:class:`Structure`) and what decides which layouts the model allows.
+
+    ``head_problem``, ``pipeline_problem``: why the loss cannot be taken at the seam, why stages cannot be cut; empty:
+    they can. ``draws``: whether training draws random numbers. ``fields``: those of a ``ModelConfig`` that the planner
+    prices. Raises ConfigurationError PT643, PT644.
+    """
+    causal = build_causal(path)
+    config = cast(Any, causal).config
+    structure = structure_of(causal)
+    tuples = returns_tuples(causal, config.num_hidden_layers)
+    return {
+        "structure": structure.model_dump(mode="json"),
+        "head_problem": head_problem(causal),
+        "pipeline_problem": tuples if isinstance(tuples, str) else "",
+        "draws": draws_random(causal),
+        "auxiliary_loss": bool(getattr(config, "output_router_logits", False)),
+        "fields": model_fields(causal, config),
+    }
+
+
+def structure_of(causal: nn.Module) -> Structure:
+    """Return the structure of a causal language model; raises ConfigurationError PT644."""
+    config = cast(Any, causal).config
+    base, head = base_name(causal), head_name(causal)
+    embedding = cast(Any, causal).get_input_embeddings()
+    experts = expert_count(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    return Structure(
+        model_type=config.model_type,
+        architecture=type(causal).__name__,
+        modules=tuple(_module(name, module, causal, experts) for name, module in causal.named_modules()),
+        blocks=f"{base}.{blocks_name(causal.get_submodule(base), config.num_hidden_layers)}",
+        embedding=next(name for name, module in causal.named_modules() if module is embedding),
+        head=head,
+        tied=aliases(causal),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        experts=experts,
+        tp_plan=dict(getattr(causal, "tp_plan", None) or getattr(causal, "_tp_plan", None) or {}),
+    )
+
+
+def _module(name: str, module: nn.Module, causal: nn.Module, experts: int) -> StructureModule:
+    shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)}
+    # A tied parameter is named at each of its places.
+    for own, parameter in module._parameters.items():
+        if parameter is not None:
+            shapes.setdefault(own, tuple(parameter.shape))
+    return StructureModule(
+        name=name, class_name=type(module).__name__, kind=_kind(name, module, causal, experts), parameters=shapes
+    )
+
+
+def _kind(name: str, module: nn.Module, causal: nn.Module, experts: int) -> Kind:
+    shapes = [tuple(parameter.shape) for parameter in module._parameters.values() if parameter is not None]
+    class_name = type(module).__name__
+    if experts and len(shapes) <= 2 and any(len(shape) == 2 and shape[0] == experts for shape in shapes):
+        parent = causal.get_submodule(name.rpartition(".")[0])
+        if any("expert" in child for child, _ in parent.named_children()):
+            return "router"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if class_name == "Conv1D":
+        return "conv1d"
+    if "Norm" in class_name and shapes:
+        return "norm"
+    return "experts" if any(len(shape) == 3 for shape in shapes) else "other"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the description of the model in a folder; errors as JSON ``error`` with code, message and help."""
+    torch.set_num_threads(1)
+    try:
+        found = describe(Path(arguments[0]))
+    except ConfigurationError as error:
+        print(json.dumps({"error": {"code": error.code, "message": error.message, "help": error.help}}))
+        return exit_code(error)
+    print(json.dumps(found))
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
