@@ -255,4 +255,18 @@ RULES: tuple[Rule, ...] = (
         "optimizer: {lr: 10}",
         "optimizer: {lr: 3.0e-4}",
     ),
+    _rule(
+        "PT647",
+        "The device has no symmetric memory",
+        "Fused products and exchanges need CUDA devices that reach each other's memory, and a torch that knows them.",
+        "parallel: {tensor: {degree: 2, overlap: symmetric}}   # on CPUs",
+        "parallel: {tensor: {degree: 2, overlap: backward}}",
+    ),
+    _rule(
+        "PT648",
+        "A sequence has another length than its shares were planned for",
+        "With sequence_norms every tensor rank holds a share of training.sequence_length tokens.",
+        "model(tokens of 512)   # training: {sequence_length: 1024}",
+        "model(tokens of 1024)   # training: {sequence_length: 1024}",
+    ),
 )

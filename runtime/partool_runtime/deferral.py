@@ -36,6 +36,11 @@ def splitting() -> Iterator[None]:
         _State.splitting = before
 
 
+def is_splitting() -> bool:
+    """Tell whether products keep what they need to put gradients of weights off."""
+    return _State.splitting
+
+
 @contextmanager
 def collecting(sink: list[Work]) -> Iterator[None]:
     """Gather in ``sink`` what backward passes put off."""
@@ -87,21 +92,24 @@ class _Linear(torch.autograd.Function):
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         needs_weight, needs_bias = ctx.needs_input_grad[1:]
         # Detached, as the graph that made x must not live until then.
-        later = partial(_later, ctx.weight, ctx.bias if needs_bias else None, x.detach(), grad.detach())
+        later = partial(add_gradients, ctx.weight, ctx.bias if needs_bias else None, x.detach(), grad.detach())
         if not weight.is_leaf or not defer(later):
-            return grad_x, _of_weight(x, grad) if needs_weight else None, _of_bias(grad) if needs_bias else None
+            return grad_x, of_weight(x, grad) if needs_weight else None, of_bias(grad) if needs_bias else None
         return grad_x, None, None
 
 
-def _later(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, grad: torch.Tensor) -> None:
-    add_gradient(weight, _of_weight(x, grad))
+def add_gradients(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, grad: torch.Tensor) -> None:
+    """Compute the gradients of ``x @ weight.T + bias`` and add them to the parameters' ``grad``."""
+    add_gradient(weight, of_weight(x, grad))
     if bias is not None:
-        add_gradient(bias, _of_bias(grad))
+        add_gradient(bias, of_bias(grad))
 
 
-def _of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the weight ``[O, I]`` of ``x @ weight.T``."""
     return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
-def _of_bias(grad: torch.Tensor) -> torch.Tensor:
+def of_bias(grad: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a bias that was added to every row."""
     return grad.reshape(-1, grad.shape[-1]).sum(0)

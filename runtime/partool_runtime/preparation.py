@@ -15,6 +15,7 @@ from partool_runtime.model import AnyDecoder
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
@@ -58,7 +59,8 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     sync = parallelize(model, plan, ranks)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
-    return Prepared.sharded(model, PlainPasses(model, sync, ranks.device))
+    tensor = TensorGradients.of(model, plan, ranks)
+    return Prepared.sharded(model, PlainPasses(model, sync, ranks.device, tensor))
 
 
 def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
+from partool_runtime.torch_internals import summing_operators
 
 _aten = torch.ops.aten
 SAVED = frozenset(
@@ -22,9 +23,11 @@ SAVED = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *summing_operators(),
     }
 )
-"""Operators whose results ``selective`` keeps: matrix products and attention; all else is cheap to do again."""
+"""Operators whose results ``selective`` keeps: matrix products, attention, and what tensor-parallel ranks exchange; all
+else is cheap to do again. A sum in place of a product takes no memory beside it."""
 
 
 def recompute(blocks: Iterable[nn.Module], policies: Iterable[Recompute]) -> None:

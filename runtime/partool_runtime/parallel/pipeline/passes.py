@@ -20,6 +20,7 @@ from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
 from partool_runtime.parallel.pipeline.tied import TiedGradients
 from partool_runtime.parallel.pipeline.types import Boundary, Done
 from partool_runtime.parallel.pipeline.wires import Wires, open_groups
+from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.weights import frozen_names, whole_shapes
 
@@ -57,10 +58,11 @@ class PipelinePasses:
         ranks: Ranks,
         *,
         tied: TiedGradients | None,
+        tensor: TensorGradients | None,
         report: Report,
     ) -> None:
         self._engine, self._wires, self._sync, self._ranks = engine, wires, sync, ranks
-        self._tied, self._report = tied, report
+        self._tied, self._tensor, self._report = tied, tensor, report
         self._done: list[Done] = []
         engine.watch = self._done.append
 
@@ -70,9 +72,11 @@ class PipelinePasses:
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
         loss_sum = self._engine.step(batch, weight)
-        if self._tied is not None:
-            with timer("gradient_sync"):
+        with timer("gradient_sync"):
+            if self._tied is not None:
                 self._tied.add_up()
+            if self._tensor is not None:
+                self._tensor.add_up()
         with timer("pipeline_bubble"):  # ranks that are done early wait here for the others
             loss_sum = self._of_pipeline(loss_sum)
         self._report(self._done, self._wires.sent_bytes - before_bytes)
@@ -115,6 +119,17 @@ def trained_schedule(plan: Plan) -> Schedule:
     return without_backward(schedule, first) if first > 0 else schedule
 
 
+def boundary_shape(plan: Plan) -> tuple[int, int, int]:
+    """Return what a rank sends of a hidden state ``[B, S, H]``.
+
+    That is all of it, or of its tensor ranks' share of the sequence, rounded up, or of the hidden size.
+    """
+    layout, length = plan.layout, plan.training.sequence_length
+    if layout.sequence_norms:
+        length = -(-length // layout.mesh.tp)
+    return layout.micro_batch, length, plan.model.hidden // layout.tensor_inner
+
+
 def first_trained_stage(plan: Plan) -> int:
     """Return the number of the first stage that holds a parameter which is trained."""
     shapes = whole_shapes(plan.model)
@@ -138,15 +153,12 @@ def pipeline_passes(
     """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
     layout, rank = plan.layout, ranks.pp.get_local_rank()
     sync = PipelineSync(schedule.lists[rank], units, zero=layout.zero, replicas=ranks.replicas)
-    boundary = Boundary(
-        (layout.micro_batch, plan.training.sequence_length, plan.model.hidden),
-        COMPUTE_DTYPE[plan.training.precision],
-        ranks.device,
-    )
+    boundary = Boundary(boundary_shape(plan), COMPUTE_DTYPE[plan.training.precision], ranks.device)
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     lines = open_groups(ranks.pipelines, schedule.placement, timeout_s=timeout_s)
     wires = Wires(rank, lines, boundary, timeout_s=timeout_s)
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
+    tensor = TensorGradients.of(parts, plan, ranks)
     engine = Engine(schedule, stages, wires, sync=sync)
-    return PipelinePasses(engine, wires, sync, ranks, tied=tied, report=report)
+    return PipelinePasses(engine, wires, sync, ranks, tied=tied, tensor=tensor, report=report)

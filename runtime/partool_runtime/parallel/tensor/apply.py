@@ -1,0 +1,159 @@
+"""Puts a tensor rank's parts of the matrices in the place of the whole ones, and exchanges into the model's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool.layout.tensor import Partition, by_name
+from partool.plan.types import Plan
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model.attention import SelfAttention
+from partool_runtime.model.ffn import FeedForward
+from partool_runtime.parallel.tensor.columns import columns
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.rows import row
+from partool_runtime.parallel.tensor.two_dim_apply import put_two_dim
+from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
+from partool_runtime.placement import Placement
+
+
+def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
+    """Make this rank's share of a decoder of partool's own, in place; it is on the meta device still.
+
+    Every parameter gets the rank's local shape, ``model.placements`` says where that lies in the whole, and
+    ``model.copies`` names what other ranks count. Nothing happens for one rank. Raises ConfigurationError PT647 where
+    the symmetric overlap cannot be had.
+    """
+    if ranks.tp.size() == 1:
+        return
+    place(model, plan.partition, ranks.tp.get_local_rank(), ranks.tp.size())
+    if plan.layout.tensor_inner > 1:
+        put_two_dim(model, plan, ranks)
+        return
+    team = make_team(plan, ranks)
+    _hook_inputs(model, team)
+    for block in model.layers.values() if isinstance(model, DecoderParts) else model.layers:
+        hook_block(cast(Any, block).attention, cast(Any, block).ffn, team)
+    _hook_head(model, team)
+
+
+def make_team(plan: Plan, ranks: Ranks) -> Team:
+    """Return how the tensor ranks work together, as planned."""
+    layout = plan.layout
+    return Team(
+        ranks.tp.get_group().group_name,
+        ranks.tp.get_local_rank(),
+        ranks.tp.size(),
+        length=plan.training.sequence_length if layout.sequence_norms else None,
+        overlap=layout.tensor_overlap != "none",
+        chunks=layout.tensor_chunks,
+    )
+
+
+def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks: int) -> dict[str, Placement]:
+    """Return what a tensor rank holds of each parameter.
+
+    Raises RuntimeError for a name that no row is about: what is not cut has a row, too.
+    """
+    names = list(names)
+    known = by_name(rows, names)
+    if missing := [name for name in names if name not in known]:
+        raise RuntimeError(f"the plan does not say how tensor ranks share {', '.join(missing[:5])}")
+    return {name: _placement(known[name], rank, ranks) for name in names}
+
+
+def _placement(row: Partition, rank: int, ranks: int) -> Placement:
+    holders = row.holders(rank, ranks)
+    spans = row.spans(rank)
+    # Ranks that hold nothing of it hold the same, too.
+    summed = row.gradients == "summed" and len(holders) > 1 and all(spans)
+    return Placement(row.shape, spans, counts=rank == holders[0], shared_by=holders if summed else ())
+
+
+def place(model: AnyDecoder, rows: Sequence[Partition], rank: int, ranks: int) -> None:
+    """Give every parameter the shape of this rank's part, in place, and let the model tell where the parts lie."""
+    held = [(module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = placements(rows, names.values(), rank, ranks)
+    made: dict[int, nn.Parameter] = {}
+    for module, leaf, parameter in held:
+        shape = found[names[id(parameter)]].local_shape
+        if id(parameter) not in made:
+            part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        setattr(module, leaf, made[id(parameter)])
+    model.placements = MappingProxyType(found)
+    model.copies |= {name for name, placement in found.items() if not placement.counts}
+
+
+def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
+    """Let the matrices of one layer exchange."""
+    first = [attention.q, attention.k, attention.v]
+    _put(attention, "inputs", partial(columns, linears=first, team=team))
+    _put(attention, "output", partial(row, linear=attention.o, team=team))
+    _put(ffn, "inputs", partial(columns, linears=[ffn.gate, ffn.up] if ffn.gated else [ffn.up], team=team))
+    _put(ffn, "output", partial(row, linear=ffn.down, team=team))
+
+
+def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
+    """Let embeddings exchange, and let layers know how long a sequence is where they see a share of it."""
+    if model.embed is not None:
+        first = first_row(model.placements, "embed.weight")
+        tied = model.config.tied_embeddings and isinstance(model, DecoderParts)
+        _put(model.embed, "rows" if tied else "forward", partial(_embed, model.embed, first, team))
+    if team.length is None:
+        return
+    if model.position is not None:
+        _put(model.position, "forward", partial(_positions, model.position, team))
+    stages: Iterable[Any] = model.stages.values() if isinstance(model, DecoderParts) else [model]
+    for stage in stages:
+        stage.contexts.length = team.length
+
+
+def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
+    if model.config.tied_embeddings:
+        holder: Any = model if isinstance(model, Decoder) else model.embed
+        name = "embed.weight"
+    else:
+        holder, name = model.head, "head.weight"
+    if holder is not None:
+        _put(holder, "loss", partial(_loss, first_row(model.placements, name), team))
+
+
+def first_row(placements: Mapping[str, Placement], name: str) -> int:
+    """Return the first row of a parameter that this rank holds; any number where it holds none."""
+    ranges = placements[name].spans[0]
+    return ranges[0][0] if ranges else 0
+
+
+def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
+    if team.length is not None and tokens_BS.shape[1] != team.length:
+        message = f"sequences of {tokens_BS.shape[1]} tokens, where the plan shares out {team.length}"
+        raise ConfigurationError("PT648", message, "Use sequences of training.sequence_length tokens.")
+    return vocabulary_rows(tokens_BS, embed.weight, first, team)
+
+
+def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:
+    """Return the learned positions of this rank's share of the tokens, zeros where it has more than there are."""
+    share, first = team.share, team.rank * team.share
+    rows_XH = F.embedding(positions_S[first : first + share], position.weight)
+    return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[0]))
+
+
+def _loss(
+    first: int, team: Team, hidden: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor
+) -> torch.Tensor:
+    return vocabulary_loss(hidden, weight_VH, labels_BS, first=first, team=team)
+
+
+def _put(module: nn.Module, name: str, function: Any) -> None:
+    setattr(module, name, function)

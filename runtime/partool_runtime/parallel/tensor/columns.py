@@ -1,0 +1,80 @@
+"""Matrices cut by outputs that share their input, such as those of queries, keys and values.
+
+They form one group: their parts of the input's gradient are added before they travel, once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from partool_runtime import deferral
+from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
+from partool_runtime.torch_internals import finished
+
+
+def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[torch.Tensor, ...]:
+    """Return the products of one input with this rank's rows of several matrices, ``[B, S, width]`` each.
+
+    ``x`` is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
+    """
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    simple = not team.overlap and team.length is None
+    # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
+    if simple or deferral.is_splitting() or torch.compiler.is_compiling():
+        whole = entered(x, team)
+        return tuple(deferral.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    out: tuple[torch.Tensor, ...] = _Columns.apply(x, team, *weights, *biases)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Columns(torch.autograd.Function):
+    """Several linear maps of one input.
+
+    Of shares of the tokens only the share is kept; the backward pass gathers the others once more, while it computes
+    the input's gradient, which in turn travels while those of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, team: Team, *parameters: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        half = len(parameters) // 2
+        weights = [weight for weight in parameters[:half] if weight is not None]
+        ctx.save_for_backward(x, *weights)
+        ctx.team = team  # type: ignore[attr-defined]
+        whole = x if team.length is None else tokens(start_tokens(x, team), team)
+        return tuple(F.linear(whole, w, b) for w, b in zip(weights, parameters[half:], strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        team: Team = ctx.team
+        needs_x, _, *needs = ctx.needs_input_grad
+        needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
+        gathering = start_tokens(x, team) if team.length is not None and any(needs_weight) else None
+        travelling = start_leaving(_of_input(grads, weights), team, fresh=True) if needs_x else None
+        if travelling is not None and not team.overlap:
+            travelling = finished(travelling)
+        whole = x if gathering is None else tokens(gathering, team)
+        pairs = list(zip(grads, needs_weight, needs_bias, strict=True))
+        of_weights = [deferral.of_weight(whole, grad) if wanted else None for grad, wanted, _ in pairs]
+        of_biases = [deferral.of_bias(grad) if wanted else None for grad, _, wanted in pairs]
+        if travelling is not None and team.overlap:
+            travelling = finished(travelling)
+        return travelling, None, *of_weights, *of_biases
+
+
+def _of_input(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return Σ grad @ weight, ``[B, S, H]``."""
+    total = grads[0] @ weights[0]
+    flat = total.view(-1, total.shape[-1])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        flat.addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+    return total

@@ -1,0 +1,87 @@
+"""Gradients of which every tensor rank has a part, although all hold the same parameter.
+
+Norms of queries and keys see a rank's heads only, norms of shares of the sequence its tokens, and keys that several
+ranks share the query heads of one rank. The parts are added once per step, behind all micro-batches and behind the
+reduction over data-parallel ranks: one all-reduce per group of ranks, however many parameters they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from partool.layout.tensor import Partition
+from partool.plan.types import Plan
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import AnyDecoder
+from partool_runtime.parallel.comm import sum_over
+from partool_runtime.torch_internals import local
+
+
+class TensorGradients:
+    """Adds up the parts of gradients; all ranks that hold a parameter then have the same bits."""
+
+    def __init__(self, shared: Sequence[tuple[dist.ProcessGroup, Sequence[nn.Parameter]]]) -> None:
+        self._shared = shared
+
+    @classmethod
+    def of(cls, model: AnyDecoder, plan: Plan, ranks: Ranks) -> TensorGradients | None:
+        """Return what adds up; None where nothing is to be added on any rank. A collective of all ranks.
+
+        Call it once the parameters have memory, and before the first forward pass, behind which a module may hold
+        gathered ones.
+        """
+        size = ranks.tp.size()
+        sets = holder_sets(plan.partition, size) if size > 1 else []
+        if not sets:
+            return None
+        groups = _open_groups(sets, ranks)
+        by_set: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            placement = model.placements.get(name)
+            if placement is not None and placement.shared_by:
+                by_set.setdefault(placement.shared_by, []).append(parameter)
+        return cls([(groups[members], by_set[members]) for members in sets if members in by_set])
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Sum the gradients of a step, in place."""
+        for group, parameters in self._shared:
+            parts = [_gradient(p) for p in parameters if p.requires_grad and local(p).numel() > 0]
+            if not parts:
+                continue
+            summed = sum_over(torch.cat([part.flatten() for part in parts]), group)
+            pieces = torch.split(summed, [part.numel() for part in parts])
+            torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+
+
+def holder_sets(rows: Sequence[Partition], ranks: int) -> list[tuple[int, ...]]:
+    """Return the groups of tensor ranks that have parts of the same gradients, in an order that all ranks know."""
+    summed = [row for row in rows if row.gradients == "summed"]
+    found = {row.holders(rank, ranks) for row in summed for rank in range(ranks) if all(row.spans(rank))}
+    return sorted(members for members in found if len(members) > 1)
+
+
+def _open_groups(sets: Sequence[tuple[int, ...]], ranks: Ranks) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return this rank's group of each set that it is in. Every rank takes part in opening the groups of all."""
+    size, mine = ranks.tp.size(), ranks.tp.get_local_rank()
+    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for members in sets:
+        if len(members) == size:
+            found[members] = ranks.tp.get_group()
+            continue
+        for first in range(0, ranks.world_size, size):
+            group = dist.new_group([first + member for member in members])
+            if mine in members and first <= ranks.rank < first + size:
+                found[members] = group
+    return found
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a gradient; zeros, which it then has, where no loss depends on the parameter here."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)

@@ -1,0 +1,202 @@
+"""Embedding and head cut by tokens of the vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
+
+No rank ever has the logits of tokens that it does not hold: the cross entropy needs of the others only the largest
+logit, the sum of exponentials and the logit of the label, three numbers per position.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from partool_runtime import deferral
+from partool_runtime.model._wide import wide_dtype
+from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED
+from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
+from partool_runtime.torch_internals import finished, start_sum
+
+
+def vocabulary_rows(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, team: Team) -> torch.Tensor:
+    """Return the embeddings of tokens, of which this rank holds ``V`` rows from ``first`` on.
+
+    The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
+    """
+    return left(looked_up(tokens_BS, weight_VH, first), team)
+
+
+def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the embeddings of tokens; zeros for those that are not among this rank's ``V`` rows from ``first`` on."""
+    rows, hidden = weight_VH.shape
+    if rows == 0:
+        # Still a function of the weight, so that the rank's graph is that of the others.
+        return weight_VH.sum() + weight_VH.new_zeros(*tokens_BS.shape, hidden)
+    own_BS = tokens_BS - first
+    inside_BS = (own_BS >= 0) & (own_BS < rows)
+    return F.embedding(own_BS.where(inside_BS, 0), weight_VH) * inside_BS.unsqueeze(-1)
+
+
+def vocabulary_loss(
+    hidden: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_BS: torch.Tensor,
+    *,
+    first: int,
+    team: Team,
+    bias_V: torch.Tensor | None = None,
+    sum_input: bool = True,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> torch.Tensor:
+    """Return the sum of the cross entropies of all labelled positions, the same scalar on every rank.
+
+    ``hidden`` is the residual stream as the ranks hold it; of the vocabulary this rank holds ``V`` tokens from
+    ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
+    ``sum_input`` the gradient of the hidden state is this rank's part of it, for callers that sum it themselves.
+    """
+    chunk = max(1, chunk_logits // max(1, weight_VH.shape[0]))
+    how = _How(team, labels_BS, first, chunk, sum_input, deferral.is_splitting())
+    total: torch.Tensor = _VocabularyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _How(NamedTuple):
+    team: Team
+    labels: torch.Tensor
+    """``[B, S]``."""
+    first: int
+    """Token of the vocabulary with which this rank's begin."""
+    chunk: int
+    """Positions whose logits exist at once."""
+    sum_input: bool
+    splits: bool
+    """The gradients of weight and bias may be put off."""
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Head and cross entropy over ranks; above ``chunk`` positions the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How
+    ) -> torch.Tensor:
+        whole_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
+        hidden_TH, labels_T = whole_BSH.flatten(0, 1), how.labels.flatten()
+        seen = []
+        for start in range(0, len(labels_T), how.chunk):
+            part = slice(start, start + how.chunk)
+            logits_CV = _logits(hidden_TH[part], weight_VH, bias_V)
+            seen.append(_seen(logits_CV, labels_T[part] - how.first))
+        log_total_T, target_T = _of_all_ranks(_Seen(*map(torch.cat, zip(*seen, strict=True))), how.team)
+        kept = logits_CV if len(seen) == 1 else None
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, log_total_T, kept)  # type: ignore[arg-type]
+        # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
+        ctx.weight, ctx.bias, ctx.how = weight_VH, bias_V, how  # type: ignore[attr-defined]
+        return (log_total_T - target_T).where(labels_T != IGNORED, 0.0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_TH, weight_VH, _, log_total_T, logits_TV = ctx.saved_tensors
+        how: _How = ctx.how
+        shape = (*how.labels.shape, weight_VH.shape[1])
+        if logits_TV is None:
+            grad_hidden_TH, *sums = _in_chunks(ctx, grad)
+            grad_hidden = grad_hidden_TH.view(shape)
+            if how.sum_input:
+                grad_hidden = finished(start_leaving(grad_hidden, how.team, fresh=True))
+            return grad_hidden, *sums, None
+        grad_TV = _grad_logits(logits_TV, log_total_T, how.labels.flatten(), how.first, grad).to(hidden_TH.dtype)
+        grad_hidden = (grad_TV @ weight_VH).view(shape)
+        if not how.sum_input:
+            return grad_hidden, *_of_parameters(ctx, grad_TV), None
+        travelling = start_leaving(grad_hidden, how.team, fresh=True)
+        if not how.team.overlap:
+            travelling = finished(travelling)
+        of_parameters = _of_parameters(ctx, grad_TV)
+        return finished(travelling), *of_parameters, None
+
+
+class _Seen(NamedTuple):
+    """Of each position, what one rank's tokens of the vocabulary say."""
+
+    highest: torch.Tensor
+    """Largest logit."""
+    sums: torch.Tensor
+    """Sum of the exponentials of the logits less the largest."""
+    target: torch.Tensor
+    """The label's logit; 0 where the label is another rank's."""
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(hidden_CH, weight_VH, bias_V).to(wide_dtype(hidden_CH.dtype))
+
+
+def _seen(logits_CV: torch.Tensor, own_C: torch.Tensor) -> _Seen:
+    """Return what the logits say; ``own_C`` are the labels, counted from the rank's first token."""
+    if logits_CV.shape[1] == 0:
+        nothing_C = logits_CV.new_zeros(len(logits_CV))
+        return _Seen(torch.full_like(nothing_C, -torch.inf), nothing_C, nothing_C)
+    highest_C = logits_CV.amax(1)
+    inside_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
+    target_C = logits_CV.gather(1, own_C.where(inside_C, 0)[:, None])[:, 0].where(inside_C, 0.0)
+    return _Seen(highest_C, (logits_CV - highest_C[:, None]).exp().sum(1), target_C)
+
+
+def _of_all_ranks(seen: _Seen, team: Team) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logarithm of the sum of all exponentials, and the label's logit, per position."""
+    highest_T = finished(start_sum(seen.highest, team.group_name, in_place=False, kind="max"))
+    packed_2T = torch.stack([seen.sums * (seen.highest - highest_T).exp(), seen.target])
+    sums_T, target_T = finished(start_sum(packed_2T, team.group_name, in_place=True))
+    return sums_T.log() + highest_T, target_T
+
+
+def _grad_logits(
+    logits_CV: torch.Tensor, log_total_C: torch.Tensor, labels_C: torch.Tensor, first: int, grad: torch.Tensor
+) -> torch.Tensor:
+    """Return (softmax − one-hot) · grad of this rank's tokens, zero where the label is ignored."""
+    grads_CV = (logits_CV - log_total_C[:, None]).exp()
+    own_C = labels_C - first
+    inside_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
+    if logits_CV.shape[1]:
+        grads_CV.scatter_add_(1, own_C.where(inside_C, 0)[:, None], -inside_C[:, None].to(grads_CV.dtype))
+    # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
+    return grads_CV * (grad * (labels_C != IGNORED))[:, None]
+
+
+def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of hidden states, weight and bias, with the logits of one chunk at a time."""
+    hidden_TH, weight_VH, bias_V, log_total_T, _ = ctx.saved_tensors
+    how: _How = ctx.how
+    labels_T, grad_hidden_TH = how.labels.flatten(), torch.empty_like(hidden_TH)
+    # Summed over many chunks, hence wide.
+    of_weight = torch.zeros_like(weight_VH, dtype=grad.dtype) if ctx.needs_input_grad[1] else None
+    of_bias = torch.zeros_like(bias_V, dtype=grad.dtype) if ctx.needs_input_grad[2] else None
+    for start in range(0, len(labels_T), how.chunk):
+        part = slice(start, start + how.chunk)
+        logits_CV = _logits(hidden_TH[part], weight_VH, bias_V)
+        grad_CV = _grad_logits(logits_CV, log_total_T[part], labels_T[part], how.first, grad).to(hidden_TH.dtype)
+        torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
+        if of_weight is not None:
+            of_weight += grad_CV.T @ hidden_TH[part]
+        if of_bias is not None:
+            of_bias += grad_CV.sum(0)
+    return grad_hidden_TH, _narrow(of_weight, weight_VH), _narrow(of_bias, weight_VH)
+
+
+def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if wide is None else wide.to(like.dtype)
+
+
+def _of_parameters(ctx: Any, grad_TV: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of weight and bias; none where they are put off."""
+    _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    hidden_TH = ctx.saved_tensors[0]
+    if ctx.how.splits and needs_weight and ctx.weight.is_leaf:
+        later = partial(deferral.add_gradients, ctx.weight, ctx.bias if needs_bias else None, hidden_TH, grad_TV)
+        if deferral.defer(later):
+            return None, None
+    of_weight = deferral.of_weight(hidden_TH, grad_TV) if needs_weight else None
+    return of_weight, deferral.of_bias(grad_TV) if needs_bias else None
