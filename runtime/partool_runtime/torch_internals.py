@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -262,18 +262,17 @@ class GroupGather:
             with self._only(self._missing):
                 self._gather(async_op)
         else:
-            group._all_gather_result = _OnTheWay(_Works([self._start(parameter) for parameter in self._missing]))
+            works = _Works()
+            for parameter in self._missing:
+                self._start(parameter, works)
+            group._all_gather_result = _OnTheWay(works)
 
-    def _start(self, parameter: Any) -> tuple[Any, torch.Tensor] | None:
+    def _start(self, parameter: Any, works: _Works) -> None:
         (shard,) = parameter.all_gather_inputs
         parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], self.ranks.size(), shard.device)
         parameter.alloc_all_gather_outputs()
-        (whole,) = parameter.all_gather_outputs
-        if shard.numel() == 0:
-            return None
-        with unseen_writes([whole]):
-            # What is sent lives until it was: in a narrower type it is a copy.
-            return gather_into(whole, shard, self.ranks, asynchronous=True), shard
+        if shard.numel() > 0:
+            works.start(shard, parameter.all_gather_outputs[0], self.ranks)
 
     @torch.no_grad()
     def _wait_for_unshard(self) -> None:
@@ -305,18 +304,25 @@ class GroupGather:
 
 
 class _Works(torch.distributed.Work):
-    """Several collectives as one."""
+    """Several gathers as one."""
 
-    def __init__(self, works: list[tuple[Any, torch.Tensor] | None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._works = works
+        self._started: list[tuple[Any, torch.Tensor]] = []
+        self._unseen = ExitStack()
+
+    def start(self, shard: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
+        """Start to gather shards; this one, a copy where it had another type, lives until it was sent."""
+        # Some backends count the write when it happens, which is behind this call.
+        self._unseen.enter_context(unseen_writes([whole]))
+        self._started.append((gather_into(whole, shard, ranks, asynchronous=True), shard))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for all of them; what they send may then be freed."""
-        for work in self._works:
-            if work is not None:
-                work[0].wait()
-        self._works.clear()
+        """Wait for all of them."""
+        for work, _ in self._started:
+            work.wait()
+        self._started.clear()
+        self._unseen.close()
         return True
 
 

@@ -1,0 +1,112 @@
+"""What ZeRO's ways to gather cost: exact messages and bytes of a step, and the memory that a gather takes for a moment.
+
+Shards are rows: of each parameter a rank holds ``ceil(rows / ranks)`` of them, the last ranks padded, and what pads
+them travels too. An all-gather and a reduce-scatter of ``n`` ranks send ``(n-1)/n`` of the whole per rank (Thakur,
+Rabenseifner and Gropp, IJHPCA 2005); DeepSpeed's ZeRO-1 and 2 all-reduce a bucket by default and send twice that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+from partool.spec.parallel import Gather, ZeroStage
+
+Shape = tuple[int, ...]
+Unit = Sequence[Shape]
+"""Shapes of the parameters that are gathered together, as a tensor rank holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """How the parameters of a layer come together."""
+
+    gather: Gather = "coalesced"
+    prefetch: int = 1
+    persistent_elements: int = 0
+
+    def keeps(self, shape: Shape, zero: ZeroStage) -> bool:
+        """Return True if a parameter stays gathered between steps."""
+        return zero == 3 and 0 < prod(shape) <= self.persistent_elements
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Collectives of one kind in a step, of one rank."""
+
+    calls: int
+    sent_bytes: int
+
+    def __add__(self, other: Messages) -> Messages:
+        return Messages(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+
+    def times(self, count: int) -> Messages:
+        """Return the same ``count`` times."""
+        return Messages(count * self.calls, count * self.sent_bytes)
+
+
+NOTHING = Messages(0, 0)
+
+
+def padded(shape: Shape, ranks: int) -> int:
+    """Return the elements of a parameter whose rows are spread over ranks, with what pads the last ones."""
+    return ceil(shape[0] / ranks) * ranks * prod(shape[1:])
+
+
+def gathers(
+    units: Sequence[Unit], controls: Controls, *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
+) -> Messages:
+    """Return the all-gathers of a step other than the first; the last unit is the root's.
+
+    ZeRO-1 and 2 gather every unit once a step, ZeRO-3 once per pass and micro-batch, but the root, which stays between
+    its passes. What persists comes with one message per step.
+    """
+    if zero == 0 or ranks == 1:
+        return NOTHING
+    total = NOTHING
+    for index, unit in enumerate(units):
+        missing = [shape for shape in unit if not controls.keeps(shape, zero)]
+        passes = 1 if zero < 3 else micro_batches * (1 if index == len(units) - 1 else 2)
+        total += _messages(missing, ranks, element_bytes, apart=controls.gather == "sequential").times(passes)
+    kept = [shape for unit in units for shape in unit if controls.keeps(shape, zero)]
+    return total + _messages(kept, ranks, element_bytes, apart=False)
+
+
+def reductions(
+    units: Sequence[Unit], *, zero: ZeroStage, ranks: int, micro_batches: int, element_bytes: int
+) -> Messages:
+    """Return the reduce-scatters of a step; units list what is trained."""
+    if zero == 0 or ranks == 1:
+        return NOTHING
+    rounds = micro_batches if zero >= 2 else 1
+    each = [_messages(unit, ranks, element_bytes, apart=False) for unit in units]
+    return sum(each, NOTHING).times(rounds)
+
+
+def transient_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element_bytes: int) -> int:
+    """Return the most bytes that ZeRO-3 holds gathered of layers at once: the one that computes and those ahead.
+
+    A coalesced gather exists as one message and as parameters while these are copied out of it. Embedding and root, the
+    first and the last unit, are not counted.
+    """
+    sizes = [
+        sum(padded(shape, ranks) for shape in unit if not controls.keeps(shape, 3)) * element_bytes
+        for unit in units[1:-1]
+    ]
+    largest = max(sizes, default=0)
+    return largest * (1 + controls.prefetch + (controls.gather == "coalesced"))
+
+
+def kept_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element_bytes: int) -> int:
+    """Return the bytes that stay gathered between steps with ZeRO-3."""
+    shapes = [shape for unit in units for shape in unit if controls.keeps(shape, 3)]
+    return sum(padded(shape, ranks) for shape in shapes) * element_bytes
+
+
+def _messages(shapes: Iterable[Shape], ranks: int, element_bytes: int, *, apart: bool) -> Messages:
+    sizes = [padded(shape, ranks) * element_bytes for shape in shapes]
+    sizes = [size for size in sizes if size]
+    if not sizes:
+        return NOTHING
+    return Messages(len(sizes) if apart else 1, sum(sizes) // ranks * (ranks - 1))
