@@ -362,11 +362,12 @@ RULES: tuple[Rule, ...] = (
         "partool plan mixtral.yaml",
         "command",
     ),
-    _rule(
+    Rule(
         "PT464",
         "No leaf of that name",
         "A leaf is a module inside of a layer that is called as a whole; lists and dictionaries of modules are not.",
         "parallel: {data: {leaves: ['layers.*.experts.*']}}   # of a dense model",
         "parallel: {data: {leaves: []}}",
+        "command",
     ),
 )
