@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost import collective
+from partool.cost import collective, cut
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 
@@ -34,19 +34,22 @@ def keys_seen(length: int, window: int | None) -> float:
     return window - window * window / (2.0 * length)
 
 
-def widths(job: Job) -> tuple[float, float]:
-    """Return the widths per token of queries (and keys) and of values over all heads."""
+def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
+    """Return the widths per token of queries, of keys and of values over the heads of one tensor rank."""
     model = job.model
+    queries, keys = cut.heads(model, layouts.tp)
     if model.mla:
-        query = model.heads * (model.mla.nope_head_dim + model.mla.rope_head_dim)
-        return float(query), float(model.heads * model.mla.v_head_dim)
-    return float(model.heads * model.head_dim), float(model.heads * model.head_dim)
+        query = queries * (model.mla.nope_head_dim + model.mla.rope_head_dim)
+        return query, query, queries * model.mla.v_head_dim
+    return queries * model.head_dim, keys * model.head_dim, keys * model.head_dim
 
 
 def attention_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:
     """Return the seconds of scores and values of one layer for one micro-batch on one rank."""
     rows = layouts.micro_batch * job.sequence_length / layouts.cp
-    query, value = (width / layouts.tp for width in widths(job))
+    queries, _ = cut.heads(job.model, layouts.tp)
+    query, _, _ = widths(job, layouts)
+    value = queries * (job.model.mla.v_head_dim if job.model.mla else job.model.head_dim)
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, rows, backward=backward)
     flops = 2.0 * rows * keys_seen(job.sequence_length, window) * (query + value)
@@ -73,11 +76,12 @@ def _head_share(head_dim: int) -> float:
 def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
     """Return the seconds of batched products over all pairs, masked or not, and the scores' way through memory."""
     model, length = job.model, job.sequence_length
-    heads = layouts.micro_batch * model.heads / layouts.tp / layouts.cp
+    queries, _ = cut.heads(model, layouts.tp)
+    heads = layouts.micro_batch * queries / layouts.cp
     both = matmul_s(job, length, length, model.head_dim, batch=heads, wide=True) + matmul_s(
         job, length, model.head_dim, length, batch=heads, wide=True
     )
-    scores = rows * length * model.heads / layouts.tp
+    scores = rows * length * queries
     passes = _SCORE_BYTES_BACKWARD if backward else _SCORE_BYTES_FORWARD
     return (2.0 if backward else 1.0) * both + scores * passes * job.compute_bytes / 2 / (
         0.80 * job.devices.memory_bytes_per_s
@@ -92,7 +96,7 @@ def extra_operators(job: Job, layouts: Layouts) -> Column:
     """
     if job.stack.attention != "unfused":
         return 1.0
-    rows = layouts.micro_batch * job.model.heads / layouts.tp
+    rows = layouts.micro_batch * cut.heads(job.model, layouts.tp)[0]
     return np.where(np.mod(rows, 4) == 0, 1.0, 1.35)
 
 
@@ -104,10 +108,9 @@ def sequence_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool
     """
     model = job.model
     rows = layouts.micro_batch * job.sequence_length / layouts.cp
-    query, value = (width / layouts.tp for width in widths(job))
-    keys = query if model.mla else np.maximum(model.kv_heads / layouts.tp, 1.0) * model.head_dim
+    query, keys, values = widths(job, layouts)
     ranks = collective.axis_group(job, layouts, "cp")
-    parts = [query, keys, keys if not model.mla else value, value]
+    parts = [query, keys, values, values if model.mla else query]
     ulysses = sum(collective.all_to_all_s(job, rows * part * job.compute_bytes, ranks) for part in parts)
     share = 1.0 if window is None else min(1.0, window / job.sequence_length + 1e-9)
     steps = np.maximum(np.ceil((layouts.cp - 1) * share), 0)

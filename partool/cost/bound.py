@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import collective
+from partool.cost import collective, cut
 from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
+from partool.cost.pipeline import boundary_elements
 from partool.cost.sync import Held, Passes, Sync, pipeline_wait, sync
 from partool.cost.traffic import trained_share
 
@@ -55,10 +56,9 @@ def step(job: Job, layouts: Layouts) -> Step:
     stays = 1.0 - layouts.host_optimizer
     width = job.master_bytes / 4.0
     optimizer = width * job.stack.optimizer_bytes * owned * stays / memory + 50e-6
-    boundary = layouts.micro_batch * job.sequence_length / layouts.cp * job.model.hidden * job.compute_bytes
-    cut = layouts.tp if job.stack.sequence_parallel else 1
+    boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
-    send = np.where(pp > 1, collective.send_s(job, boundary / cut, stride), 0.0)
+    send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
     extra = (
         np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s + optimizer
         + job.stack.overhead_s
@@ -178,9 +178,9 @@ def saved_bytes(job: Job, layouts: Layouts) -> Column:
     """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
     rows = layouts.micro_batch * job.sequence_length / layouts.cp
     model = job.model
-    whole = (8.0 * model.hidden + (4.0 * model.heads * model.head_dim + 8.0 * model.ffn_hidden) / 2) / layouts.tp
-    kept = np.where(
-        layouts.recompute == 3, model.hidden / layouts.tp, np.where(layouts.recompute == 2, 0.6 * whole, whole)
-    )
+    stream, (queries, _) = model.hidden / cut.stream(job, layouts), cut.heads(model, layouts.tp)
+    inner = 4.0 * queries * model.head_dim + 8.0 * cut.width(model.ffn_hidden, cut.outer(layouts))
+    whole = 8.0 * stream + inner / 2
+    kept = np.where(layouts.recompute == 3, stream, np.where(layouts.recompute == 2, 0.6 * whole, whole))
     kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
     return rows * kept * job.compute_bytes * model.layers / layouts.pp

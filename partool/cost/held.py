@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, Column, Job, Layouts
+from partool.cost.cut import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -164,11 +165,9 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
 
 def _ring(job: Job, layouts: Layouts, most: Column) -> Ring:
     """Return what comes with weights that travel, in stages of at most so many layers."""
-    groups = model_groups(job.model, job.padded_vocab, job.frozen)
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(layouts.schedule == HALVED_RING, job.model.layers, most)
-    owners: Column = np.where(layouts.ep > 1, layouts.ep, layouts.tp)
-    each = [one.cut / layouts.tp + one.whole + one.expert / owners for one in groups.layers]
+    each = [common + expert for common, expert in share_columns(job, layouts).layers]
     stages = layouts.pp * layouts.chunks
     return Ring(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
                 most * (share * each[DENSE] + (1 - share) * each[MOE]))  # fmt: skip

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from partool.cost import attention, collective
+from partool.cost import attention, collective, cut, tensor_time
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.spec.model import ModelConfig
@@ -93,8 +93,9 @@ class Layer:
 
 def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of a kind."""
-    forward, backward = _pass(job, layouts, kind, backward=False), _pass(job, layouts, kind, backward=True)
-    return Layer(forward, backward, _again(job, layouts, forward))
+    sent = tensor_time.layer_seconds(job, layouts)
+    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+    return Layer(forward, backward, _again(job, layouts, forward, sent.again))
 
 
 def tokens(job: Job, layouts: Layouts) -> Column:
@@ -102,31 +103,38 @@ def tokens(job: Job, layouts: Layouts) -> Column:
     return layouts.micro_batch * job.sequence_length / layouts.cp
 
 
-def _pass(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Pass:
+def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, backward: bool) -> Pass:
     stack = job.stack
     operators = stack.operators_backward if backward else stack.operators_forward
     if kind.moe:
         operators = 1.7 * operators
     derate = stack.derate
+    if backward:
+        inputs, weights, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
+        matmul = inputs + weights
+        tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
+    else:
+        matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
+        tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     done = Pass(
-        matmul_s=derate * (_matmul_backward_s(job, layouts, kind) if backward else _matmul_s(job, layouts, kind)),
+        matmul_s=matmul,
         attention_s=derate * attention.attention_s(job, layouts, kind.window, backward=backward),
         elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
-        tensor_s=_tensor_s(job, layouts),
+        tensor_s=tensor.total,
         sequence_s=attention.sequence_s(job, layouts, kind.window, backward=backward),
         expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
         host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
     )
     hidden = attention.hidden_s(layouts, done.attention_s, done.sequence_s)
     done.exposed = {
-        "tensor_parallel": (1.0 - stack.overlap_tensor) * done.tensor_s,
+        "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed,
         "sequence_parallel": done.sequence_s - hidden,
         "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
     }
     return done
 
 
-def _again(job: Job, layouts: Layouts, forward: Pass) -> Pass:
+def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
     """Return what is run again: nothing, attention's core, all but (a share of) the products, or the whole layer."""
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where(policy >= 1, share, 0.0)
@@ -136,42 +144,58 @@ def _again(job: Job, layouts: Layouts, forward: Pass) -> Pass:
     # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
     attends = np.where(policy == 2, 0.0 if flash else share, core)
     matmuls = np.where(policy == 2, job.stack.selective_matmul * share, whole)
+    shown = {name: whole * value for name, value in forward.exposed.items()}
+    # What is sent once more shows as much of as in the forward pass.
+    shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
     return Pass(
         matmul_s=matmuls * forward.matmul_s,
         attention_s=attends * forward.attention_s,
         elementwise_s=light * forward.elementwise_s,
-        tensor_s=whole * forward.tensor_s,
+        tensor_s=whole * sent_s,
         sequence_s=whole * forward.sequence_s,
         expert_s=whole * forward.expert_s,
         host_s=(0.15 * core + 0.35 * light + 0.5 * whole) * forward.host_s,
-        exposed={name: whole * value for name, value in forward.exposed.items()},
+        exposed=shown,
     )
 
 
-def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[tuple[Column, Column]]:
-    """Return output and input widths, on one tensor rank, of a layer's dense products over all tokens."""
-    t, hidden = layouts.tp, model.hidden
+class Product(NamedTuple):
+    """A dense product of a layer over all tokens, on the tensor rank that has most of it."""
+
+    n: Column
+    """Output width."""
+    k: Column
+    """Input width."""
+    place: Literal["first", "second", "whole"]
+    """Of a pair whose first matrix is cut by columns and whose second by rows; whole: the same on every rank."""
+
+
+def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
+    """Return a layer's dense products over all tokens."""
+    ranks = cut.outer(layouts)
+    hidden = cut.width(model.hidden, layouts.tensor_inner)
+    queries, keys = cut.heads(model, ranks)
     mla = model.mla
     if mla:
-        query = model.heads * (mla.nope_head_dim + mla.rope_head_dim)
-        found: list[tuple[Column, Column]] = []
+        query = queries * (mla.nope_head_dim + mla.rope_head_dim)
+        found: list[Product] = []
         if mla.q_rank is None:
-            found.append((query / t, hidden))
+            found.append(Product(query, hidden, "first"))
         else:
-            found += [(mla.q_rank, hidden), (query / t, mla.q_rank)]
-        found.append((mla.kv_rank + mla.rope_head_dim, hidden))
-        found.append((model.heads * (mla.nope_head_dim + mla.v_head_dim) / t, mla.kv_rank))
-        found.append((hidden, model.heads * mla.v_head_dim / t))
+            found += [Product(mla.q_rank, hidden, "whole"), Product(query, mla.q_rank, "first")]
+        found.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "whole"))
+        found.append(Product(queries * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, "first"))
+        found.append(Product(hidden, queries * mla.v_head_dim, "second"))
     else:
-        query, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-        # With fewer key heads than tensor ranks each rank holds a whole one.
-        found = [(query / t + np.maximum(keys / t, 2.0 * model.head_dim), hidden), (hidden, query / t)]
+        query, key = queries * model.head_dim, keys * model.head_dim
+        found = [Product(query + 2 * key, hidden, "first"), Product(hidden, query, "second")]
     width = model.ffn_hidden
     if moe and model.moe:
-        found.append((model.moe.experts, hidden))
+        found.append(Product(model.moe.experts, hidden, "whole"))
         width = model.moe.shared_experts * model.moe.ffn_hidden
     if width:
-        found += [((1 + model.gated) * width / t, hidden), (hidden, width / t)]
+        inner = cut.width(width, ranks)
+        found += [Product((1 + model.gated) * inner, hidden, "first"), Product(hidden, inner, "second")]
     return found
 
 
@@ -183,32 +207,46 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
     local = np.maximum(moe.experts / layouts.ep, 1.0)
     each = _IMBALANCE * rows * moe.top_k / local
     # Experts are cut by tensor parallelism only where no rank of their own shares them.
-    width = moe.ffn_hidden / np.where(layouts.ep > 1, 1, layouts.tp)
+    width = cut.width(moe.ffn_hidden, np.where(layouts.ep > 1, 1, cut.outer(layouts)))
     each = np.where(layouts.ep > 1, each / layouts.tp, each)
     return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
 
 
-def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
-    rows = tokens(job, layouts)
+def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
+    """Return the seconds of a forward pass's products, and those of the second ones of pairs."""
+    rows, pieces = tokens(job, layouts), layouts.tensor_chunks
     total: Column = 0.0
-    for n, k in products(job.model, layouts, kind.moe):
-        total = total + matmul_s(job, rows, n, k)
+    second: Column = 0.0
+    for n, k, place in products(job.model, layouts, kind.moe):
+        if place == "second":
+            each = pieces * matmul_s(job, rows / pieces, n, k)
+            total, second = total + each, second + each
+        else:
+            total = total + matmul_s(job, rows, n, k)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):
             total = total + matmul_s(job, each, n, k, batch=local)
-    return total
+    return total, second
 
 
-def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> Column:
-    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k]."""
+def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
+    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k].
+
+    Third, of the latter, what the first ones of pairs take.
+    """
     rows = tokens(job, layouts)
-    total: Column = 0.0
-    for n, k in products(job.model, layouts, kind.moe):
-        total = total + matmul_s(job, rows, k, n) + matmul_s(job, n, k, rows)
+    inputs: Column = 0.0
+    weights: Column = 0.0
+    first: Column = 0.0
+    for n, k, place in products(job.model, layouts, kind.moe):
+        weight = matmul_s(job, n, k, rows)
+        inputs, weights = inputs + matmul_s(job, rows, k, n), weights + weight
+        first = first + (weight if place == "first" else 0.0)
     if kind.moe:
         for local, each, n, k in expert_products(job.model, layouts, rows):
-            total = total + matmul_s(job, each, k, n, batch=local) + matmul_s(job, n, k, each, batch=local)
-    return total
+            inputs = inputs + matmul_s(job, each, k, n, batch=local)
+            weights = weights + matmul_s(job, n, k, each, batch=local)
+    return inputs, weights, first
 
 
 def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
@@ -219,16 +257,17 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
     1.7 times that. Eager kernels move more (``Stack.elementwise``); all but the residual stream is cut by tensor ranks,
     that one only with sequence parallelism.
     """
-    model, stack, t = job.model, job.stack, layouts.tp
-    stream = 10.0 * model.hidden / (t if stack.sequence_parallel else 1)
-    turned = 2.0 * (model.heads + model.kv_heads) * model.head_dim / t if model.position == "rope" else 0.0
+    model, stack, ranks = job.model, job.stack, cut.outer(layouts)
+    stream = 10.0 * model.hidden / cut.stream(job, layouts)
+    queries, keys = cut.heads(model, layouts.tp)
+    turned = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
     gates = (3.0 if model.gated else 2.0) * stack.activation_passes
     if kind.moe and model.moe:
-        inner = (model.moe.top_k + model.moe.shared_experts) * model.moe.ffn_hidden / t
+        inner = (model.moe.top_k + model.moe.shared_experts) * cut.width(model.moe.ffn_hidden, ranks)
         # Tokens are copied into the experts' order, for sending and for the products, weighted, and summed back.
-        stream = stream + 7.0 * model.moe.top_k * model.hidden / t
+        stream = stream + 7.0 * model.moe.top_k * model.hidden / layouts.tp
     else:
-        inner = model.ffn_hidden / t
+        inner = cut.width(model.ffn_hidden, ranks)
     elements = (stream + turned + gates * inner) * stack.elementwise * (1.7 if backward else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
@@ -245,12 +284,6 @@ def _stream(job: Job) -> float:
 def _gap_s(job: Job) -> float:
     """Return the device's idle time between two kernels; a CPU's is part of the host's time per operator."""
     return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
-
-
-def _tensor_s(job: Job, layouts: Layouts) -> Column:
-    """Return the seconds of a pass's two all-reduces; gathers and scatters move the same (arXiv 2205.05198)."""
-    whole = tokens(job, layouts) * job.model.hidden * job.compute_bytes
-    return 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
 
 
 def _expert_s(job: Job, layouts: Layouts) -> Column:
@@ -273,7 +306,7 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
     """Return the seconds of the head and the loss for one micro-batch on the last stage."""
     model, stack = job.model, job.stack
     rows = tokens(job, layouts)
-    vocab = (job.padded_vocab or model.vocab) / (layouts.tp if stack.vocab_parallel else 1)
+    vocab = cut.width(job.padded_vocab or model.vocab, layouts.tp if stack.vocab_parallel else 1)
     product = matmul_s(job, rows, vocab, model.hidden, wide=True)
     if backward:
         product = matmul_s(job, rows, model.hidden, vocab, wide=True) + matmul_s(
@@ -288,5 +321,4 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
 def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
     """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
-    reduced = collective.all_reduce_s(job, moved / 2.0, collective.axis_group(job, layouts, "tp"))
-    return moved / _stream(job) + (0.0 if backward else reduced)
+    return moved / layouts.tensor_inner / _stream(job)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from partool.cost import collective
+from partool.cost import cut, tensor_time
 from partool.cost.case import Column, Job, Layouts
+from partool.cost.cut import share_columns
 from partool.cost.layer import Kind, Layer, embedding_s, head_s, kinds, layer
-from partool.layout.parameters import ParameterInfo, layer_parameters, parameters
+from partool.cost.tensor import halves_passes
+from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
 
 COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
@@ -73,8 +76,11 @@ def micro(job: Job, layouts: Layouts) -> Micro:
         return _micro(job, layouts)
     # One number per case. Products wrap around; that two of a few thousand cases meet has odds of about 1e-12.
     code = np.zeros(rows, dtype=np.int64)
-    for factor, name in enumerate(_CASE, 3):
-        column = np.broadcast_to(getattr(layouts, name), rows)
+    cases = [getattr(layouts, name) for name in _CASE]
+    if np.any(np.asarray(layouts.sequence_norms) == 1):
+        cases.append(layouts.sequence_norms * halves_passes(job, layouts))
+    for factor, case in enumerate(cases, 3):
+        column = np.broadcast_to(case, rows)
         column = column.astype(float).view(np.int64) if column.dtype.kind == "f" else column
         code = (code + column) * np.int64(0x9E3779B97F4A7C15 // factor | 1)
     _, first, where = np.unique(code, return_index=True, return_inverse=True)
@@ -89,7 +95,10 @@ def micro(job: Job, layouts: Layouts) -> Micro:
 
 _FEW = 512
 """Layouts from which the search for equal cases pays."""
-_CASE = ("pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method")
+_CASE = (
+    "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "tensor_inner",
+    "sequence_norms", "tensor_overlap", "tensor_chunks",
+)  # fmt: skip
 """Columns that a micro-batch's cost depends on."""
 
 
@@ -112,46 +121,41 @@ def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
         for name in COMMUNICATION
     }
-    dense, expert = layer_elements(job.model, kind)
-    owners: Column = np.where(layouts.ep > 1, layouts.ep, layouts.tp)
+    dense, expert = share_columns(job, layouts).layers[int(kind.moe)]
     return Unit(
         forward_s=found.forward.total_s(job),
         backward_s=backward,
         weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
         exposed=exposed,
         exposed_forward_s=sum(found.forward.exposed.values()),
-        dense=dense / layouts.tp,
-        expert=expert / owners,
+        dense=dense,
+        expert=expert,
     )
 
 
 def _first(job: Job, layouts: Layouts) -> Unit:
-    elements = sum(info.elements for info in parameters_outside(job.model) if info.kind in ("embedding", "position"))
-    nothing = dict.fromkeys(COMMUNICATION, 0.0)
-    forward, backward = (embedding_s(job, layouts, backward=which) for which in (False, True))
-    return Unit(forward, backward, 0.0, nothing, 0.0, elements / layouts.tp, 0.0)
+    sent = tensor_time.embedding_seconds(job, layouts)
+    return _end(job, layouts, embedding_s, sent, share_columns(job, layouts).embedding)
 
 
 def _last(job: Job, layouts: Layouts) -> Unit:
-    outside = parameters_outside(job.model)
-    elements: Column = sum(info.elements for info in outside if info.kind in ("head", "norm"))
+    shares = share_columns(job, layouts)
+    elements: Column = shares.head
     if job.model.tied_embeddings:
         # The last stage has a copy of its own.
-        elements = elements + np.where(layouts.pp > 1, job.model.vocab * job.model.hidden, 0)
-    forward, backward = (head_s(job, layouts, backward=which) for which in (False, True))
-    whole = 4.0 * layouts.micro_batch * job.sequence_length / layouts.cp
-    reduced = 2.0 * collective.all_reduce_s(job, whole, collective.axis_group(job, layouts, "tp"))
-    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": reduced if job.stack.vocab_parallel else 0.0}
-    shown = exposed["tensor_parallel"]
-    return Unit(forward + shown, backward, 0.5 * backward, exposed, shown, elements / layouts.tp, 0.0)
+        elements = elements + np.where(layouts.pp > 1, cut.width(job.model.vocab, layouts.tp) * job.model.hidden, 0)
+    return _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
 
 
-@lru_cache(maxsize=16)
-def parameters_outside(model: ModelConfig) -> tuple[ParameterInfo, ...]:
-    """Return the parameters that belong to no layer."""
-    return tuple(
-        info for info in parameters(model.model_copy(update={"layers": 1, "layer_types": ()})) if info.layer is None
-    )
+def _end(
+    job: Job, layouts: Layouts, seconds: Callable[..., Column], sent: tensor_time.Passes, elements: Column
+) -> Unit:
+    """Return the embedding or the head, none of whose communication is hidden."""
+    forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
+    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
+    shown = sent.forward.total
+    weight = 0.5 * backward if seconds is head_s else 0.0
+    return Unit(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,10 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
 """Of the mesh: all tensor ranks; in two dimensions the outer d1 of them, or the inner d2."""
 
+Beside = Literal["", "results", "weights"]
+"""Products that may run while a collective is under way: nothing; a pair's second product, piece by piece; the products
+that give the gradients of the weights of a pair's first matrices."""
+
 
 class Move(NamedTuple):
     """A collective of one pass over one micro-batch; rows × width elements are the whole that all ranks share."""
@@ -24,6 +28,7 @@ class Move(NamedTuple):
     """Parts of the rows, by ``torch.chunk``, that are sent one by one."""
     wide: bool = False
     """True for the loss's own figures, which are float32 or wider."""
+    beside: Beside = ""
 
 
 class Moves(NamedTuple):

@@ -11,9 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from partool.cost import cut
 from partool.cost.case import SCHEDULES as NAMES
-from partool.cost.case import Job
-from partool.cost.held import HALVED_RING, Ring, model_groups
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.columns import columns
+from partool.cost.cut import share_columns
+from partool.cost.held import HALVED_RING, Ring
 from partool.plan.schedule import placement_of, read, schedule_of
 from partool.plan.types import Layout
 from partool.schedule import SCHEDULES, Schedule, StageTimes, in_flight, makespan
@@ -80,12 +83,8 @@ def _held(text: str) -> tuple[int, ...]:
 
 def stage_elements(job: Job, layout: Layout) -> list[int]:
     """Return the parameters of each stage's layers on one tensor rank: what travels where weights do."""
-    groups, tp = model_groups(job.model, job.padded_vocab, job.frozen), layout.mesh.tp
-    owners = layout.expert if layout.expert > 1 else tp
-    layers = [
-        layer.cut // tp + layer.whole + layer.expert // owners
-        for layer in (groups.layers[int(job.model.is_moe_layer(index))] for index in range(job.model.layers))
-    ]
+    shares = share_columns(job, columns(layout))
+    layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.stages]
 
 
@@ -125,8 +124,17 @@ def _sent_weights_bytes(job: Job, layout: Layout) -> int:
 
 def boundary_bytes(job: Job, layout: Layout) -> int:
     """Return the bytes of what one stage hands to the next, for one micro-batch."""
-    cut = layout.mesh.cp * (layout.mesh.tp if job.stack.sequence_parallel else 1)
-    return layout.micro_batch * job.sequence_length * job.model.hidden * job.compute_bytes // cut
+    return int(boundary_elements(job, columns(layout))) * job.compute_bytes
+
+
+def boundary_elements(job: Job, layouts: Layouts) -> Column:
+    """Return the elements of the same, as columns: a rank's share of the residual stream."""
+    length, stack = job.sequence_length // layouts.cp, job.stack
+    if stack.sequence_parallel is not None:
+        return layouts.micro_batch * length * job.model.hidden // cut.stream(job, layouts)
+    # Shares of the sequence are alike: the last one is padded.
+    rows = cut.width(length, np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, 1))
+    return layouts.micro_batch * rows * cut.width(job.model.hidden, layouts.tensor_inner)
 
 
 def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:

@@ -3,7 +3,8 @@
 For partool's own runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
 attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
 sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the width of the model are cut by
-tensor parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words).
+tensor parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words), or in two
+dimensions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from partool.cost import cut
 from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
@@ -56,32 +58,34 @@ def micro_batch_tokens(job: Job, layouts: Layouts) -> Column:
 
 def widths(job: Job, layouts: Layouts, kind: int) -> Widths:
     """Return the widths of a layer of a kind."""
-    m, tp = job.model, layouts.tp
+    m, ranks = job.model, cut.outer(layouts)
     latent: Column = 0.0
-    kv_heads = np.maximum(m.kv_heads, tp)
+    queries, keys = cut.heads(m, layouts.tp)
+    # The result is gathered over the inner ranks of two dimensions for the output matrix.
+    gathered, _ = cut.heads(m, ranks)
     if m.mla:
-        query = key = m.heads * (m.mla.nope_head_dim + m.mla.rope_head_dim)
-        value = result = m.heads * m.mla.v_head_dim
+        head = m.mla.nope_head_dim + m.mla.rope_head_dim
+        query, key, value, result = queries * head, queries * head, queries * m.mla.v_head_dim, m.mla.v_head_dim
         # The latent vectors before and after their norms: the same on every tensor rank.
         latent = 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_head_dim
     else:
-        query = result = m.heads * m.head_dim
-        key = value = kv_heads * m.head_dim
-    inner, routed = m.ffn_hidden / tp, 0.0
+        query, result = queries * m.head_dim, m.head_dim
+        key = value = keys * m.head_dim
+    inner, routed = cut.width(m.ffn_hidden, ranks), 0.0
     if kind == MOE and m.moe:
         visits = m.moe.top_k * IMBALANCE
-        inner = (visits + m.moe.shared_experts) * m.moe.ffn_hidden / tp
+        inner = (visits + m.moe.shared_experts) * cut.width(m.moe.ffn_hidden, ranks)
         routed = 2 * visits * m.hidden + 2 * m.moe.experts
     return Widths(
-        hidden=m.hidden / np.where(job.stack.sequence_parallel, tp, 1),
-        query=query / tp,
-        key=key / tp,
-        value=value / tp,
-        result=result / tp,
+        hidden=m.hidden / cut.stream(job, layouts),
+        query=query,
+        key=key,
+        value=value,
+        result=result * gathered,
         latent=latent,
-        heads=m.heads / tp,
-        kv_heads=kv_heads / tp,
-        scores=m.heads / tp * job.sequence_length,
+        heads=queries,
+        kv_heads=keys,
+        scores=queries * job.sequence_length,
         inner=inner,
         routed=routed,
     )

@@ -15,8 +15,8 @@ class Stack:
     """What a code base does."""
 
     name: str
-    sequence_parallel: bool = True
-    """Norms, dropout and residuals are sharded over tensor ranks."""
+    sequence_parallel: bool | None = True
+    """Norms, dropout and residuals are sharded over tensor ranks; None: as each layout says."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
     """Generation of its attention kernels; flash3 stands for the best there is on a device."""
     ring_balanced: bool = True
@@ -43,7 +43,9 @@ class Stack:
     collectives_per_layer: float = 1.0
     """Of gathers and reductions; old code sends each parameter by itself."""
     overlap_tensor: float = 0.0
-    """Share of tensor parallelism's collectives that compute hides."""
+    """Share of tensor parallelism's collectives that compute hides, whatever a layout says."""
+    overlap_products: float = 0.0
+    """Share of a matrix product that can hide a collective of tensor parallelism that runs beside it."""
     overlap_expert: float = 0.0
     """Share of the dispatch to experts and back that compute hides."""
     sends_once: bool = False
@@ -74,7 +76,7 @@ class Stack:
     """Slowdown of everything the device does, against well-tuned kernels."""
 
 
-PARTOOL = Stack("partool", elementwise=1.1, derate=1.1, logit_bytes=20.0)
+PARTOOL = Stack("partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, overlap_products=0.8)
 """This project's own runtime, compiled blocks."""
 PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
 """The same, not compiled."""
@@ -83,6 +85,7 @@ PARTOOL_CPU = replace(
     derate=1.0,
     overlap_gradients=0.0,
     overlap_gathers=0.0,
+    overlap_products=0.0,
     contention=1.0,
     wait_share=0.12,
     overhead_s=4e-3,

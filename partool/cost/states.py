@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost.case import Column, Job, Layouts
+from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
 from partool.cost.memory_stacks import MemoryStack
 
@@ -92,25 +93,21 @@ def _groups(job: Job) -> Groups:
 
 
 def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
-    groups, tp = _groups(job), layouts.tp
+    groups, shares = _groups(job), share_columns(job, layouts)
     common: Column = 0.0
     expert: Column = 0.0
     trained: Column = 0.0
     trained_expert: Column = 0.0
     largest_layer: Column = 0.0
     for kind in (DENSE, MOE):
-        layer, count = groups.layers[kind], held.layers[kind]
-        one = layer.cut / tp + layer.whole
-        # Ranks that share experts have whole ones; without such ranks experts are cut like all else.
-        owners: Column = np.where(layouts.ep > 1, layouts.ep, tp)
-        experts = layer.expert / owners
+        (one, experts), count = shares.layers[kind], held.layers[kind]
         common, expert = common + one * count, expert + experts * count
         trained = trained + groups.trained_layers[kind] * one * count
         trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
         largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
-    cut = tp if job.stack.vocab_parallel else 1
-    embedding = groups.embedding.cut / cut + groups.embedding.whole
-    head = groups.head.cut / cut + groups.head.whole
+    embedding, head = shares.embedding, shares.head
+    if not job.stack.vocab_parallel:
+        embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
     # A tied matrix is held by the first and by the last stage.
     tied = job.model.tied_embeddings
     extra = embedding * held.last * (1 - held.first) if tied else 0.0

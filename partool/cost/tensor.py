@@ -73,14 +73,14 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
     padded = padded_tokens(job, layouts) * shares
     gathers = 4 - 2 * halves_passes(job, layouts)
     forward = [
-        Move("all_reduce", "tp", rows, hidden, 2, pieces),
+        Move("all_reduce", "tp", rows, hidden, 2, pieces, beside="results"),
         Move("all_gather", "tp", padded, hidden, 2),
-        Move("reduce_scatter", "tp", padded, hidden, 2, pieces),
+        Move("reduce_scatter", "tp", padded, hidden, 2, pieces, beside="results"),
     ]
     backward = [
-        Move("all_reduce", "tp", rows, hidden, 2),
+        Move("all_reduce", "tp", rows, hidden, 2, beside="weights"),
         Move("all_gather", "tp", padded, hidden, gathers),
-        Move("reduce_scatter", "tp", padded, hidden, 2),
+        Move("reduce_scatter", "tp", padded, hidden, 2, beside="weights"),
     ]
     again = [one._replace(times=1) if one.kind != "all_gather" else one for one in forward]
     return Moves(forward, backward, again)

@@ -1,4 +1,4 @@
-"""What ZeRO moves: calls, and bytes sent per rank and optimizer step."""
+"""What ZeRO moves: calls, and bytes sent per rank and optimizer step; and all terms of traffic."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.case import Job
+from partool.cost.columns import columns
+from partool.cost.cut import share_columns
 from partool.cost.pipeline import moves_weights, sent_bytes, stages_of_ranks
-from partool.layout.parameters import ParameterInfo, count, groups, is_frozen, parameters
+from partool.cost.tensor import tensor_bytes
+from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
 
@@ -33,6 +36,7 @@ def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
         "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
         "parameter_gather": int(found.gather_bytes),
         "pipeline": sent_bytes(job, layout),
+        "tensor": tensor_bytes(job, layout),
     }
 
 
@@ -42,7 +46,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
     between forward and backward. Gradients are scattered once, from ZeRO-2 on for each micro-batch.
     """
-    on_rank = max((_rank_groups(job.model, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
+    on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
     elements = sum(on_rank)
     trained = elements * trained_share(job.model, job.frozen)
@@ -64,7 +68,7 @@ def _ring_bytes(job: Job, layout: Layout) -> float:
     """Return the bytes that sum the gradients of embedding and head over a ring, all of whose ranks have them."""
     if not moves_weights(layout):
         return 0.0
-    first, *_, last = _group_elements(job.model, layout.mesh.tp, layout.expert)
+    first, *_, last = _group_elements(job, layout)
     return 2 * (layout.mesh.pp - 1) / layout.mesh.pp * (first + last) * job.master_bytes
 
 
@@ -77,9 +81,9 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
     return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
 
 
-def _rank_groups(model: ModelConfig, layout: Layout, stages: Iterable[int]) -> list[int]:
+def _rank_groups(job: Job, layout: Layout, stages: Iterable[int]) -> list[int]:
     """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
-    first, *layers, last = _group_elements(model, layout.mesh.tp, layout.expert)
+    first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
     everywhere = moves_weights(layout)
     for index in stages:
@@ -89,19 +93,9 @@ def _rank_groups(model: ModelConfig, layout: Layout, stages: Iterable[int]) -> l
     return [first, *found, last] if everywhere else found
 
 
-# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
-@lru_cache(maxsize=64)
-def _group_elements(model: ModelConfig, tensor: int, expert: int) -> tuple[int, ...]:
-    return tuple(_on_rank(group, tensor, expert) for group in groups(model))
-
-
-def _on_rank(infos: Iterable[ParameterInfo], tensor: int, expert: int) -> int:
-    """Return the elements one rank computes with: matrices are cut by tensor and expert parallelism."""
-    total = 0
-    for info in infos:
-        if info.kind == "expert":
-            # Ranks that share experts have whole ones; without such ranks experts are cut like all else.
-            total += info.elements // (expert if expert > 1 else tensor)
-        else:
-            total += info.elements if info.kind == "norm" else info.elements // tensor
-    return total
+def _group_elements(job: Job, layout: Layout) -> list[int]:
+    """Return the elements of each group of parameters on the tensor rank that has most of it."""
+    shares = share_columns(job, columns(layout))
+    layers = [int(sum(one)) for one in shares.layers]
+    moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
+    return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from partool.cost import cut
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.held import DENSE, MOE
 from partool.cost.memory_stacks import MemoryStack
@@ -16,7 +17,7 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
     The freed block stays with the allocator: what follows is twice as large and does not fit into it.
     """
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
-    vocab = (job.padded_vocab or job.model.vocab) / (layouts.tp if job.stack.vocab_parallel else 1)
+    vocab = cut.width(job.padded_vocab or job.model.vocab, layouts.tp if job.stack.vocab_parallel else 1)
     logits = micro_batch_tokens(job, layouts) * vocab
     at_once = logits / stack.logit_chunks
     if stack.logit_limit:
@@ -39,7 +40,9 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
 def exchange_bytes(job: Job, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
     small, m = job.compute_bytes, job.model
-    tensor = np.where((layouts.tp > 1) & job.stack.sequence_parallel, 2.0 * m.hidden, 0.0)
+    # Shares of the residual stream are gathered for each pair of matrices, forward and backward.
+    whole = (layouts.tp > 1) & (cut.stream(job, layouts) > 1)
+    tensor = np.where(whole, 2.0 * m.hidden, 0.0)
     sizes = widths(job, layouts, MOE if m.moe else DENSE)
     tokens = micro_batch_tokens(job, layouts)
     sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)

@@ -101,7 +101,15 @@ def test_what_partool_gathers() -> None:
 def test_parameters_are_cut_by_tensor_pipeline_and_expert_ranks() -> None:
     whole = state(job()).parameters
     norms = (2 * LLAMA.layers + 1) * LLAMA.hidden * 4
-    assert state(job(), tp=4).parameters == (whole - norms) / 4 + norms
+    assert state(job(), tp=2).parameters == (whole - norms) / 2 + norms
+    # Four ranks share two heads of keys and of values: each holds a whole one.
+    keys = 4 * LLAMA.layers * 2 * LLAMA.kv_heads * LLAMA.head_dim * LLAMA.hidden
+    assert state(job(), tp=4).parameters == (whole - norms - keys) / 4 + keys / 2 + norms
+    # Three ranks have one or two of those heads, so up to six of the query heads, and uneven widths.
+    rows, h = 4 * LLAMA.layers, LLAMA.hidden
+    attention = rows * (2 * 4 * LLAMA.head_dim * h + 2 * LLAMA.head_dim * h)
+    outer = 4 * 2 * -(-LLAMA.vocab // 3) * h
+    assert state(job(), tp=3).parameters == attention + rows * 3 * 512 * h + outer + norms
     first = state(job(), pp=4).parameters
     assert first == 4 * (2 * count(groups(LLAMA)[1]) + LLAMA.vocab * LLAMA.hidden)
     moe = job(MOE)

@@ -1,0 +1,151 @@
+"""What the fullest tensor rank has: heads, widths, the residual stream, parameters; as columns.
+
+Uneven cuts are those of :mod:`partool.layout.tensor`: the largest part decides how long a step takes and what fits.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+from partool.layout.parameters import ParameterInfo, groups
+from partool.layout.tensor import Partition, by_name, own_partition
+from partool.spec.model import ModelConfig
+
+
+def width(size: int, ranks: Column) -> Column:
+    """Return the largest part of a width over some ranks."""
+    return -(-size // ranks)
+
+
+def outer(layouts: Layouts) -> Column:
+    """Return the ranks over which outputs of a layer's first matrices lie: d1, in one dimension all."""
+    return layouts.tp // layouts.tensor_inner
+
+
+def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
+    """Return the most query heads that one of some ranks has, and the most heads of keys and values.
+
+    Latent attention has as many of the one as of the other.
+    """
+    kv_heads = model.heads if model.mla else model.kv_heads
+    group = model.heads // kv_heads
+    keys = width(kv_heads, ranks)
+    if group == 1:
+        return keys, keys
+    # With fewer heads of keys than ranks, a run of ranks shares the query heads of one.
+    shared = width(group, np.maximum(ranks // kv_heads, 1))
+    return np.where(kv_heads >= ranks, keys * group, shared), keys
+
+
+def core_heads(job: Job, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the same within the cores of attention, where sequence ranks are left out."""
+    return heads(job.model, layouts.tp)
+
+
+def stream(job: Job, layouts: Layouts) -> Column:
+    """Return the tensor ranks that the residual stream is cut over."""
+    stack = job.stack
+    if stack.sequence_parallel is not None:
+        return layouts.tp if stack.sequence_parallel else 1
+    return np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, layouts.tensor_inner)
+
+
+class Share(NamedTuple):
+    """Parameters of one group on the tensor rank that has most of them."""
+
+    common: int
+    """Outside of experts."""
+    expert: int
+    """Experts, cut like all else."""
+    whole_expert: int
+    """Experts on all ranks together."""
+    summed: int
+    """Those whose gradients ranks have parts of, which are summed once a step."""
+
+
+class Shares(NamedTuple):
+    """Of the groups that are gathered together."""
+
+    embedding: Share
+    layers: tuple[Share, Share]
+    """Of one dense layer and of one with experts; zeros where the model has none."""
+    head: Share
+
+
+@lru_cache(maxsize=256)
+def shares(model: ModelConfig, padded_vocab: int | None, tensor: int, inner: int, sequence_norms: bool) -> Shares:
+    """Return what the fullest of ``tensor`` ranks holds of each group."""
+    first = [next((at for at in range(model.layers) if model.is_moe_layer(at) == moe), None) for moe in (False, True)]
+    changes: dict[str, object] = {} if padded_vocab is None else {"vocab": padded_vocab}
+    model = model.model_copy(update=changes)
+    found = groups(model)
+    partition = own_partition(model, tensor, inner, sequence_norms)
+
+    def share(infos: list[ParameterInfo]) -> Share:
+        return _share(infos, by_name(partition, [info.name for info in infos]), tensor)
+
+    layers = [Share(0, 0, 0, 0) if at is None else share(found[1 + at]) for at in first]
+    return Shares(share(found[0]), (layers[0], layers[1]), share(found[-1]))
+
+
+def _share(infos: list[ParameterInfo], rows: dict[str, Partition], tensor: int) -> Share:
+    common, expert, summed = ([0] * tensor for _ in range(3))
+    for info in infos:
+        row = rows.get(info.name)
+        target = expert if info.kind == "expert" else common
+        for rank in range(tensor):
+            held = info.elements if row is None else _held(row, rank)
+            target[rank] += held
+            summed[rank] += held * (row is not None and row.gradients == "summed")
+    whole = sum(info.elements for info in infos if info.kind == "expert")
+    return Share(max(common), max(expert), whole, max(summed))
+
+
+def _held(row: Partition, rank: int) -> int:
+    return prod(sum(stop - start for start, stop in ranges) for ranges in row.spans(rank))
+
+
+class ShareColumns(NamedTuple):
+    """:class:`Shares` of many layouts: columns of each group's elements outside and inside of experts."""
+
+    embedding: Column
+    layers: tuple[tuple[Column, Column], tuple[Column, Column]]
+    """Of a dense layer and of one with experts: outside of experts, and of experts (whole ones per rank that shares
+    them, else cut)."""
+    head: Column
+    summed: tuple[Column, tuple[Column, Column], Column]
+    """What is summed over tensor ranks once a step, of embedding, layers and head."""
+
+
+def share_columns(job: Job, layouts: Layouts) -> ShareColumns:
+    """Return what the fullest tensor rank holds under each layout."""
+    tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
+    code = (tp * 4096 + inner) * 2 + norms
+    known = sorted(set(code.ravel().tolist()))
+    table = [shares(job.model, job.padded_vocab, one // 8192, one // 2 % 4096, bool(one % 2)) for one in known]
+    index = np.searchsorted(np.array(known), code)
+
+    def column(values: list[int]) -> Column:
+        return values[0] if len(values) == 1 else np.array(values)[index]
+
+    def outside(kind: str) -> Column:
+        cut = [one.embedding if kind == "embedding" else one.head for one in table]
+        return column([share.common for share in cut])
+
+    layers = []
+    for kind in (0, 1):
+        own = [one.layers[kind] for one in table]
+        whole = own[0].whole_expert
+        expert = np.where(layouts.ep > 1, whole / layouts.ep, column([share.expert for share in own])) if whole else 0.0
+        layers.append((column([share.common for share in own]), expert))
+    summed = (
+        column([one.embedding.summed for one in table]),
+        (column([one.layers[0].summed for one in table]), column([one.layers[1].summed for one in table])),
+        column([one.head.summed for one in table]),
+    )
+    return ShareColumns(outside("embedding"), (layers[0], layers[1]), outside("head"), summed)
