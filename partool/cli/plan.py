@@ -56,8 +56,12 @@ def command(
         bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
     ] = False,
     show: Annotated[
-        Literal["gemms", "layout", "environment", "timeline"] | None,
-        typer.Option("--show", help="Matrix products of a rank, stages, variables with origin, the pipeline in time."),
+        Literal["gemms", "layout", "environment", "timeline", "tensor"] | None,
+        typer.Option(
+            "--show",
+            help="Matrix products of a rank, stages, variables with origin, the pipeline in time, how tensor ranks "
+            "share every parameter.",
+        ),
     ] = None,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
@@ -104,6 +108,8 @@ def _print_on(console: Console, plan: Plan, *, source: str, show: str | None, br
         environment.render_environment(plan, console)
     elif show == "timeline":
         _print_timeline(plan, console)
+    elif show == "tensor":
+        _print_tensor(plan, console)
     elif breakdown:
         tables.render_breakdown(plan, console)
     else:
@@ -114,6 +120,12 @@ def _print_timeline(plan: Plan, console: Console) -> None:
     from partool.report.terminal_timeline import render_plan_timeline
 
     render_plan_timeline(plan, console)
+
+
+def _print_tensor(plan: Plan, console: Console) -> None:
+    from partool.report.tensor import render_tensor
+
+    render_tensor(plan, console)
 
 
 def _as_json(plan: Plan, show: str | None) -> str:
@@ -129,6 +141,10 @@ def _as_json(plan: Plan, show: str | None) -> str:
         from partool.report.trace import plan_trace
 
         return json.dumps(plan_trace(plan)) + "\n"
+    if show == "tensor":
+        from partool.report.tensor import tensor_data
+
+        return json.dumps(tensor_data(plan), indent=2) + "\n"
     return plan.to_json()
 
 

@@ -41,15 +41,19 @@ def collapsed_name(name: str) -> str:
 
 
 def collapse(rows: Iterable[Partition]) -> tuple[Partition, ...]:
-    """Return one row for parameters that differ only in their numbers; where any differs, each keeps its own row."""
+    """Return one row for parameters that differ only in their numbers; where any differs, each keeps its own row.
+
+    Rows may stand for several parameters already.
+    """
     groups: dict[str, list[Partition]] = {}
     for row in rows:
         groups.setdefault(collapsed_name(row.name), []).append(row)
     found: list[Partition] = []
     for name, group in groups.items():
-        first = group[0].model_copy(update={"name": name})
-        alike = all(row.model_copy(update={"name": name}) == first for row in group[1:])
-        found += [first] if alike else group
+        one = {"name": name, "count": 1}
+        first = group[0].model_copy(update=one)
+        alike = all(row.model_copy(update=one) == first for row in group[1:])
+        found += [first.model_copy(update={"count": sum(row.count for row in group)})] if alike else group
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ have outputs over d1 and inputs over d2, the second ones the other way round, so
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,8 +76,13 @@ def own_partition(
         return ()
     ranks = _Ranks(config, tensor, inner, sequence_norms)
     # Layers are alike as far as they have the same parameters.
-    different = {collapsed_name(info.name): info for info in parameters(config)}
-    return collapse(_row(info, _decide(info, ranks)) for info in different.values())
+    infos = parameters(config)
+    names = [collapsed_name(info.name) for info in infos]
+    counts = Counter(names)
+    different = dict(zip(names, infos, strict=True))
+    return collapse(
+        _row(info, _decide(info, ranks)).model_copy(update={"count": counts[name]}) for name, info in different.items()
+    )
 
 
 def _row(info: ParameterInfo, decision: _Decision) -> Partition:

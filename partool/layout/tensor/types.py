@@ -38,6 +38,8 @@ class Partition(_Record):
 
     name: str
     """Of the parameter; ``*`` stands for the numbers of layers where all of them are laid out alike."""
+    count: int = 1
+    """Parameters that the row stands for."""
     shape: tuple[int, ...]
     """Of the whole."""
     style: Style
@@ -58,6 +60,10 @@ class Partition(_Record):
         for cut in self.cuts:
             found[cut.dim] = cut.ranges[rank]
         return tuple(found)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of what a tensor rank holds."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans(rank))
 
     def holders(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return the tensor ranks that hold exactly what ``rank`` holds, itself included, in order."""

@@ -1,0 +1,120 @@
+"""How the tensor-parallel ranks of a plan share each parameter: what is cut where, and which rule decided it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.layout.tensor import Cut, Partition
+from partool.plan.types import Plan
+from partool.report.units import amount
+
+_RANKS = 8
+"""Ranks whose parts are listed one by one; of more, the first and the last are shown."""
+_WIDE = 110
+"""Columns from which names stay on one line."""
+_ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
+
+
+def tensor_data(plan: Plan) -> dict[str, Any]:
+    """Return the partition as data: one row per parameter, or per parameter of all layers, and what each rank holds."""
+    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor_inner
+    return {
+        "ranks": ranks,
+        "shape": [ranks // inner, inner],
+        "sequence_norms": plan.layout.sequence_norms,
+        "parameters": [
+            {
+                **row.model_dump(mode="json", exclude={"cuts"}),
+                "local": [
+                    {
+                        "shape": row.local_shape(rank),
+                        "ranges": row.spans(rank),
+                        "shared_with": _others(row, rank, ranks),
+                    }
+                    for rank in range(ranks)
+                ],
+            }
+            for row in plan.partition
+        ],
+        "elements": [held(plan.partition, rank) for rank in range(ranks)],
+    }
+
+
+def _others(row: Partition, rank: int, ranks: int) -> list[int]:
+    return [other for other in row.holders(rank, ranks) if other != rank]
+
+
+def held(rows: tuple[Partition, ...], rank: int) -> int:
+    """Return how many elements of the whole model a tensor rank holds."""
+    return sum(prod(row.local_shape(rank)) * row.count for row in rows)
+
+
+def render_tensor(plan: Plan, console: Console) -> None:
+    """Print every parameter with its style, its parts per rank and the rule that decided, and what the ranks hold."""
+    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor_inner
+    if ranks == 1:
+        console.print(_ONE)
+        return
+    shape = f", as {ranks // inner} × {inner}" if inner > 1 else ""
+    norms = "; norms on shares of the sequence" if plan.layout.sequence_norms else ""
+    console.print(Text(f"Parameters over {ranks} tensor ranks{shape}{norms}", "bold"))
+    table = Table(box=None, pad_edge=False)
+    for name in ("parameter", "shape", "style", "parts by rank", "rule"):
+        table.add_column(name, overflow="fold", no_wrap=name == "parameter" and console.width >= _WIDE)
+    for row in plan.partition:
+        size = "×".join(map(str, row.shape))
+        table.add_row(*map(Text, (row.name, size, _style(row), _parts(row, ranks), row.rule)))
+    console.print(table)
+    console.print()
+    _whys(plan.partition, console)
+    console.print()
+    whole = sum(prod(row.shape) * row.count for row in plan.partition)
+    shares = [
+        f"{amount(held(plan.partition, rank))} ({held(plan.partition, rank) / whole:.1%})" for rank in range(ranks)
+    ]
+    console.print(f"Elements of {amount(whole)} by rank: {', '.join(_few(shares))}", highlight=False)
+
+
+def _style(row: Partition) -> str:
+    style = {"column_gathered": "column, gathered"}.get(row.style, row.style)
+    return f"{style}, gradients summed" if row.gradients == "summed" else style
+
+
+def _parts(row: Partition, ranks: int) -> str:
+    """Return what each rank holds of each dimension that is cut."""
+    if not row.cuts:
+        return "all"
+    return "; ".join(_dimension(one, ranks) for one in row.cuts)
+
+
+def _dimension(one: Cut, ranks: int) -> str:
+    sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in one.ranges]
+    shared = max(one.ranges.count(ranges) for ranges in one.ranges if ranges)
+    text = f"{sizes[0]} each" if len(set(sizes)) == 1 else ", ".join(_few(sizes))
+    where = "rows" if one.dim == 0 else "columns" if one.dim == 1 else f"dimension {one.dim}"
+    return f"{where} {text}" + (f", {ranks // shared} parts" if shared > 1 and len(set(sizes)) == 1 else "")
+
+
+def _few(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= _RANKS else [*texts[: _RANKS - 1], "…", texts[-1]]
+
+
+def _whys(rows: tuple[Partition, ...], console: Console) -> None:
+    """Print the reasons, each with the parameters that it holds for."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why:
+            groups.setdefault(row.why, []).append(_short(row.name))
+    console.print(Text("Why", "bold"))
+    for why, names in groups.items():
+        console.print(Text(f"{', '.join(dict.fromkeys(names))}: {why}"))
+
+
+def _short(name: str) -> str:
+    """Return the last two parts of a parameter's name: ``q.weight``."""
+    return ".".join(name.split(".")[-2:])
