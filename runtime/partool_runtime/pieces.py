@@ -64,6 +64,8 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[Piece]:
     Raises RuntimeError where the part has another shape than its placement says.
     """
     placement = placement or whole(tensor.shape)
+    if tensor.numel() == 0 and tuple(tensor.shape) == placement.local_shape:
+        return []  # FSDP2 keeps no shape of what is empty
     part, rows = local_part(tensor), local_rows(tensor)
     expected = (len(rows), *placement.local_shape[1:]) if placement.shape else ()
     if tuple(tensor.shape) != placement.local_shape or tuple(part.shape) != expected:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from partool_runtime.parallel.tensor.rows import row
 from partool_runtime.parallel.tensor.two_dim_apply import put_two_dim
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
 from partool_runtime.placement import Placement
+from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:
@@ -35,7 +37,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     """
     if ranks.tp.size() == 1:
         return
-    place(model, plan.partition, ranks.tp.get_local_rank(), ranks.tp.size())
+    place(model, plan, ranks)
     if plan.layout.tensor_inner > 1:
         put_two_dim(model, plan, ranks)
         return
@@ -79,17 +81,21 @@ def _placement(row: Partition, rank: int, ranks: int) -> Placement:
     return Placement(row.shape, spans, counts=rank == holders[0], shared_by=holders if summed else ())
 
 
-def place(model: AnyDecoder, rows: Sequence[Partition], rank: int, ranks: int) -> None:
+def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
     """Give every parameter the shape of this rank's part, in place, and let the model tell where the parts lie."""
     held = [(module, leaf, p) for module in model.modules() for leaf, p in module.named_parameters(recurse=False)]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = placements(rows, names.values(), rank, ranks)
+    found = placements(plan.partition, names.values(), ranks.tp.get_local_rank(), ranks.tp.size())
     made: dict[int, nn.Parameter] = {}
     for module, leaf, parameter in held:
         shape = found[names[id(parameter)]].local_shape
         if id(parameter) not in made:
-            part = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            # What has no elements is never sharded, hence never cast to the type of computation.
+            dtype = parameter.dtype if prod(shape) else COMPUTE_DTYPE[plan.training.precision]
+            part = torch.empty(shape, dtype=dtype, device=parameter.device)
+            # What is empty has no gradient: FSDP2 cannot reduce one.
+            wanted = parameter.requires_grad and part.numel() > 0
+            made[id(parameter)] = nn.Parameter(part, requires_grad=wanted)
         setattr(module, leaf, made[id(parameter)])
     model.placements = MappingProxyType(found)
     model.copies |= {name for name, placement in found.items() if not placement.counts}

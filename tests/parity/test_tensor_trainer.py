@@ -1,0 +1,208 @@
+"""The whole trainer with tensor parallelism, alone and with all else, against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _plans import write_text
+from _tensor_plans import EVEN, FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
+from test_checkpoint import stored_values
+from test_trainer import Jobs
+
+from partool.cost.case import Job
+from partool.cost.pipeline import stages_of_ranks
+from partool.cost.tensor import tensor_calls
+from partool.plan.types import Mesh, Plan
+from partool_runtime.checkpoint import step_folder
+
+TWO_BY_TWO = Mesh(tp=2, dp_shard=2)
+PIPED = Mesh(tp=2, pp=2)
+FOUR = Mesh(tp=4)
+MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN}
+NORMS = {"sequence_norms": True}
+FROZEN = ("embed.*", "layers.[01].*", "layers.2.attention_norm.weight")
+Cases = dict[str, tuple[Plan, str]]
+"""Plans by name, each with the run of one process that it must equal."""
+
+
+def core_cases(text: Path) -> Cases:
+    """Return a few plans of four ranks that together use everything once."""
+    make = partial(tensor_plan, text)
+    return {
+        "four": (make(FOUR), "five"),
+        "four shares": (make(FOUR, model=TIED, **NORMS), "tied"),
+        "zero-0 recomputed": (make(Mesh(tp=2, dp_replicate=2), settings={"zero": 0}, recompute="full"), "five"),
+        "zero-1 shared keys": (make(TWO_BY_TWO, model=SHARED, tensor_overlap="backward"), "shared"),
+        "zero-2 shares overlapped": (
+            make(TWO_BY_TWO, model=SHARED, settings={"zero": 2}, tensor_overlap="backward", **NORMS),
+            "shared",
+        ),
+        "zero-3 tied in chunks": (make(TWO_BY_TWO, model=TIED, settings={"zero": 3}, tensor_chunks=2), "tied"),
+        "1f1b shares": (make(PIPED, schedule="1f1b", stages=HALVES, model=TIED, **NORMS), "tied"),
+        "zb-v": (make(PIPED, schedule="zb-v", stages=QUARTERS, model=SHARED), "shared"),
+        "two dimensions": (make(FOUR, model=EVEN, tensor_inner=2), "even"),
+        "two dimensions in a pipeline": (
+            make(Mesh(tp=2, pp=2), schedule="1f1b", stages=HALVES, model=EVEN, tensor_inner=2),
+            "even",
+        ),
+    }
+
+
+def further_cases(text: Path) -> Cases:
+    """Return the rest of the combinations of four ranks."""
+    make = partial(tensor_plan, text)
+    found: Cases = {}
+    for zero in range(4):
+        for title, fields in {"plain": {}, "shares": NORMS, "overlapped": {"tensor_overlap": "backward"}}.items():
+            mesh = Mesh(tp=2, dp_replicate=2) if zero == 0 else TWO_BY_TWO
+            found[f"zero-{zero} {title}"] = (make(mesh, settings={"zero": zero}, **fields), "five")
+    for name, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
+        for title, fields in {"plain": {}, "shares": NORMS, "chunks": {"tensor_chunks": 3}}.items():
+            found[f"{name} {title}"] = (make(PIPED, schedule=name, stages=stages, model=TIED, **fields), "tied")
+    for policy in ("selective", "attention", "full"):
+        for title, fields in {"plain": {}, "shares": NORMS | {"tensor_overlap": "backward"}}.items():
+            found[f"{policy} {title}"] = (make(TWO_BY_TWO, recompute=policy, model=SHARED, **fields), "shared")
+        found[f"{policy} two dimensions"] = (make(FOUR, recompute=policy, model=EVEN, tensor_inner=2), "even")
+    compiled = partial(make, TWO_BY_TWO, compile="block")
+    return found | {
+        "compiled": (compiled(), "five"),
+        "compiled shares": (compiled(model=SHARED, tensor_overlap="backward", **NORMS), "shared"),
+        "compiled recomputed": (compiled(recompute="selective", tensor_chunks=2), "five"),
+        "compiled two dimensions": (make(FOUR, model=EVEN, tensor_inner=2, compile="block"), "even"),
+        "frozen": (make(TWO_BY_TWO, frozen=FROZEN, **NORMS), "frozen"),
+        "frozen in a pipeline": (make(PIPED, schedule="zb-h1", stages=HALVES, frozen=FROZEN), "frozen"),
+        "replicas": (make(Mesh(tp=2, dp_replicate=2), settings={"zero": 1}), "five"),
+    }
+
+
+def launch(folder: Path, cases: Cases, timeout_s: float = 150) -> Jobs:
+    """Run the cases, their references, and one run that goes through four layouts."""
+    text = folder / "text"
+    jobs, make = Jobs(folder), partial(tensor_plan, text)
+    for name, (case, _) in cases.items():
+        jobs.add(name, case, run=f"case {name}")
+    jobs.add("stopped", make(TWO_BY_TWO, model=SHARED, settings={"zero": 3}, **NORMS), run="crossed", stop_at=1)
+    jobs.add("four", make(FOUR, model=SHARED, settings={"steps": 2}), run="crossed", resume=True)
+    piped = make(PIPED, schedule="1f1b", stages=HALVES, model=SHARED, settings={"steps": 3})
+    jobs.add("piped", piped, run="crossed", resume=True)
+    jobs.run(4, timeout_s)
+    for name in {reference for _, reference in cases.values()} | {"shared"}:
+        plain = make(ONE, model=MODELS.get(name), frozen=FROZEN if name == "frozen" else ())
+        jobs.add(f"reference {name}", plain, run=f"reference {name}")
+    jobs.add("alone", make(ONE, model=SHARED), run="crossed", resume=True)
+    jobs.run(1)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Jobs:
+    return launch(folder, core_cases(folder / "text"))
+
+
+def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
+    for rank in range(case.layout.mesh.world_size):
+        assert jobs.ended(name, rank) == "done", name
+    assert_same_state(jobs, f"case {name}", f"reference {reference}")
+    for kind in ("step", "validation"):
+        wanted, got = (jobs.events(run, kind) for run in (f"reference {reference}", f"case {name}"))
+        for key in ("loss", "grad_norm") if kind == "step" else ("loss",):
+            assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-11), name
+
+
+def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) -> None:
+    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=STEPS)
+    assert wanted.keys() == got.keys()
+    for name, expected in wanted.items():
+        limit = 1e-10 * max(1.0, float(expected.abs().max()))
+        assert got[name].shape == expected.shape
+        assert float((got[name] - expected).abs().max()) <= limit, f"{run}: {name} differs"
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_training_on_tensor_ranks_equals_one_process(ran: Jobs, name: str) -> None:
+    assert_equal(ran, name, *core_cases(Path("text"))[name])
+
+
+@pytest.mark.timeout(170)
+def test_comparison_can_fail(ran: Jobs) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_state(ran, "case four", "reference five", at=4)
+
+
+@pytest.mark.timeout(170)
+def test_resume_on_other_ranks_goes_on_as_if_unbroken(ran: Jobs) -> None:
+    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 1"
+    assert ran.ended("four", 3) == ran.ended("piped", 3) == ran.ended("alone") == "done"
+    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 1, 2, 3]
+    assert_same_state(ran, "crossed", "reference shared")
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", ["four shares", "zero-1 shared keys", "1f1b shares"])
+def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
+    stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
+    reference = core_cases(Path("text"))[name][1]
+    assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}").values())
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
+    case = core_cases(Path("text"))[name][0]
+    training, mesh = case.training, case.layout.mesh
+    job = Job(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    for rank in range(mesh.world_size):
+        summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
+        sent_bytes = summary["measures"]["traffic"]["tensor"]["value"]
+        stages = stages_of_ranks(case.layout)[rank // (mesh.dp * mesh.tp)]
+        shard = rank // mesh.tp % mesh.dp_shard
+        calls = tensor_calls(job, case.layout, stages, rank % mesh.tp, shard)
+        assert sent_bytes == sum(call.sent_bytes for call in calls) > 0, rank
+
+
+@pytest.mark.timeout(170)
+def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
+    for name in ("four", "1f1b shares"):
+        assert ran.events(f"case {name}", "step")[-1]["terms_s"]["tensor_parallel"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    cases = further_cases(tmp_path / "text")
+    jobs = launch(tmp_path, cases, timeout_s=1200)
+    for name, (case, reference) in cases.items():
+        assert_equal(jobs, name, case, reference)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fewer_ranks_equal_one_process(tmp_path: Path, ranks: int) -> None:
+    write_text(tmp_path / "text")
+    make, jobs = partial(tensor_plan, tmp_path / "text", Mesh(tp=ranks)), Jobs(tmp_path)
+    cases = {
+        f"{model} {title}": (make(model=MODELS[model], **fields), model)
+        for model in ("five", "tied", "shared")
+        for title, fields in {"plain": {}, "shares": NORMS, "chunks": {"tensor_chunks": 2}}.items()
+    }
+    for name, (case, _) in cases.items():
+        jobs.add(name, case, run=f"case {name}")
+    jobs.run(ranks, 400)
+    for model in ("five", "tied", "shared"):
+        jobs.add(model, tensor_plan(tmp_path / "text", ONE, model=MODELS[model]), run=f"reference {model}")
+    jobs.run(1)
+    for name, (case, reference) in cases.items():
+        assert_equal(jobs, name, case, reference)
