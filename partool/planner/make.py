@@ -19,10 +19,11 @@ from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
+from partool.planner.hf import Description, hf_model, narrowed
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
-from partool.planner.tensor_checks import partition
+from partool.planner.tensor_checks import partition, without_tensor
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
@@ -63,9 +64,14 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     found = [*found, *model.diagnostics, *hardware.diagnostics]
     if model.config is None or hardware.devices is None:
         return Resolved(None, found, data)
+    described = None if model.described is None else Description.model_validate(model.described)
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
     lists, unsound = read_schedule(spec, base_dir)
-    problem = Problem(spec, model.config, measured.devices, measured, lists)
+    narrow = spec if described is None else narrowed(spec, described)
+    if described is not None:
+        narrow, left_out = without_tensor(narrow, described.structure)
+        found += left_out
+    problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
     launching = resolve_launch(spec.launch, base_dir)
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs})
@@ -114,16 +120,21 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
     found += check_duration(resolved.launch, best.time.total_s)
+    cut = partition(problem, best.layout)
+    found += [finding for finding in cut.findings if finding not in found]
+    if _failed(list(cut.findings)):
+        return PlanResult(None, found)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
         model=problem.model,
         model_source=resolved.model_source,
+        hf=hf_model(spec, problem.described, base_dir),
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),
         devices=problem.devices,
         layout=sealed(best.layout),
-        partition=partition(problem, best.layout),
+        partition=cut.rows,
         training=spec.training,
         optimizer=spec.optimizer,
         data=resolved.data,
@@ -185,6 +196,8 @@ def _gap(code: str, what: str, path: tuple[str, ...]) -> Diagnostic:
 
 def _weights(spec: Spec, base_dir: Path) -> Weights:
     weights = spec.model.weights
+    if weights.source == "hf" and weights.path is None and spec.model.hf is not None:
+        weights = weights.model_copy(update={"path": spec.model.hf})
     return weights.model_copy(update={"path": str(base_dir / weights.path)}) if weights.path else weights
 
 

@@ -2,11 +2,71 @@
 
 from __future__ import annotations
 
-from partool.layout.tensor import Partition, own_partition
+from collections.abc import Iterator, Sequence
+
+from partool.diagnostics.record import Diagnostic
+from partool.layout.tensor import Decided, Partition, apply_patterns, decide, own_partition
+from partool.layout.tensor.structure import Structure
 from partool.plan.types import Layout
 from partool.planner.problem import Problem
+from partool.spec.spec import Spec
+
+_PATH = ("parallel", "tensor")
+_UNDECIDED = "PT442"
 
 
-def partition(problem: Problem, layout: Layout) -> tuple[Partition, ...]:
-    """Return how the tensor ranks of a layout share each parameter; nothing where there is one of them."""
-    return own_partition(problem.model, layout.mesh.tp, layout.tensor_inner, layout.sequence_norms)
+def partition(problem: Problem, layout: Layout) -> Decided:
+    """Return how the tensor ranks of a layout share each parameter, and what is wrong or odd about it.
+
+    No rows where there is one rank.
+    """
+    ranks, inner = layout.mesh.tp, layout.tensor_inner
+    found = _decided(problem, ranks, inner, layout.sequence_norms)
+    return Decided(found.rows, (*found.findings, *_idle(found.rows, ranks // inner, ranks)))
+
+
+def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
+    """Find patterns that cannot apply, and modules that no rule decides; with open degrees, for two ranks."""
+    tensor = problem.spec.parallel.tensor
+    ranks = 2 if tensor.degree == "auto" else tensor.degree
+    if ranks > 1 or tensor.patterns:
+        yield from _decided(problem, ranks).findings
+
+
+def without_tensor(spec: Spec, structure: Structure) -> tuple[Spec, list[Diagnostic]]:
+    """Return the spec with ``tensor: 1`` where its degree is open and a module cannot be cut; and a word about it."""
+    tensor = spec.parallel.tensor
+    if tensor.degree != "auto":
+        return spec, []
+    unclear = [one for one in decide(structure, 2, tensor.patterns).findings if one.code == _UNDECIDED]
+    if not unclear:
+        return spec, []
+    more = f", and {len(unclear) - 1} more" if len(unclear) > 1 else ""
+    message = f"no tensor parallelism is tried: {unclear[0].message}{more}"
+    finding = Diagnostic("PT445", message, severity="warning", path=_PATH, help=unclear[0].help)
+    parallel = spec.parallel.model_copy(update={"tensor": tensor.model_copy(update={"degree": 1})})
+    return spec.model_copy(update={"parallel": parallel}), [finding]
+
+
+def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool = False) -> Decided:
+    patterns = problem.spec.parallel.tensor.patterns
+    if problem.described is not None:
+        return decide(problem.described.structure, ranks, patterns)
+    rows = own_partition(problem.model, ranks, inner, sequence_norms)
+    return Decided(*apply_patterns(problem.model, rows, patterns))
+
+
+def _idle(rows: Sequence[Partition], outer: int, ranks: int) -> Iterator[Diagnostic]:
+    """Find ranks without any part of a matrix that is cut: they wait while the others multiply."""
+    without = {
+        row.name: empty
+        for row in rows
+        for empty in [max((sum(not held for held in cut.ranges) for cut in row.cuts), default=0)]
+        if empty and row.style in ("column", "vocabulary") and not row.name.endswith(".bias")
+    }
+    if without:
+        name, empty = max(without.items(), key=lambda item: item[1])
+        more = f" and of {len(without) - 1} more" if len(without) > 1 else ""
+        message = f"{empty} of {ranks} tensor ranks have no part of {name}{more}, and wait for the others"
+        help = f"use tensor: {outer - empty * outer // ranks} or fewer"
+        yield Diagnostic("PT444", message, severity="warning", path=_PATH, help=help)
