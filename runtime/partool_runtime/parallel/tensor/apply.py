@@ -93,9 +93,7 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
             # What has no elements is never sharded, hence never cast to the type of computation.
             dtype = parameter.dtype if prod(shape) else COMPUTE_DTYPE[plan.training.precision]
             part = torch.empty(shape, dtype=dtype, device=parameter.device)
-            # What is empty has no gradient: FSDP2 cannot reduce one.
-            wanted = parameter.requires_grad and part.numel() > 0
-            made[id(parameter)] = nn.Parameter(part, requires_grad=wanted)
+            made[id(parameter)] = nn.Parameter(part, requires_grad=parameter.requires_grad)
         setattr(module, leaf, made[id(parameter)])
     model.placements = MappingProxyType(found)
     model.copies |= {name for name, placement in found.items() if not placement.counts}
