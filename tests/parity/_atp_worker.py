@@ -33,7 +33,7 @@ from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.stepping import Stepper
 from partool_runtime.weights import build, fill, materialise
 
-STEPS, SEQUENCES, MICRO_BATCHES, LENGTH = 5, 4, 2, 7
+STEPS, SEQUENCES, LENGTH = 5, 2, 7
 SHAPES = {"layers": 2, "hidden": 24, "ffn_hidden": 40, "vocab": 37, "heads": 16, "kv_heads": 8, "head_dim": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SHAPES | {"qkv_bias": True, "qk_norm": True, "window": 3, "layer_types": ("full", "sliding")},
@@ -60,6 +60,7 @@ class Case:
     data: int = 1
     """Data-parallel ranks."""
     stages: int = 1
+    """Pipeline ranks, and micro-batches."""
     train: bool = False
     """Compare five steps as well as one pass."""
 
@@ -67,8 +68,8 @@ class Case:
         """Return the plan of this case."""
         base = small_plan(Path(), ranks=1, zero=0, model=MODELS[self.model], training={"precision": "fp64"})
         mesh = Mesh(pp=self.stages, dp_shard=self.data, tp=world_size // self.data // self.stages)
-        sizes = {"mesh": mesh, "tensor_inner": self.inner, "micro_batch": SEQUENCES // MICRO_BATCHES}
-        more = {"accumulation": MICRO_BATCHES, "zero": 3 if self.data > 1 else 0}
+        sizes = {"mesh": mesh, "tensor_inner": self.inner, "micro_batch": SEQUENCES // self.stages}
+        more = {"accumulation": self.stages, "zero": 3 if self.data > 1 else 0}
         if self.stages > 1:
             more["stages"] = ((0, 1), (1, 2))
         layout = base.layout.model_copy(update=sizes | more | self.layout)
@@ -81,28 +82,31 @@ class Case:
 def cases(world_size: int) -> dict[str, Case]:
     """Return all factorisations of the tensor ranks, and each way to arrange and to combine them once."""
     inners = [inner for inner in (1, 2, 4, 8) if inner <= world_size]
-    found = {f"{world_size // i}x{i} {m}": Case(i, m, train=True) for i in inners for m in MODELS}
+    found = {f"{world_size // inner}x{inner} llama": Case(inner, train=True) for inner in inners}
     if world_size == 8:
-        return found
+        return found | {"2x4 gpt": Case(4, "gpt")}
     in_pieces = {"tensor_chunks": 3, "tensor_overlap": "backward"}
     for policy in ("full", "selective", "attention"):
         found[f"2x2 {policy}"] = Case(2, layout={"recompute": (policy, "none")})
     for model in MODELS:
         found[f"2x2 {model} in pieces"] = Case(2, model, layout=in_pieces)
-        found[f"1x2 {model} ZeRO-3"] = Case(2, model, layout=in_pieces, data=2, train=True)
-        found[f"1x2 {model} 1f1b"] = Case(2, model, stages=2)
-        halved = {"schedule": "zb-h1", "recompute": ("full", "selective")}
-        found[f"1x2 {model} zb-h1"] = Case(2, model, layout=in_pieces | halved, stages=2, train=True)
-    return found
+    halved = in_pieces | {"schedule": "zb-h1", "recompute": ("full", "selective")}
+    return found | {
+        "2x2 gpt": Case(2, "gpt", train=True),
+        "1x4 gpt": Case(4, "gpt"),
+        "1x2 gpt ZeRO-3": Case(2, "gpt", layout=in_pieces, data=2, train=True),
+        "1x2 gpt 1f1b": Case(2, "gpt", stages=2),
+        "1x2 llama zb-h1": Case(2, layout=halved, stages=2, train=True),
+    }
 
 
-def batch(step: int, replica: int) -> list[MicroBatch]:
+def batch(step: int, replica: int, micro_batches: int = 1) -> list[MicroBatch]:
     """Return the micro-batches of a data-parallel rank; ignored labels make them count differently."""
     generator = torch.Generator().manual_seed(10 * step + replica)
     tokens_BS = torch.randint(37, (SEQUENCES, LENGTH), generator=generator)
     labels_BS = tokens_BS.roll(-1, 1).index_fill(1, torch.tensor([LENGTH - 1 - replica]), -100)
     labels_BS[0, :3] = -100
-    pairs = zip(tokens_BS.chunk(MICRO_BATCHES), labels_BS.chunk(MICRO_BATCHES), strict=True)
+    pairs = zip(tokens_BS.chunk(micro_batches), labels_BS.chunk(micro_batches), strict=True)
     return [MicroBatch(tokens, labels) for tokens, labels in pairs]
 
 
@@ -182,7 +186,9 @@ def check(name: str, case: Case) -> None:
     expected = reference(case.model, case.data)
     parameters = trained_parameters(prepared.model)
     with CommCounter() as counter:
-        loss = prepared.passes.step(batch(0, ranks.dp.get_local_rank()), torch.ones((), dtype=torch.float64), no_timer)
+        loss = prepared.passes.step(
+            batch(0, ranks.dp.get_local_rank(), case.stages), torch.ones((), dtype=torch.float64), no_timer
+        )
     dist.all_reduce(loss)
     assert_close(loss / ranks.tp.size(), expected.loss, 1e-12, name)
     gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
@@ -216,7 +222,7 @@ def check_steps(name: str, prepared: Prepared, plan: Plan, ranks: Ranks, expecte
         prepared.passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER
     )
     for step in range(STEPS):
-        result = stepper.step(step, batch(step, ranks.dp.get_local_rank()), no_timer)
+        result = stepper.step(step, batch(step, ranks.dp.get_local_rank(), ranks.pp.size()), no_timer)
         assert_close(result.grad_norm, expected.norms[step], 1e-10, (name, step))
     assert_parts(model, dict(parameters), expected.weights, 1e-10, name)
 
