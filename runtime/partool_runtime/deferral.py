@@ -107,9 +107,9 @@ def add_gradients(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tens
 
 def of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the weight ``[O, I]`` of ``x @ weight.T``."""
-    return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 def of_bias(grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a bias that was added to every row."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad.flatten(0, -2).sum(0)

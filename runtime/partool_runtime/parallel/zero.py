@@ -122,7 +122,15 @@ class _Sharding:
         leaf = any(module is each for module in group for each in self.leaves.values())
         if leaf:
             join_graph(group[0])
-        unit = fully_shard(list(group), mesh=self.mesh, reshard_after_forward=release, mp_policy=self.policy)[0]
+        # FSDP2 cannot reduce a gradient without elements, which a tensor rank without heads would have.
+        empty = {p for module in group for p in module.parameters() if p.numel() == 0}
+        unit = fully_shard(
+            list(group),
+            mesh=self.mesh,
+            reshard_after_forward=release,
+            mp_policy=self.policy,
+            ignored_params=empty or None,
+        )[0]
         if leaf:
             fill_missing(unit)
         return unit

@@ -74,7 +74,7 @@ class _Columns(torch.autograd.Function):
 def _of_input(grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return Σ grad @ weight, ``[B, S, H]``."""
     total = grads[0] @ weights[0]
-    flat = total.view(-1, total.shape[-1])
+    flat = total.flatten(0, -2)
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        flat.addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+        flat.addmm_(grad.flatten(0, -2), weight)
     return total

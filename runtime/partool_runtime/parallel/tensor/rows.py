@@ -34,38 +34,37 @@ def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torc
     else:
         # Of every rank's share the same tokens, since each rank gets a part of every piece's sum.
         parts = by_rank(x_BSI, team).tensor_split(min(team.chunks, team.share), dim=2)
-    started = [_Started.apply(deferral.linear(part, weight_HI), team) for part in parts]  # type: ignore[no-untyped-call]
-    out: torch.Tensor = _Joined.apply(team, *started)  # type: ignore[no-untyped-call]
+    products, sums = [], []
+    for part in parts:
+        products.append(deferral.linear(part, weight_HI))
+        sums.append(_start(products[-1].detach(), team))
+    out: torch.Tensor = _Joined.apply(team, sums, *products)  # type: ignore[no-untyped-call]
     return out if team.length is not None else out.view(*x_BSI.shape[:2], -1)
 
 
-class _Started(torch.autograd.Function):
-    """Begins the sum of a piece, ``[T', H]``, or with shares ``[B, ranks, s', H]``, of which ``[B, s', H]`` come."""
+def _start(product: torch.Tensor, team: Team) -> torch.Tensor:
+    """Begin the sum of a piece, ``[T', H]``, or of ``[B, ranks, s', H]`` tokens of shares, which makes ``[B, s', H]``.
 
-    @staticmethod
-    def forward(ctx: FunctionCtx, product: torch.Tensor, team: Team) -> torch.Tensor:
-        if team.length is None:
-            return start_sum(product, team.group_name, in_place=not deferral.is_splitting())
-        return start_scatter_sum(product.transpose(0, 1).flatten(0, 1), team.ranks, team.group_name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grad, None
+    The product itself is never looked at, nor are its values in the backward pass, so it may become the sum.
+    """
+    if team.length is None:
+        return start_sum(product, team.group_name, in_place=not deferral.is_splitting())
+    return start_scatter_sum(product.transpose(0, 1).flatten(0, 1), team.ranks, team.group_name)
 
 
 class _Joined(torch.autograd.Function):
-    """Waits for the sums of all pieces, in their order; backward hands each piece the gradient of its products."""
+    """Waits for the sums of all pieces, in their order; backward hands each product its gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, team: Team, *started: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, team: Team, sums: list[torch.Tensor], *products: torch.Tensor) -> torch.Tensor:
         dim = 0 if team.length is None else 1
-        ctx.team, ctx.sizes = team, [part.shape[dim] for part in started]  # type: ignore[attr-defined]
-        return torch.cat([finished(part) for part in started], dim)
+        ctx.team, ctx.sizes = team, [part.shape[dim] for part in sums]  # type: ignore[attr-defined]
+        return torch.cat([finished(part) for part in sums], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         team: Team = ctx.team
         if team.length is None:
-            return None, *torch.split(grad, ctx.sizes)
+            return None, None, *torch.split(grad, ctx.sizes)
         of_ranks = finished(start_gather(grad, team.ranks, team.group_name)).view(team.ranks, *grad.shape)
-        return None, *torch.split(of_ranks.transpose(0, 1), ctx.sizes, dim=2)
+        return None, None, *torch.split(of_ranks.transpose(0, 1), ctx.sizes, dim=2)

@@ -1,0 +1,272 @@
+"""Ranks of test_tensor.py: the decoder over tensor ranks against the same decoder in one process, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _plans import small_plan
+
+from partool.layout.tensor import own_partition
+from partool.plan.types import Layout, Mesh, Plan
+from partool.spec.model import ModelConfig, Weights
+from partool.spec.training import LrSchedule, OptimizerSpec
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.model import Decoder
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.tensor.apply import apply_tensor
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.sync import TensorGradients
+from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
+from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.pieces import pieces
+from partool_runtime.precision import LossScaler
+from partool_runtime.stepping import PlainPasses, Stepper
+from partool_runtime.weights import build, fill, materialise
+
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}
+GPT: dict[str, Any] = {"norm": "layernorm", "position": "learned", "activation": "gelu", "max_position": 9}
+CONFIGS = {
+    "mha": ModelConfig(**SIZES, heads=5, kv_heads=5, head_dim=4),
+    "gqa": ModelConfig(
+        **SIZES, heads=14, kv_heads=7, head_dim=2, qk_norm=True, tied_embeddings=True, window=3,
+        layer_types=("full", "sliding"),
+    ),
+    "shared": ModelConfig(**SIZES, heads=6, kv_heads=2, head_dim=2, qk_norm=True, qkv_bias=True, out_bias=True),
+    "gpt": ModelConfig(
+        **SIZES | {"vocab": 5, "ffn_hidden": 3}, **GPT, heads=3, kv_heads=3, head_dim=4, qkv_bias=True, out_bias=True,
+        ffn_bias=True, tied_embeddings=True,
+    ),
+}  # fmt: skip
+"""Over 4 ranks: 5 heads are 2, 2, 1, 0; of 2 heads of keys each lies on two ranks; 5 tokens are 2, 2, 1, 0."""
+LENGTH, STEPS, SEQUENCES = 7, 5, 4
+OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int
+    dp: int = 1
+    zero: int = 1
+    layout: tuple[tuple[str, Any], ...] = ()
+    chunk_logits: int = 0
+    """If not 0, logits that exist at once."""
+
+    def plan(self) -> Plan:
+        base, config = small_plan(Path("unused"), ranks=self.dp * self.tp), CONFIGS[self.model]
+        fields = dict(self.layout)
+        layout = Layout.model_validate(
+            base.layout.model_dump()
+            | {"mesh": Mesh(dp_shard=self.dp, tp=self.tp), "zero": self.zero, "recompute": ("none",) * config.layers}
+            | fields
+        )
+        training = base.training.model_copy(
+            update={"sequence_length": LENGTH, "precision": "fp64", "steps": STEPS, "global_batch": SEQUENCES}
+        )
+        partition = own_partition(config, self.tp, sequence_norms=layout.sequence_norms)
+        return base.model_copy(update={"model": config, "layout": layout, "training": training, "partition": partition})
+
+
+def whole_model(config: ModelConfig) -> Decoder:
+    model = build(config)
+    materialise(model, "cpu", torch.float64)
+    fill(model, Weights(), seed=4)
+    return perturbed(model)
+
+
+def perturbed(model: Decoder) -> Decoder:
+    """Give norms and biases other values than ones and zeros, the same in every cut."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = model.whole_shapes()[name]
+            if len(shape) > 1:
+                continue
+            values = torch.linspace(-0.3, 0.4, shape[0], dtype=torch.float64) + (0.0 if name.endswith("bias") else 1.0)
+            for piece in pieces(parameter, model.placements.get(name)):
+                piece.tensor.copy_(values[piece.offsets[0] : piece.offsets[0] + piece.tensor.shape[0]])
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a step over all ranks; some labels are ignored."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(5, (SEQUENCES, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return tokens[:, :-1], labels
+
+
+@functools.cache
+def reference(name: str) -> dict[str, Any]:
+    """Gradients of one pass, and five training steps, of the whole model with torch's own optimizer and clipping."""
+    model = whole_model(CONFIGS[name])
+    total = model(*batch(0))
+    total.backward()
+    named = dict(model.named_parameters())
+    out: dict[str, Any] = {"loss": total.detach(), "grads": {n: p.grad.clone() for n, p in named.items()}}
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(0.9, 0.95), eps=OPTIMIZER.eps, foreach=False)
+    out |= {"losses": [], "norms": []}
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        optimizer.zero_grad()
+        mean = model(tokens, labels) / (labels != -100).sum()
+        mean.backward()
+        norm = float(torch.stack([p.grad.square().sum() for p in named.values()]).sum().sqrt())
+        for parameter in named.values():
+            # torch's clipping adds 1e-6 to the norm.
+            parameter.grad *= min(1.0, OPTIMIZER.clip / norm)
+        out["norms"].append(norm)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr * lr_factor(OPTIMIZER.schedule, step, STEPS)
+        optimizer.step()
+        out["losses"].append(float(mean))
+    out["weights"] = {n: p.detach().clone() for n, p in named.items()}
+    out["validation"] = float(model(*batch(99))) / int((batch(99)[1] != -100).sum())
+    return out
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor, bound: float, what: object) -> None:
+    assert ours.shape == theirs.shape, (what, ours.shape, theirs.shape)
+    if ours.numel():
+        error, limit = (ours - theirs).abs().max().item(), bound * max(1.0, theirs.abs().max().item())
+        assert error <= limit, f"{what}: {error} > {limit}"
+
+
+def patch_loss(model: Decoder, chunk_logits: int) -> None:
+    """Let at most so many logits exist at once."""
+    holder: Any = model if model.head is None else model.head
+    first, team = holder.loss.args
+    holder.loss = functools.partial(_loss, first, team, chunk_logits)
+
+
+def _loss(first: int, team: Team, chunk_logits: int, *tensors: torch.Tensor) -> torch.Tensor:
+    return vocabulary_loss(*tensors, first=first, team=team, chunk_logits=chunk_logits)
+
+
+def close(ours: float, theirs: float, what: object) -> None:
+    assert abs(ours - theirs) <= 1e-10 * max(1.0, abs(theirs)), (what, ours, theirs)
+
+
+def same_pieces(model: Decoder, name: str, ours: torch.Tensor, theirs: torch.Tensor, bound: float, what: Any) -> None:
+    """Compare what this rank holds with its places in the whole; ``bound`` is relative to the whole's largest."""
+    limit = max(1.0, theirs.abs().max().item())
+    for piece in pieces(ours, model.placements.get(name)):
+        place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+        same(piece.tensor / limit, theirs[place] / limit, bound, (what, name))
+
+
+def check_pass(case: Case, ranks: Ranks) -> None:
+    """One forward and backward pass without data-parallel ranks."""
+    plan, expected = case.plan(), reference(case.model)
+    model = build(plan.model).double()
+    apply_tensor(model, plan, ranks)
+    materialise(model, "cpu")
+    shared = TensorGradients.of(model, plan, ranks)
+    fill(model, Weights(), seed=4)
+    perturbed(model)
+    if case.chunk_logits:
+        patch_loss(model, case.chunk_logits)
+    total = model(*batch(0))
+    same(total.detach(), expected["loss"], 1e-12, case)
+    total.backward()
+    if shared is not None:
+        shared.add_up()
+    assert set(dict(model.named_parameters())) == set(expected["grads"])
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, (case, name)
+        same_pieces(model, name, parameter.grad, expected["grads"][name], 1e-12, case)
+
+
+def check_training(case: Case, ranks: Ranks) -> None:
+    """Five optimizer steps and a validation."""
+    plan, expected = case.plan(), reference(case.model)
+    model = build(plan.model).double()
+    sync = parallelize(model, plan, ranks)
+    materialise(model, "cpu")
+    shared = TensorGradients.of(model, plan, ranks)
+    fill(model, Weights(), seed=4)
+    perturbed(model)
+    trained = trained_parameters(model)
+    optimizer = AdamW(trained, OPTIMIZER, model.copies)
+    passes = PlainPasses(model, sync, ranks.device, shared)
+    stepper = Stepper(passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER)
+    for step in range(STEPS):
+        result = stepper.step(step, micro_batches(case, step, ranks), lambda term: contextlib.nullcontext())
+        close(result.loss, expected["losses"][step], (case, step, "loss"))
+        close(result.grad_norm, expected["norms"][step], (case, step, "norm"))
+    for name, parameter in trained.items():
+        same_pieces(model, name, parameter.detach(), expected["weights"][name], 1e-10, case)
+    validated = stepper.validate(micro_batches(case, 99, ranks))
+    assert validated is not None
+    close(validated[0], expected["validation"], (case, "validation"))
+
+
+def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
+    tokens, labels = batch(step)
+    each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
+    mine = slice(place * each, (place + 1) * each)
+    return [MicroBatch(t, label) for t, label in zip(tokens[mine].split(2), labels[mine].split(2), strict=True)]
+
+
+LAYOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "plain": (),
+    "overlap": (("tensor_overlap", "backward"),),
+    "shares": (("sequence_norms", True),),
+    "shares overlap": (("sequence_norms", True), ("tensor_overlap", "backward")),
+    "pieces": (("tensor_chunks", 3), ("tensor_overlap", "backward")),
+    "shares pieces": (("sequence_norms", True), ("tensor_chunks", 2)),
+}
+POLICIES = ("attention", "selective", "full")
+
+
+def passes_of(tp: int) -> list[Case]:
+    """Every model in every layout; recomputation in two of them, the loss in chunks in all."""
+    found = [Case(name, tp, layout=layout) for name in CONFIGS for layout in LAYOUTS.values()]
+    return found + [Case(name, tp, layout=layout, chunk_logits=20) for name in CONFIGS for layout in LAYOUTS.values()]
+
+
+def trainings_of(world: int) -> list[Case]:
+    """Over all tensor ranks, and over two with every ZeRO stage."""
+    shares = LAYOUTS["shares overlap"]
+    if world < 4:
+        return [Case(name, world, layout=layout) for name in CONFIGS for layout in (LAYOUTS["overlap"], shares)]
+    policies = [
+        Case("gqa", 4, layout=(*layout, ("recompute", (policy,) * 2)))
+        for policy in POLICIES
+        for layout in (LAYOUTS["overlap"], shares, LAYOUTS["pieces"])
+    ]
+    staged = [
+        Case(name, 2, dp=2, zero=zero, layout=layout)
+        for zero in range(4)
+        for name, layout in (("shared", LAYOUTS["overlap"]), ("gpt", shares))
+    ]
+    return [Case("mha", 4), Case("shared", 4, layout=shares), Case("gpt", 4), *policies, *staged]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    world = int(os.environ["WORLD_SIZE"])
+    ranks = lay_mesh(Case("mha", world).plan(), torch.device("cpu"))
+    for case in passes_of(world):
+        check_pass(case, ranks)
+    for case in trainings_of(world):
+        check_training(case, lay_mesh(case.plan(), torch.device("cpu")))
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()
