@@ -40,7 +40,7 @@ class Saver:
         fingerprint: str,
     ) -> None:
         # Taken before the first forward pass, after which modules may hold gathered parameters.
-        self._state = _state(model, optimizer)
+        self._state = state_of(model, optimizer)
         self._plan = plan
         self._ranks = ranks
         self._optimizer = optimizer
@@ -123,7 +123,7 @@ class Saver:
         self._checkpointer.close()
 
 
-def _state(model: AnyDecoder, optimizer: AdamW) -> dict[str, Value]:
+def state_of(model: AnyDecoder, optimizer: AdamW) -> dict[str, Value]:
     """Return weights and moments under their names, each with its place in the whole."""
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()} | optimizer.state()
     return {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}

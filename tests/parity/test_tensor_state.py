@@ -1,0 +1,138 @@
+"""The state of tensor-parallel runs: every layout saves and loads the same bits, and goes on where another stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import _tensor_state_worker as worker
+import pytest
+import torch
+from _plans import small_plan, write_text
+from _ranks import run_ranks
+from test_checkpoint import stored_values
+
+from partool.layout.tensor import own_partition
+from partool.plan.types import Mesh, Plan
+from partool.spec.training import OptimizerSpec
+from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
+
+STEPS = 6
+MODELS: dict[str, dict[str, Any]] = {
+    # Of 4 tensor ranks two share each head of keys; neither widths nor tokens divide.
+    "shared": {"heads": 6, "kv_heads": 2, "head_dim": 4, "qk_norm": True, "qkv_bias": True},
+    # 5 heads on 4 ranks are 2, 2, 1, 0.
+    "tied": {
+        "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu", "qkv_bias": True,
+        "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
+    },
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp 4": {"tp": 4},
+    "tp 2, dp 2": {"tp": 2, "dp_shard": 2, "zero": 3},
+    "copies": {"tp": 2, "dp_replicate": 2, "sequence_norms": True},
+    "pp 2, tp 2": {"tp": 2, "pp": 2},
+}
+
+
+def plan_of(
+    text: Path, model: str, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, dp_replicate: int = 1, **layout: Any
+) -> Plan:
+    """Return a plan in fp64 for some layout; gradients are clipped in every step."""
+    dp = dp_shard * dp_replicate
+    plan = small_plan(text, precision="fp64", steps=STEPS, model=MODELS[model], training={"log_every": 1})
+    fields = {
+        "mesh": Mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
+        "micro_batch": 2,
+        "accumulation": 6 // dp,
+        "zero": 1,
+        "stages": ((0, 1), (1, 2)) if pp == 2 else ((0, 2),),
+        "schedule": "1f1b" if pp == 2 else plan.layout.schedule,
+    }
+    return plan.model_copy(
+        update={
+            "devices": plan.devices.model_copy(update={"per_node": tp * pp * dp}),
+            "layout": plan.layout.model_copy(update=fields | layout),
+            "partition": own_partition(plan.model, tp, sequence_norms=layout.get("sequence_norms", False)),
+            "optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.3, clip=0.2, schedule=plan.optimizer.schedule),
+        }
+    )
+
+
+def job(plan: Plan, run: str, *, resume: bool = False, stop_at: int = -1) -> dict[str, Any]:
+    return {"plan": json.loads(plan.to_json()), "run": run, "resume": resume, "stop_at": stop_at}
+
+
+def launch(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run_ranks(Path(worker.__file__), 4, str(folder / "jobs.json"), timeout_s=280)
+
+
+@pytest.mark.timeout(300)
+def test_every_layout_loads_the_bits_that_any_other_saved(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    jobs: dict[str, dict[str, Any]] = {}
+    for step, name in enumerate([*LAYOUTS, "tp 4"], start=1):
+        saved = {"save": step, "load": list(range(1, step + 1)), "mode": "sync" if step % 2 else "async"}
+        jobs[f"step {step}"] = job(plan_of(tmp_path / "text", "shared", **LAYOUTS[name]), name) | saved
+    launch(tmp_path, jobs)
+    for step, name in enumerate([*LAYOUTS, "tp 4"], start=1):
+        folder = step_folder(tmp_path / "crossed", step)
+        shapes = tensor_shapes(folder)
+        state = {key: torch.full(shape, 99, dtype=dtype) for key, (shape, dtype) in shapes.items()}
+        assert load_folder(folder, state) == {"layout": name}
+        assert all(torch.equal(value, worker.values(key, tuple(value.shape), step)) for key, value in state.items())
+        assert stored_values(folder) == sum(value.numel() for value in state.values()), "each value is saved once"
+
+
+CHAINS: dict[str, dict[int, dict[str, Any]]] = {
+    "shared": {2: {"tp": 2}, 3: {}, STEPS: {"tp": 4}},
+    "tied": {
+        1: {"tp": 3, "sequence_norms": True}, 2: {"tp": 4}, 3: {"pp": 2, "tp": 2},
+        4: {"tp": 2, "dp_shard": 2, "zero": 3}, STEPS: {},
+    },
+}  # fmt: skip
+"""By model, the layouts of one run, each with the step behind which it stops; the next one goes on there."""
+
+
+def events(run_dir: Path, kind: str) -> dict[int, dict[str, Any]]:
+    lines = (run_dir / "events" / "rank-0.jsonl").read_text().splitlines()
+    return {event["data"]["step"]: event["data"] for event in map(json.loads, lines) if event["kind"] == kind}
+
+
+def final(run_dir: Path) -> dict[str, torch.Tensor]:
+    folder = step_folder(run_dir / "checkpoints", STEPS)
+    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensor_shapes(folder).items()}
+    load_folder(folder, state)
+    return state
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", ["shared", pytest.param("tied", marks=pytest.mark.long)])
+def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(tmp_path: Path, model: str) -> None:
+    write_text(tmp_path / "text")
+    jobs = {"unbroken": job(plan_of(tmp_path / "text", model), "unbroken")}
+    first = 0
+    for stop, layout in CHAINS[model].items():
+        plan = plan_of(tmp_path / "text", model, **layout)
+        jobs[f"to {stop}"] = job(plan, "broken", resume=first > 0, stop_at=stop if stop < STEPS else -1)
+        first = stop
+    launch(tmp_path, jobs)
+    ended = [(tmp_path / f"to {stop}.rank-0.txt").read_text() for stop in CHAINS[model]]
+    assert ended[-1] == "done"
+    assert all("Preempted" in end for end in ended[:-1])
+    for kind, steps in (("step", range(1, STEPS + 1)), ("validation", (3, STEPS))):
+        expected, found = events(tmp_path / "unbroken", kind), events(tmp_path / "broken", kind)
+        assert list(found) == list(expected) == list(steps)
+        for step, event in expected.items():
+            assert found[step]["tokens"] == event["tokens"]
+            for key in {"loss", "grad_norm", "lr"} & event.keys():
+                assert found[step][key] == pytest.approx(event[key], rel=1e-10), (kind, step, key)
+    norms = [event["grad_norm"] for event in events(tmp_path / "unbroken", "step").values()]
+    assert min(norms) > 0.2, "a norm that is not clipped would decide nothing"
+    expected_state, state = final(tmp_path / "unbroken"), final(tmp_path / "broken")
+    assert state.keys() == expected_state.keys()
+    for name, value in expected_state.items():
+        assert (state[name] - value).abs().max() <= 1e-10 * max(1.0, float(value.abs().max())), name
