@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv quickstart test test-long test-slurm slurm lint format typecheck bench bench-pipeline bench-gpu schema clean
+.PHONY: help venv quickstart test test-long test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
+	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
 	@echo "make bench-gpu    correctness, speed and memory on one GPU (minutes)"
 	@echo "make format       ruff format and import order"
 
@@ -63,6 +64,9 @@ bench: venv
 
 bench-pipeline: venv
 	$(BIN)/python tests/bench/pipeline.py
+
+bench-tensor: venv
+	$(BIN)/python tests/bench/tensor.py --deepspeed "$(DEEPSPEED)"
 
 bench-gpu: venv
 	$(BIN)/python tests/bench/gpu.py

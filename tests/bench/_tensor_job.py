@@ -19,7 +19,8 @@ from partool.layout.tensor import own_partition
 from partool.plan.types import Layout, Mesh, Plan
 
 RANK = Path(__file__).with_name("_tensor_rank.py")
-ENGINES = ("partool", "dtensor", "deepspeed")
+ENGINES = ("partool", "hooked", "dtensor", "deepspeed")
+"""The trainer, the trainer with exchanges in a group of one rank, and peers."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ them. A step is a whole one: forward, backward, gradient norm, clipping, AdamW. 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +21,13 @@ from _tensor_job import Case, Job
 
 from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.mesh import lay_mesh
+from partool_runtime.mesh import Ranks, lay_mesh
+from partool_runtime.model import Decoder
 from partool_runtime.optim.adamw import AdamW
+from partool_runtime.parallel import apply
+from partool_runtime.parallel.tensor.apply import hook_block, make_team
+from partool_runtime.parallel.tensor.ops import Team
+from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
@@ -31,10 +38,18 @@ Step = Callable[[int, Sequence[MicroBatch]], float]
 """Makes a step with the micro-batches of this rank; returns the mean loss."""
 
 
-def partool_step(plan: Plan) -> Step:
-    """Return the trainer's own step."""
-    ranks = lay_mesh(plan, torch.device("cpu"))
-    prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
+def device_of(plan: Plan) -> torch.device:
+    """Return this rank's device."""
+    if plan.devices.backend == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+
+def partool_step(plan: Plan, *, hooked: bool = False) -> Step:
+    """Return the trainer's own step; ``hooked`` puts the exchanges of tensor ranks in even for one rank."""
+    ranks = lay_mesh(plan, device_of(plan))
+    with exchanges_of_one() if hooked else nullcontext():
+        prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     model = prepared.model
     optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies)
     scaler = LossScaler(enabled=False)
@@ -52,10 +67,37 @@ def partool_step(plan: Plan) -> Step:
     return lambda number, batch: stepper.step(number, batch, lambda _: nullcontext()).loss
 
 
+@contextmanager
+def exchanges_of_one() -> Iterator[None]:
+    """Let models that are prepared meanwhile exchange with a group of one rank, which the trainer never does."""
+    own = apply.apply_tensor
+
+    def hook(model: Decoder, plan: Plan, ranks: Ranks) -> None:
+        team = make_team(plan, ranks)
+        for block in model.layers:
+            hook_block(block.attention, block.ffn, team)
+        loss = partial(vocabulary_loss, first=0, team=team)
+        if model.head is None:
+            model.loss = loss
+        else:
+            model.head.loss = loss
+        model.embed.forward = partial(_rows, model.embed, team)
+
+    apply.apply_tensor = hook
+    try:
+        yield
+    finally:
+        apply.apply_tensor = own
+
+
+def _rows(embed: torch.nn.Embedding, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
+    return vocabulary_rows(tokens_BS, embed.weight, 0, team)
+
+
 def step_of(case: Case, job: Job) -> Step:
     """Set a case up."""
-    if case.engine == "partool":
-        return partool_step(job.case_plan(case))
+    if case.engine in ("partool", "hooked"):
+        return partool_step(job.case_plan(case), hooked=case.engine == "hooked")
     plan = Plan.from_json(job.plan)
     if case.engine == "dtensor":
         from _tensor_dtensor import dtensor_step
@@ -78,14 +120,25 @@ def batches(plan: Plan, seed: int) -> list[MicroBatch]:
     return found
 
 
+def _timed_s(step: Step, number: int, batch: Sequence[MicroBatch]) -> float:
+    dist.barrier()
+    start_s = time.perf_counter()
+    step(number, batch)  # its loss is read, so the device is done
+    dist.barrier()
+    return time.perf_counter() - start_s
+
+
 def main(job_path: str, result_path: str) -> None:
     """Run a job and write what this rank has seen."""
     torch.set_num_threads(1)
     job = Job.read(Path(job_path))
     if job.extra_path:
         sys.path.append(job.extra_path)
-    dist.init_process_group("gloo")
     plan = Plan.from_json(job.plan)
+    device = device_of(plan)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     steps = [step_of(case, job) for case in job.cases]
     losses: list[list[float]] = [[] for _ in steps]
     for number in range(max(1, job.losses)):  # the first step allocates, and sockets connect
@@ -97,11 +150,7 @@ def main(job_path: str, result_path: str) -> None:
         order = range(len(steps)) if turn % 2 == 0 else reversed(range(len(steps)))
         for at in order:
             for _ in range(job.steps):
-                dist.barrier()
-                start_s = time.perf_counter()
-                steps[at](1 + turn, batch)
-                dist.barrier()
-                times[at].append(time.perf_counter() - start_s)
+                times[at].append(_timed_s(steps[at], 1 + turn, batch))
     Path(result_path).write_text(json.dumps({"step_s": times, "losses": losses}), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -19,6 +19,8 @@ def text(result: Mapping[str, Any]) -> str:
         parts.append(f"### Against the same step written by hand with DTensor\n\n{_hand(result['hand'])}")
     if "overlap" in result:
         parts.append(f"### Overlapped and chunked against plain\n\n{_cases(result['overlap'], 'of plain')}")
+    if "one" in result:
+        parts.append(f"### Exchanges in a group of one rank, which the trainer leaves out\n\n{_one(result['one'])}")
     if "deepspeed" in result:
         title = "A Hugging Face Llama against DeepSpeed's AutoTP"
         parts.append(f"### {title}\n\n{_cases(result['deepspeed'], 'of AutoTP')}")
@@ -54,6 +56,21 @@ def _cases(rows: Sequence[Mapping[str, Any]], of_first: str) -> str:
         ["model, step", "step (ms)", of_first],
         [
             [f"{row['size']}, {row['case']}", f"{1e3 * row['median_s']:.1f}", f"{row['of_first_median']:.3f}"]
+            for row in rows
+        ],
+    )
+
+
+def _one(rows: Sequence[Mapping[str, Any]]) -> str:
+    return table(
+        ["model", "without (ms)", "with (ms)", "with / without"],
+        [
+            [
+                row["size"],
+                f"{1e3 * row['plain_s']:.1f}",
+                f"{1e3 * row['hooked_s']:.1f}",
+                f"{row['ratio_median']:.3f}",
+            ]
             for row in rows
         ],
     )

@@ -18,12 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import tensor
 import torch
 from _record import write
 
 ROOT = Path(__file__).parents[2]
 WARMUP_STEPS = 5
 ROUNDS = 2
+TENSOR_ROUNDS = 20
 SHORT = {"training.steps": 20, "training.validation.every": 0, "training.validation.samples": 2, "checkpoint.every": 10}
 QUIET = SHORT | {"training.steps": 30, "checkpoint.every": 0, "parallel.data.zero": 3, "parallel.recompute": "none"}
 SPEED = QUIET | {"model": "gpt2", "training.sequence_length": 1024, "training.global_batch": 32}
@@ -164,6 +166,15 @@ def predicted(plan: Path) -> dict[str, Any]:
     return found
 
 
+def tensor_parallel() -> dict[str, Any]:
+    """Measure what the exchanges of tensor ranks cost a single rank, which the trainer spares; losses come first."""
+    return {
+        "losses_apart": tensor.check(tensor.ONE, accelerator="auto", ranks=1),
+        "goal_ratio": tensor.ONE_GOAL_RATIO,
+        "sizes": [tensor.one(size, TENSOR_ROUNDS, accelerator="auto", precision="bf16") for size in tensor.SIZES],
+    }
+
+
 def main() -> None:
     """Check, measure and write the result."""
     if not torch.cuda.is_available():
@@ -176,6 +187,7 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda or torch.version.hip,
             "loss_differences": check(folder / "check"),
+            "tensor_of_one_rank": tensor_parallel(),
             "speed": {kind: speed(folder, kind) for kind in ("none", "block")},
             "predictions": {
                 f"{model}, recompute {policy}": prediction(folder / "predictions", model, policy, profile)

@@ -1,12 +1,13 @@
 """Tensor parallelism measured: the trainer's step on two ranks against the same step written by hand, and by others.
 
 ``python tests/bench/tensor.py`` measures everything, in about ten minutes of a machine that does nothing else;
-``--quick`` shows in about a minute that all of it works, and writes nothing. ``--only`` picks parts:
+``--quick`` shows in about two minutes that all of it works, and writes nothing. ``--only`` picks parts:
 
-``hand``: against torch's DTensor; ``overlap``: overlapped and chunked against plain; ``deepspeed``: a Hugging Face
-model against DeepSpeed's AutoTP, whose packages are in the folder ``--deepspeed`` (``pip install --target FOLDER
---no-deps deepspeed hjson py-cpuinfo msgpack einops``). In each part all cases run in the same processes in turn. Losses
-of several steps are compared in float64 before anything is timed.
+``hand``: against torch's DTensor; ``overlap``: overlapped and chunked against plain; ``one``: what the exchanges of
+tensor ranks would cost a single rank; ``deepspeed``: a Hugging Face model against DeepSpeed's AutoTP, whose packages
+are in the folder ``--deepspeed`` (``pip install --target FOLDER --no-deps deepspeed hjson py-cpuinfo msgpack einops``).
+In each part all cases run in the same processes in turn. Losses of several steps are compared before anything is timed,
+in float64 but for DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -16,20 +17,15 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from _record import RESULTS, write
+from _tensor_hf import against_deepspeed
 from _tensor_job import Case, Found, Job, make_plan, ratio, run, together
+from _tensor_specs import SHAPES, SIZES, TINY, TOLERANCE, apart, spec
 from _tensor_tables import write_tables
 
-SIZES: dict[str, dict[str, Any]] = {
-    "wide": {"layers": 4, "hidden": 512, "ffn_hidden": 1376, "heads": 8, "kv_heads": 4, "vocab": 8192},
-    "narrow": {"layers": 8, "hidden": 128, "ffn_hidden": 344, "heads": 4, "kv_heads": 2, "vocab": 1024},
-}
-SHAPES = {"wide": (2, 256), "narrow": (1, 128)}
-"""Sequences and tokens of a micro-batch."""
-TINY = {"layers": 2, "hidden": 24, "ffn_hidden": 36, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 258}
 NORMS = {"sequence_norms": True}
 HAND = (
     Case("whole sequence", "partool"),
@@ -45,45 +41,30 @@ OVERLAP = (
     Case("sequence-parallel norms", layout=NORMS),
     Case("sequence-parallel norms, overlap: backward", layout=NORMS | {"tensor_overlap": "backward"}),
 )
+PARTS = "hand,overlap,one,deepspeed"
+ONE = (Case("no exchanges", layout={"mesh": {}}), Case("exchanges of one rank", "hooked", {"mesh": {}}))
 GOAL_RATIO = 1.02
-TOLERANCE = 1e-9
-"""Of a loss in float64 after a few steps, relative to the first case's."""
+ONE_GOAL_RATIO = 1.01
 
 
-def spec(model: Mapping[str, Any], shape: tuple[int, int], precision: str, **parallel: Any) -> dict[str, Any]:
-    """Return a spec of one rank whose steps are one micro-batch."""
-    return {
-        "name": "bench",
-        "model": dict(model),
-        "hardware": {"accelerator": "cpu", "per_node": 1},
-        "data": {"source": "python-stdlib", "validation": 0.0},
-        "training": {
-            "sequence_length": shape[1],
-            "global_batch": shape[0],
-            "steps": 100,
-            "precision": precision,
-            "validation": {"every": 0},
-        },
-        "optimizer": {"lr": 1e-3, "schedule": {"kind": "constant", "warmup_steps": 0}},
-        "parallel": {"micro_batch": shape[0], "recompute": "none", "compile": "none", "data": {"zero": 0}} | parallel,
-    }
-
-
-def check(cases: Sequence[Case], **fields: Any) -> float:
+def check(cases: Sequence[Case], *, accelerator: str = "cpu", ranks: int = 2) -> float:
     """Return how far the losses of a few steps in float64 are apart, relatively; exits if that is too far."""
-    plan = make_plan(spec(TINY, (2, 12), "fp64"))
-    found = run(Job(tuple(cases), plan, losses=4, **fields))
-    first = found[0].losses
-    apart = max(abs(a - b) / abs(b) for each in found for a, b in zip(each.losses, first, strict=True))
-    if not apart <= TOLERANCE or first[0] == first[-1]:
-        raise SystemExit(f"losses differ by {apart:.1e}, nothing is timed: {[(f.case, f.losses) for f in found]}")
-    return apart
+    plan = make_plan(spec(TINY, (2, 12), "fp64", accelerator=accelerator))
+    return apart(run(Job(tuple(cases), plan, ranks=ranks, losses=4)), TOLERANCE)
 
 
-def timed(cases: Sequence[Case], size: str, rounds: int, **fields: Any) -> list[Found]:
+def timed(
+    cases: Sequence[Case], size: str, rounds: int, *, accelerator: str = "cpu", precision: str = "fp32", ranks: int = 2
+) -> list[Found]:
     """Time the cases on a model of a size."""
-    plan = make_plan(spec(SIZES[size], SHAPES[size], "fp32"))
-    return run(Job(tuple(cases), plan, rounds=rounds, steps=2, **fields))
+    plan = make_plan(spec(SIZES[size], SHAPES[size], precision, accelerator=accelerator))
+    return run(Job(tuple(cases), plan, ranks=ranks, rounds=rounds, steps=2))
+
+
+def one(size: str, rounds: int, *, accelerator: str = "cpu", precision: str = "fp32") -> dict[str, Any]:
+    """Measure what exchanges in a group of one rank cost; the trainer puts none in."""
+    plain, hooked = timed(ONE, size, rounds, accelerator=accelerator, precision=precision, ranks=1)
+    return {"size": size, "plain_s": plain.median_s, "hooked_s": hooked.median_s, "ratio_median": ratio(hooked, plain)}
 
 
 def hand(size: str, rounds: int) -> list[dict[str, Any]]:
@@ -109,7 +90,7 @@ def main() -> None:
     """Measure, write the results and the tables of the documentation."""
     reader = argparse.ArgumentParser(description="Tensor parallelism measured.")
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
-    reader.add_argument("--only", default="hand,overlap,deepspeed", help="parts, separated by commas")
+    reader.add_argument("--only", default=PARTS, help="parts, separated by commas")
     reader.add_argument("--deepspeed", default="", help="folder with DeepSpeed's packages")
     options = reader.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end
@@ -132,6 +113,14 @@ def main() -> None:
         result["losses_apart_overlap"] = check(OVERLAP)
         say("times of overlapped steps")
         result["overlap"] = [{"size": size} | row for size in SIZES for row in together(timed(OVERLAP, size, rounds))]
+    if "one" in parts:
+        say("losses of one rank")
+        result["losses_apart_one"] = check(ONE, ranks=1)
+        say("times of one rank")
+        result["one"] = [one(size, rounds) for size in SIZES]
+    if "deepspeed" in parts and options.deepspeed:
+        say("against DeepSpeed")
+        result |= against_deepspeed(options.deepspeed, rounds)
     say("done")
     if options.quick:
         print(json.dumps(result, indent=2))
