@@ -21,12 +21,14 @@ def check_pairs(
     for group in by_parent.values():
         names = [name for name in group.linears if name in chosen]
         columns = [name for name in names if chosen[name].style == "column"]
+        if not columns:
+            continue
         gathered = [name for name in names if chosen[name].style == "column_gathered"]
         back = [name for name in names if chosen[name].style == "row"] or _row_beside(group, by_parent, chosen)
-        if columns and not back:
+        if not back:
             text = f"its results stay cut, and no matrix of {collapsed_name(group.name)} is cut by row to sum them"
             yield _finding(columns[0], chosen, text)
-        elif columns and gathered and group.attention:
+        elif gathered and group.attention:
             text = f"{leaf(columns[0])} stays cut and {leaf(gathered[0])} beside it is gathered"
             yield _finding(columns[0], chosen, text)
         for column in columns:
