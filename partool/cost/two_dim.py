@@ -31,7 +31,8 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
 
     Results of queries, keys and values are summed over ``tp1`` and dealt by heads, so that the cores of attention have
     heads / (d1 · d2); heads are gathered again for the output matrix. Products go in pieces of the tokens, forward and
-    backward. A layer that is recomputed in full repeats all of its forward pass.
+    backward. A layer that is recomputed in full repeats its forward pass, without the last sum where that comes in one
+    piece: no gradient needs it.
     """
     model, rows, pieces = job.model, _rows(job, layouts), layouts.tensor_chunks
     outer = np.maximum(layouts.tp // _inner(layouts), 1)
@@ -53,7 +54,8 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
         sums,
         statistics,
     ]
-    return Moves(forward, backward, forward)
+    again = [one._replace(times=np.where(np.asarray(pieces) > 1, 2, 1)) if one is sums else one for one in forward]
+    return Moves(forward, backward, again)
 
 
 def head_moves(job: Job, layouts: Layouts) -> Moves:

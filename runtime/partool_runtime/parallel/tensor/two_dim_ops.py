@@ -56,7 +56,9 @@ def second_product(grid: Grid, x_BSX: torch.Tensor, weight_HX: torch.Tensor, *, 
     gathered first.
     """
     out: torch.Tensor = _Second.apply(grid, dealt, x_BSX, weight_HX)  # type: ignore[no-untyped-call]
-    return out
+    # In one piece the sum comes behind what is kept for the backward pass: the last one of a layer that is recomputed
+    # in full is then left out.
+    return outer_sum(grid, out) if grid.chunks == 1 else out
 
 
 def inner_sum(grid: Grid, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +137,7 @@ class _First(torch.autograd.Function):
 
 
 class _Second(torch.autograd.Function):
-    """:func:`second_product`."""
+    """:func:`second_product`, but for the sum where there is one piece."""
 
     @staticmethod
     def forward(
@@ -148,7 +150,8 @@ class _Second(torch.autograd.Function):
         used, pending = [], []
         for x_TX in pieces:
             used.append(x_TX)
-            pending.append(grid.outer.start_sum(F.linear(x_TX, weight_HX)))
+            product_TH = F.linear(x_TX, weight_HX)
+            pending.append(partial(_same, product_TH) if grid.chunks == 1 else grid.outer.start_sum(product_TH))
         x_TX = (torch.cat(used) if len(used) > 1 else used[0]) if dealt else x_BSX.flatten(0, -2)
         ctx.save_for_backward(x_TX, weight_HX)
         ctx.grid, ctx.dealt, ctx.weight, ctx.shape = grid, dealt, weight_HX, x_BSX.shape  # type: ignore[attr-defined]
@@ -275,6 +278,10 @@ def _sum_of_products(grads_TX: Sequence[torch.Tensor], weights: Sequence[torch.T
 def _pieces(x: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
     """Return the tokens ``[T, …]`` of ``[B, S, …]`` in pieces, fewer than asked for where there are few tokens."""
     return x.reshape(-1, x.shape[-1]).chunk(grid.chunks)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _joined(pending: Sequence[Pending]) -> torch.Tensor:
