@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import Any
 
@@ -15,8 +16,8 @@ from partool.report.units import amount
 
 _RANKS = 8
 """Ranks whose parts are listed one by one; of more, the first and the last are shown."""
-_WIDE = 110
-"""Columns from which names stay on one line."""
+_SHARE = 0.5
+"""Of the width: names up to that stay on one line."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
@@ -63,13 +64,7 @@ def render_tensor(plan: Plan, console: Console) -> None:
     shape = f", as {ranks // inner} × {inner}" if inner > 1 else ""
     norms = "; norms on shares of the sequence" if plan.layout.sequence_norms else ""
     console.print(Text(f"Parameters over {ranks} tensor ranks{shape}{norms}", "bold"))
-    table = Table(box=None, pad_edge=False)
-    for name in ("parameter", "shape", "style", "parts by rank", "rule"):
-        table.add_column(name, overflow="fold", no_wrap=name == "parameter" and console.width >= _WIDE)
-    for row in plan.partition:
-        size = "×".join(map(str, row.shape))
-        table.add_row(*map(Text, (row.name, size, _style(row), _parts(row, ranks), row.rule)))
-    console.print(table)
+    console.print(_table(plan, console.width))
     console.print()
     _whys(plan.partition, console)
     console.print()
@@ -80,24 +75,42 @@ def render_tensor(plan: Plan, console: Console) -> None:
     console.print(f"Elements of {amount(whole)} by rank: {', '.join(_few(shares))}", highlight=False)
 
 
+def _table(plan: Plan, width: int) -> Table:
+    """Return one line per parameter; the rule stands there unless it is the same for all."""
+    rules = {row.rule for row in plan.partition}
+    names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
+    table = Table(box=None, pad_edge=False)
+    longest = max(len(row.name) for row in plan.partition)
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name == "parameter" and longest <= _SHARE * width)
+    for row in plan.partition:
+        size = "×".join(map(str, row.shape))
+        cells = (row.name, size, _style(row), _parts(row), row.rule)
+        table.add_row(*map(Text, cells[: len(names)]))
+    return table
+
+
 def _style(row: Partition) -> str:
     style = {"column_gathered": "column, gathered"}.get(row.style, row.style)
     return f"{style}, gradients summed" if row.gradients == "summed" else style
 
 
-def _parts(row: Partition, ranks: int) -> str:
+def _parts(row: Partition) -> str:
     """Return what each rank holds of each dimension that is cut."""
     if not row.cuts:
         return "all"
-    return "; ".join(_dimension(one, ranks) for one in row.cuts)
+    return "; ".join(_dimension(one) for one in row.cuts)
 
 
-def _dimension(one: Cut, ranks: int) -> str:
-    sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in one.ranges]
-    shared = max(one.ranges.count(ranges) for ranges in one.ranges if ranges)
+def _dimension(one: Cut) -> str:
+    holders = Counter(one.ranges)
+    several = set(holders.values()) - {1} if () not in holders else set()
+    # Parts that as many ranks share each are listed once.
+    parts = list(holders) if len(several) == 1 and 1 not in holders.values() else list(one.ranges)
+    sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in parts]
     text = f"{sizes[0]} each" if len(set(sizes)) == 1 else ", ".join(_few(sizes))
     where = "rows" if one.dim == 0 else "columns" if one.dim == 1 else f"dimension {one.dim}"
-    return f"{where} {text}" + (f", {ranks // shared} parts" if shared > 1 and len(set(sizes)) == 1 else "")
+    return f"{where} {text}" + (f", on {several.pop()} ranks" if len(parts) < len(one.ranges) else "")
 
 
 def _few(texts: list[str]) -> list[str]:
@@ -111,6 +124,8 @@ def _whys(rows: tuple[Partition, ...], console: Console) -> None:
         if row.why:
             groups.setdefault(row.why, []).append(_short(row.name))
     console.print(Text("Why", "bold"))
+    if len(rules := {row.rule for row in rows}) == 1:
+        console.print(Text(f"all parameters: {rules.pop()}"))
     for why, names in groups.items():
         console.print(Text(f"{', '.join(dict.fromkeys(names))}: {why}"))
 
