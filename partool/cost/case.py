@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost.stacks import PARTOOL, Stack
+from partool.cost.zero_controls import COALESCED, Controls
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -89,6 +90,8 @@ class Job:
     """The user's own schedule, of layouts whose schedule is ``file``."""
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage where they are given; None: as balances best."""
+    controls: Controls = COALESCED
+    """How ranks that share parameters bring them together."""
 
     @property
     def compute_bytes(self) -> int:

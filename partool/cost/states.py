@@ -10,6 +10,7 @@ from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
 from partool.cost.memory_stacks import MemoryStack
+from partool.cost.zero_controls import kept_elements
 
 HOST_FACTOR = 1.5
 """Host memory against the training state kept there: pinned staging buffers and the allocator's rounding (DeepSpeed's
@@ -135,9 +136,18 @@ def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, eve
         # The limit stops fetching ahead; what is in use comes on top.
         partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
     else:
-        partial = sizes.pair + sizes.root
+        partial = _ahead(job, sizes, everything) + sizes.root
     whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
     return small * np.where(layouts.zero == 3, partial, whole)
+
+
+def _ahead(job: Job, sizes: _Sizes, everything: Column) -> Column:
+    """Elements of the group that computes, of those gathered ahead of it, and of what stays gathered."""
+    depth = job.controls.prefetch
+    groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
+    if depth == 1 and not job.controls.persistent_elements:
+        return groups
+    return np.minimum(everything, groups + kept_elements(job.model, job.controls.persistent_elements))
 
 
 def _gradients(
@@ -168,7 +178,10 @@ def _gradients(
 
 
 def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
-    """Return the bytes of buckets: gathered, as gradients, and as the reduction takes these."""
+    """Return the bytes of buckets: a gather's message, gradients, and as the reduction takes these.
+
+    A sequential gather has no message beside the parameters.
+    """
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
     grouped = layouts.dp * layouts.cp > 1
@@ -178,4 +191,5 @@ def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> C
     if stack.resident_copy:
         return 0.0 * sizes.largest
     grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
-    return np.where(grouped, sizes.largest * (2 * small + master), 0.0)
+    whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
+    return np.where(grouped, sizes.largest * (whole_message + small + master), 0.0)

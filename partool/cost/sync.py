@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from partool.cost import collective
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.collective import Group
 from partool.cost.traffic import trained_share
+from partool.cost.zero_controls import kept_elements, messages_of_unit
 
 _ALWAYS_EXPOSED = 0.08
 """Of gradient reduction even where backward is long: the first layers' gradients come last."""
@@ -48,22 +49,27 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
     scatter = _groups_s(job, collective.reduce_scatter_s, held, reduce_bytes, (shards, owners))
-    gather = _groups_s(job, collective.gather_s, held, gather_bytes, (shards, owners))
+    gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
     between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
     around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
     rounds = np.where(zero >= 2, m, 1)
     gradient = np.where(zero == 0, around, rounds * scatter + between)
     gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
+    refresh = _refresh_s(job, held, gather_bytes, zero, shards)
     # Forward passes hide gathers; backward passes hide reductions, in ZeRO-3 beside the gathers of the same passes.
     ahead = np.where(zero == 3, m * gather, np.where(zero > 0, gather, 0.0))
     behind = gathered - ahead
-    forward_room = stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
+    # Without looking ahead, each gather of ZeRO-3 is waited for.
+    looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
+    forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
     backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
     first = np.where(zero == 3, m, 1) * gather / np.maximum(held.groups, 1)
     before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
-    after = np.maximum(gradient + behind - backward_room, _ALWAYS_EXPOSED * gradient)
+    hideable = gradient + looks * behind
+    after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient) + (1.0 - looks) * behind
     part = gradient / np.maximum(gradient + behind, 1e-30)
-    exposed, shown = part * after, before + (1.0 - part) * after
+    exposed, shown = part * after, before + (1.0 - part) * after + refresh
+    gathered = gathered + refresh
     wait = np.where(layouts.dp > 1, stack.wait_share, 0.0)
     forward, backward = m * passes.forward_s, m * passes.backward_s
     exposed = exposed + wait * np.where(zero == 0, forward + backward, backward)
@@ -102,6 +108,28 @@ def _groups_s(
     dense = cost(job, held.dense * each_bytes / groups, everyone)
     expert = cost(job, held.expert * each_bytes / groups, owners)
     return groups * (dense + np.where(held.expert > 0, expert, 0.0))
+
+
+def _gather_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: tuple[Group, Group]) -> Column:
+    """Return the seconds of gathering all parameters once, but for those that stay gathered with ZeRO-3."""
+    controls = job.controls
+    messages = messages_of_unit(job.model, controls)
+    whole = replace(held, groups=held.groups * messages)
+    everything = _groups_s(job, collective.gather_s, whole, each_bytes, ranks)
+    if not controls.persistent_elements:
+        return everything
+    kept = np.minimum(held.dense, kept_elements(job.model, controls.persistent_elements))
+    fewer = messages_of_unit(job.model, controls, zero=3)
+    rest = replace(held, dense=held.dense - kept, groups=held.groups * fewer)
+    return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
+
+
+def _refresh_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: Group) -> Column:
+    """Return the seconds of the one message that brings what stays gathered up to date."""
+    if not job.controls.persistent_elements:
+        return 0.0
+    kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))
+    return np.where(zero == 3, collective.gather_s(job, kept * each_bytes, ranks), 0.0)
 
 
 def _expert_group(job: Job, layouts: Layouts) -> Group:

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from partool.spec.parallel import Gather, ZeroStage
+from partool.layout.parameters import layer_parameters, parameters
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import DataParallel, Gather, ZeroStage
 
 Shape = tuple[int, ...]
 Unit = Sequence[Shape]
@@ -47,6 +49,8 @@ class Messages:
 
 
 NOTHING = Messages(0, 0)
+COALESCED = Controls()
+"""What FSDP2 does by itself."""
 
 
 def padded(shape: Shape, ranks: int) -> int:
@@ -102,6 +106,39 @@ def kept_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element
     """Return the bytes that stay gathered between steps with ZeRO-3."""
     shapes = [shape for unit in units for shape in unit if controls.keeps(shape, 3)]
     return sum(padded(shape, ranks) for shape in shapes) * element_bytes
+
+
+def messages_of_unit(model: ModelConfig, controls: Controls, zero: ZeroStage = 1) -> int:
+    """Return how many messages bring one layer together (at least one: of units that vanish, others are more)."""
+    if controls.gather == "coalesced":
+        return 1
+    return max(1, sum(not controls.keeps(info.shape, zero) for info in layer_parameters(model, model.layers - 1)))
+
+
+def kept_elements(model: ModelConfig, most: int) -> int:
+    """Return the elements of all parameters of at most ``most`` elements each."""
+    if most == 0:
+        return 0
+    dense = [info.elements for info in layer_parameters(model, model.layers - 1)]
+    outer = [info.elements for info in parameters(model.model_copy(update={"layers": 1})) if info.layer is None]
+    return model.layers * sum(size for size in dense if size <= most) + sum(size for size in outer if size <= most)
+
+
+def controls_of(data: DataParallel, model: ModelConfig, *, pressed: bool) -> Controls:
+    """Return how parameters are gathered: as pinned, else with few messages, or, ``pressed``, with little memory.
+
+    Vectors, of which a layer has many, then stay gathered: they take little memory and many messages.
+    """
+    gather = data.gather if data.gather != "auto" else "sequential" if pressed else "coalesced"
+    prefetch = data.prefetch if data.prefetch != "auto" else 0 if pressed else 1
+    small = longest_vector(model) if gather == "sequential" else 0
+    return Controls(gather, prefetch, data.persistent if data.persistent != "auto" else small)
+
+
+def longest_vector(model: ModelConfig) -> int:
+    """Return the elements of the largest norm or bias: up to it parameters are many and small."""
+    found = [*layer_parameters(model, 0), *layer_parameters(model, model.layers - 1)]
+    return max((info.elements for info in found if len(info.shape) == 1), default=0)
 
 
 def _messages(shapes: Iterable[Shape], ranks: int, element_bytes: int, *, apart: bool) -> Messages:
