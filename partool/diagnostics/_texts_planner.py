@@ -17,12 +17,13 @@ def _gpus(extra: str) -> str:
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT203",
-        "Heads cannot be split over the tensor-parallel ranks",
-        "Tensor parallelism gives every rank the same number of whole attention heads (arXiv 1909.08053).",
-        "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 6}\ndata: python-stdlib\n"
-        "training: {global_batch: 6}\nparallel: {tensor: 6}\n",
-        "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 4}\ndata: python-stdlib\n"
-        "training: {global_batch: 8}\nparallel: {tensor: 4}\n",
+        "Heads are not even over the tensor-parallel ranks",
+        "Each rank gets whole heads of keys and values with the query heads they serve (arXiv 1909.08053); all wait "
+        "for the one that has most.",
+        "model: {layers: 2, hidden: 70, heads: 7, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
+        "per_node: 3}\n" + _DATA + "training: {global_batch: 6}\nparallel: {tensor: 3}\n",
+        "model: {layers: 2, hidden: 60, heads: 6, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
+        "per_node: 3}\n" + _DATA + "training: {global_batch: 6}\nparallel: {tensor: 3}\n",
     ),
     Rule(
         "PT250",
@@ -176,9 +177,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT272",
-        "Inner width cannot be split over the tensor-parallel ranks",
-        "Tensor parallelism gives every rank as many columns of the feed-forward network (arXiv 1909.08053).",
-        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 90}\nhardware: {accelerator: h100-sxm, "
+        "An inner width is not even over the tensor-parallel ranks",
+        "Each rank gets ceil(width / ranks) columns of the feed-forward network, the last ones what is left; all wait "
+        "for the widest.",
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 33}\nhardware: {accelerator: h100-sxm, "
         "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
         "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, ffn_hidden: 96}\nhardware: {accelerator: h100-sxm, "
         "per_node: 4}\n" + _DATA + "parallel: {tensor: 4}\n",
@@ -282,10 +284,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT401",
-        "Tensor parallelism is planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {tensor: 2}"),
-        _gpus("parallel: {data: {zero: 3}}"),
+        "Tensor parallelism through symmetric memory is planned, not run yet",
+        "The plan can be read and compared; launch refuses it. The other overlaps run.",
+        _gpus("parallel: {tensor: {degree: 2, overlap: symmetric}}"),
+        _gpus("parallel: {tensor: {degree: 2, overlap: backward}}"),
     ),
     Rule(
         "PT403",
@@ -361,6 +363,27 @@ RULES: tuple[Rule, ...] = (
         "partool plan --trace mixtral.yaml   # the runtime has no experts yet",
         "partool plan mixtral.yaml",
         "command",
+    ),
+    Rule(
+        "PT460",
+        "There is nothing to gather",
+        "ZeRO-3 gathers parameters before each use. The other stages keep them for the whole step.",
+        _gpus("parallel: {data: {zero: 1, prefetch: 2}}"),
+        _gpus("parallel: {data: {zero: 3, prefetch: 2}}"),
+    ),
+    Rule(
+        "PT461",
+        "No module has the leaf's name",
+        "A leaf pattern names modules, by their path in the model; partool's own are listed in docs/architecture.md.",
+        _gpus("parallel: {data: {leaves: ['*.experts']}}"),
+        _gpus("parallel: {data: {leaves: ['layers.*.ffn']}}"),
+    ),
+    Rule(
+        "PT462",
+        "A leaf inside of a compiled block",
+        "A leaf is gathered and reduced by hooks, at which a compiled program would have to stop.",
+        _gpus("parallel: {compile: block, data: {leaves: ['layers.*.ffn']}}"),
+        _gpus("parallel: {compile: none, data: {leaves: ['layers.*.ffn']}}"),
     ),
     Rule(
         "PT464",

@@ -16,12 +16,13 @@ from partool.diagnostics import (
     _texts_run,
     _texts_slurm,
     _texts_spec,
+    _texts_tensor,
 )
 from partool.diagnostics._rule import Rule
 
 _TABLES = (
     _texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
-    _texts_k8s, _texts_run, _texts_hf, _texts_partition,
+    _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor,
 )  # fmt: skip
 RULES: dict[str, Rule] = {
     rule.code: rule for rule in sorted((rule for table in _TABLES for rule in table.RULES), key=lambda rule: rule.code)

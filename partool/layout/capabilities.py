@@ -27,6 +27,10 @@ class Needs:
     replicas: int
     """Copies of the training state (``dp_replicate``)."""
     tensor: int
+    tensor_inner: int
+    """d2 of d1 × d2 tensor ranks."""
+    sequence_norms: bool
+    tensor_overlap: str
     stages: int
     """Ranks of a pipeline."""
     schedule: str
@@ -78,6 +82,10 @@ def aspects(needs: Needs) -> Iterator[str]:
         "hybrid sharding": needs.zero > 0 and needs.replicas > 1,
         "frozen parameters": needs.frozen,
         "tensor": needs.tensor > 1,
+        "tensor in two dimensions": needs.tensor_inner > 1,
+        "norms on shares of the sequence": needs.tensor > 1 and needs.sequence_norms,
+        "tensor with fused collectives": needs.tensor > 1 and needs.tensor_overlap == "symmetric",
+        "tensor in a pipeline": needs.tensor > 1 and needs.stages > 1,
         f"schedule {needs.schedule}": needs.stages > 1,
         "sequence": needs.sequence > 1,
         "expert": needs.expert > 1,
@@ -113,6 +121,7 @@ _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
+_TENSOR = "tests/parity/test_tensor.py::test_passes_and_training_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("backend cpu", _STAGES),
@@ -139,6 +148,15 @@ CAPABILITIES: tuple[Capability, ...] = (
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")
     ),
     *(Capability(f"schedule {name}", _ALL_PIPELINES) for name in ("gpipe", "weipipe", "weipipe-naive", "weipipe-zb")),
+    Capability("tensor", _TENSOR),
+    Capability("norms on shares of the sequence", _TENSOR),
+    Capability(
+        "tensor in two dimensions",
+        "tests/parity/test_atp.py::test_four_ranks_in_every_shape_arrangement_and_combination",
+    ),
+    Capability(
+        "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
+    ),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
@@ -148,7 +166,9 @@ CAPABILITIES: tuple[Capability, ...] = (
 )
 
 GAPS: dict[str, Gap] = {
-    "tensor": Gap("PT401", "tensor parallelism", ("parallel", "tensor")),
+    "tensor with fused collectives": Gap(
+        "PT401", "tensor parallelism through symmetric memory", ("parallel", "tensor", "overlap")
+    ),
     "sequence": Gap("PT403", "sequence parallelism", ("parallel", "sequence", "degree")),
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),

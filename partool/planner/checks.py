@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner import pipeline_checks
+from partool.planner import pipeline_checks, tensor_rules, zero_controls
 from partool.planner.hf import check_hf
-from partool.planner.problem import Problem, divisors
+from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.tensor_checks import check_tensor
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
@@ -24,12 +24,6 @@ def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
     return found
 
 
-def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
-    """Return the legal values nearest to the wanted one, as ``4 or 8``, or ``1, 2 or 4``."""
-    chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
-    return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)
-
-
 def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagnostic]:
     vocab = problem.model.vocab
     if tokenizer_vocab is not None and vocab < tokenizer_vocab:
@@ -39,50 +33,13 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
         )
 
 
-def _heads(problem: Problem) -> Iterator[Diagnostic]:
-    tensor, model = problem.spec.parallel.tensor.degree, problem.model
-    if tensor == "auto":
-        return
-    path = ("parallel", "tensor")
-    if model.heads % tensor:
-        legal = [n for n in divisors(model.heads) if n > 1] or [1]
-        both = [n for n in legal if model.kv_heads % n == 0]
-        also = f"; {model.kv_heads} heads for keys and values also divide by {nearest(tensor, both)}" if both else ""
-        source = f" (from preset {problem.spec.model.preset})" if problem.spec.model.preset else ""
-        yield Diagnostic(
-            "PT203",
-            f"{model.heads} attention heads cannot be split over tensor: {tensor}",
-            path=path,
-            label=f"{model.heads} heads{source} leave a remainder of {model.heads % tensor}",
-            help=f"use {nearest(tensor, legal)}{also}",
-        )
-        return
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        message = f"{model.kv_heads} heads for keys and values cannot be split over tensor: {tensor}"
-        yield Diagnostic("PT203", message, path=path, help=f"use {nearest(tensor, divisors(model.kv_heads))}")
-    for what, width in _widths(problem):
-        if width % tensor:
-            legal = [n for n in divisors(width) if model.heads % n == 0]
-            message = f"{what} of {width} cannot be split over tensor: {tensor}"
-            yield Diagnostic("PT272", message, path=path, help=f"use {nearest(tensor, legal)}")
-
-
-def _widths(problem: Problem) -> Iterator[tuple[str, int]]:
-    """Yield the inner widths of the feed-forward networks that tensor parallelism cuts."""
-    model = problem.model
-    if any(not model.is_moe_layer(layer) for layer in range(model.layers)):
-        yield "an inner width", model.ffn_hidden
-    if model.moe is not None:
-        yield "an inner width of experts", model.moe.ffn_hidden
-
-
 def _sequence(problem: Problem) -> Iterator[Diagnostic]:
     degree, length = problem.spec.parallel.sequence.degree, problem.spec.training.sequence_length
     method, heads = problem.spec.parallel.sequence.method, problem.model.heads
     path = ("parallel", "sequence", "degree")
     if degree == "auto":
         return
-    tensor = problem.spec.parallel.tensor.degree
+    tensor = problem.tensor_degree
     ways = degree * (1 if tensor == "auto" else tensor)
     able = heads % ways == 0
     if degree == 1:
@@ -198,8 +155,8 @@ def _kernels(problem: Problem) -> Iterator[Diagnostic]:
 
 
 SIZES: tuple[Check, ...] = (
-    _kernels, _heads, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists, _sequence, _experts,
-    _recompute, _offload, _position, _mesh,
+    _kernels, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists, _sequence,
+    _experts, _recompute, _offload, _position, _mesh, zero_controls.check,
 )  # fmt: skip
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline_checks.micro_batches)

@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
+from partool.planner import zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
 from partool.planner.problem import nothing_runs, runnable
@@ -36,6 +37,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     if solution.better is not None:
         found.append(_better(best, solution.better))
     found.append(_zero(solution, best))
+    found += zero_controls.sentences(solution.problem, layout)
     groups = solution.space.groups
     for name, field, degree, column in (
         ("Tensor", parallel.tensor.degree, mesh.tp, groups.tp),

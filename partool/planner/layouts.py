@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
 from partool.planner.problem import Problem
+from partool.planner.tensor_forms import divides
+from partool.planner.zero_controls import fields
 from partool.spec.parallel import Recompute, ZeroStage
 
 _GRAINS = 20
@@ -50,10 +52,15 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         in_flight=int(row.in_flight),
         schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
         sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],  # type: ignore[arg-type]
+        tensor_inner=int(row.tensor_inner),
+        sequence_norms=bool(row.sequence_norms),
+        tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]
+        tensor_chunks=int(row.tensor_chunks),
         offload_optimizer="cpu" if host > 0 else "none",
         gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
         offload_parameters="cpu" if row.host_parameters else "none",
         offload_activations="cpu" if row.host_activations else "none",
+        **fields(problem, int(row.zero), int(row.shards), int(row.replicas) * int(row.shards)),
     )
 
 
@@ -144,6 +151,10 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
         layout.chunks,
         layout.in_flight,
         layout.zero > 0 and mesh.dp_replicate > 1,
+        mesh.tp > 1 and not divides(problem.model, mesh.tp),
+        layout.tensor_inner,
+        layout.sequence_norms,
+        layout.tensor_chunks,
         *degrees,
         SEQUENCE_METHODS.index(layout.sequence_method),
         -layout.micro_batch,

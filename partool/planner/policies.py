@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
+from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, Layouts
 from partool.layout.capabilities import runs
 from partool.planner.problem import Problem, nothing_runs
 from partool.spec.parallel import Recompute
@@ -84,6 +84,10 @@ def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tup
     able = np.ones(np.shape(groups.pp), dtype=bool)
     for aspect, asked in (
         ("tensor", groups.tp > 1),
+        ("tensor in two dimensions", groups.tensor_inner > 1),
+        ("norms on shares of the sequence", (groups.tp > 1) & (groups.sequence_norms == 1)),
+        ("tensor with fused collectives", groups.tensor_overlap == OVERLAPS.index("symmetric")),
+        ("tensor in a pipeline", (groups.tp > 1) & (groups.pp > 1)),
         *((f"schedule {name}", (groups.pp > 1) & (groups.schedule == at)) for at, name in enumerate(SCHEDULES)),
         ("sequence", groups.cp > 1),
         ("expert", groups.ep > 1),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
+from typing import Literal
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from partool.cost.case import EAGER, SCHEDULES, Column, Job
 from partool.cost.layer import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
+from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.capabilities import Needs, aspects, gaps, runs
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
@@ -36,6 +39,8 @@ class Problem:
     """The schedule in the file that the spec names."""
     described: Description | None = None
     """What the runtime says of a model that transformers builds; None for partool's own decoder."""
+    pressed: bool = False
+    """Memory is short: what is open about gathers is chosen to need least of it."""
 
     @property
     def world_size(self) -> int:
@@ -46,6 +51,11 @@ class Problem:
     def job(self) -> Job:
         """What the cost functions read of layouts that compile as most do."""
         return self.job_of(self.compile)
+
+    @cached_property
+    def controls(self) -> Controls:
+        """How ranks that share parameters bring them together."""
+        return controls_of(self.spec.parallel.data, self.model, pressed=self.pressed)
 
     def job_of(self, compile: Compile) -> Job:
         """Return what the cost functions read of layouts whose blocks are compiled, or not."""
@@ -77,6 +87,7 @@ class Problem:
             memory_spread=measured.memory.spread if measured.memory else 0.0,
             lists=self.lists,
             stage_layers=self.stage_layers,
+            controls=self.controls,
         )
 
     @cached_property
@@ -96,11 +107,19 @@ class Problem:
         return kinds(self.model)
 
     @property
+    def tensor_degree(self) -> int | Literal["auto"]:
+        """Tensor ranks that the spec gives, as a degree or as a shape."""
+        tensor = self.spec.parallel.tensor
+        if tensor.degree == "auto" and tensor.shape != "auto":
+            return prod(tensor.shape)
+        return tensor.degree
+
+    @property
     def pinned_degrees(self) -> dict[str, int]:
         """Model-parallel degrees that the spec gives, by the field's name."""
         parallel = self.spec.parallel
         values = {
-            "tensor": parallel.tensor.degree,
+            "tensor": self.tensor_degree,
             "pipeline.stages": self.lists.ranks if self.lists is not None else parallel.pipeline.stages,
             "sequence.degree": parallel.sequence.degree,
         }
@@ -118,11 +137,15 @@ class Problem:
 
     @property
     def compile(self) -> Compile:
-        """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators."""
+        """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators.
+
+        Leaves are gathered inside of blocks, which are not compiled then.
+        """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
             return pinned
-        return "none" if self.devices.backend == "cpu" else "block"
+        leaves = self.spec.parallel.data.leaves
+        return "none" if self.devices.backend == "cpu" or (leaves != "auto" and leaves) else "block"
 
     @property
     def compiles_later(self) -> bool:
@@ -165,6 +188,12 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
+    """Return the legal values nearest to the wanted one, as ``4 or 8``, or ``1, 2 or 4``."""
+    chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
+    return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)
+
+
 def needs(problem: Problem, layout: Layout) -> Needs:
     """Return what a layout of a problem asks of the runtime."""
     precision = problem.spec.training.precision
@@ -185,6 +214,9 @@ def needs_of(
         zero=layout.zero,
         replicas=mesh.dp_replicate,
         tensor=mesh.tp,
+        tensor_inner=layout.tensor_inner,
+        sequence_norms=layout.sequence_norms,
+        tensor_overlap=layout.tensor_overlap,
         stages=mesh.pp,
         schedule=layout.schedule,
         sequence=mesh.cp,
@@ -215,6 +247,9 @@ def plain_needs(problem: Problem) -> Needs:
         zero=0,
         replicas=1,
         tensor=1,
+        tensor_inner=1,
+        sequence_norms=False,
+        tensor_overlap="none",
         stages=1,
         schedule="1f1b",
         sequence=1,

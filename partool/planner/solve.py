@@ -13,6 +13,7 @@ from partool.planner.problem import Problem, runnable
 from partool.planner.search import Found, Search, firsts
 from partool.planner.space import Space, build
 from partool.planner.words import TIE
+from partool.planner.zero_controls import under_pressure
 
 TOO_LARGE = "too large even with everything recomputed and offloaded"
 
@@ -74,7 +75,24 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution:
-    """Search all layouts, and where the best cannot run, those that can."""
+    """Search all layouts, and where the best cannot run, those that can.
+
+    If none is sure to fit, they are searched again with gathers that need least memory.
+    """
+    solution = _solve(problem)
+    pressed = under_pressure(problem)
+    if pressed is None or (solution.chosen is not None and solution.chosen.safe):
+        return solution
+    again = _solve(pressed)
+    return again if _rank(again.chosen) > _rank(solution.chosen) else solution
+
+
+def _rank(priced: Priced | None) -> int:
+    """Return how sure it is that a layout fits."""
+    return 0 if priced is None else 1 + priced.fits + priced.safe
+
+
+def _solve(problem: Problem) -> Solution:
     space = build(problem)
     search = Search(problem, space)
     overall = search.run()
@@ -88,5 +106,6 @@ def solve(problem: Problem) -> Solution:
 
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
+    problem = under_pressure(problem) or problem
     space = build(problem)
     return space.size > 0 and Search(problem, space).could_fit()

@@ -6,9 +6,9 @@ goes to host memory. Layouts are groups times policies. Groups are columns in me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from partool.cost.case import RECOMPUTE, RING, SEQUENCE_METHODS, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
 from partool.planner.schedules import Scheduled, schedules
+from partool.planner.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
 
 MOST_STAGES = 128
 """Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
@@ -66,7 +67,7 @@ class Space:
             # Weights that travel leave one policy: stages are computed again, nothing goes to the host.
             only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0}
             values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
-        kept = {name: getattr(taken, name) for name in _GROUP_COLUMNS}
+        kept = {name: getattr(taken, name) for name in (*_GROUP_COLUMNS, *_SETTLED)}
         return Layouts(**kept, compiled=taken.compiled, **values)
 
     def allowed(self, group: Any, policy: Any) -> Any:
@@ -106,8 +107,10 @@ class Space:
 _UNCUT = "sequences or heads do not divide by sequence.degree"
 _GROUP_COLUMNS = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
-    "in_flight", "sequence_method",
+    "in_flight", "sequence_method", "tensor_inner", "sequence_norms",
 )  # fmt: skip
+_SETTLED = ("tensor_overlap", "tensor_chunks")
+"""Columns of groups that follow from the others."""
 
 
 def build(problem: Problem) -> Space:
@@ -153,6 +156,11 @@ class _Builder:
         compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         groups = Layouts(**named, compiled=compiled)
+        groups = replace(
+            groups,
+            tensor_overlap=np.where(named["tp"] > 1, overlap_of(self.problem), 0),
+            tensor_chunks=pieces_of(self.problem, groups),
+        )
         runnable, policies = runnable_masks(self.problem, groups, self.policies)
         return Space(
             groups=groups,
@@ -171,11 +179,20 @@ class _Builder:
         values = [n for n in divisors(self.problem.world_size) if n <= limit]
         return [n for n in values if _power(n)] if self.coarse else values
 
+    @cached_property
+    def _tensor_axis(self) -> list[int]:
+        return self._axis(self.problem.tensor_degree, self.problem.model.heads)
+
+    @cached_property
+    def _divided(self) -> bool:
+        """True if some open degree of tensor parallelism divides the model; others are then not tried."""
+        return any(tp > 1 and divides(self.problem.model, tp) for tp in self._tensor_axis)
+
     def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
         parallel, model, world = self.problem.spec.parallel, self.problem.model, self.problem.world_size
         length = self.problem.spec.training.sequence_length
-        for tp in self._axis(parallel.tensor.degree, model.heads):
+        for tp in self._tensor_axis:
             for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
                 if world % (tp * pp):
                     continue
@@ -195,13 +212,11 @@ class _Builder:
         """Return the first constraint that a mesh breaks."""
         problem, model = self.problem, self.problem.model
         parallel, training = problem.spec.parallel, problem.spec.training
-        open_tensor = parallel.tensor.degree == "auto"
-        moe = model.moe
+        open_tensor = problem.tensor_degree == "auto"
+        uneven = open_tensor and not divides(model, tp)
         rules = (
-            (model.heads % tp != 0, "attention heads do not divide by tensor"),
-            (model.kv_heads % tp != 0 and tp % model.kv_heads != 0, "key and value heads do not divide by tensor"),
-            (model.ffn_hidden % tp != 0, "inner width does not divide by tensor"),
-            (moe is not None and moe.ffn_hidden % tp != 0, "inner width of experts does not divide by tensor"),
+            (uneven and self._divided, "heads or widths do not divide by tensor, those of other degrees do"),
+            (uneven and not busy(model, tp), "tensor ranks without heads or widths of their own"),
             (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
             (pp > model.layers, "more stages than layers"),
             (parallel.pipeline.stages == "auto" and pp > MOST_STAGES, f"more than {MOST_STAGES} pipeline stages"),
@@ -230,7 +245,13 @@ class _Builder:
             self._with_parameters if zero == 3 else self._without
             for zero, _ in self._sharing(dp, self._inside(tp, cp))
         )  # fmt: skip
-        return self._all_methods(cp) * batches * sharing * len(self._schedules(pp)) * len(self._experts(dp * cp))
+        shapes = max(1, len(self._forms(tp, cp)))
+        experts, schedules = len(self._experts(dp * cp)), len(self._schedules(pp))
+        return self._all_methods(cp) * batches * sharing * schedules * experts * shapes
+
+    @cached_property
+    def _forms(self) -> Callable[[int, int], tuple[Form, ...]]:
+        return cache(partial(forms, self.problem))
 
     def _all_methods(self, cp: int) -> int:
         return 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else len(SEQUENCE_METHODS)
@@ -287,11 +308,11 @@ class _Builder:
         methods, experts = self._methods(cp, tp), self._experts(dp * cp)
         sharing = self._sharing(dp, self._inside(tp, cp))
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
-        lists = (methods, experts, sharing, schedules, batches)
+        lists = (methods, experts, sharing, schedules, batches, self._forms(tp, cp))
         if not all(lists):
             why = (_UNCUT, "experts do not divide over the ranks",
                    "shard does not divide the data-parallel ranks", "no schedule has room for the chunks",
-                   "micro_batch does not divide a rank's share")  # fmt: skip
+                   "micro_batch does not divide a rank's share", "tensor.shape is of another degree")  # fmt: skip
             reason = next(text for text, values in zip(why, lists, strict=True) if not values)
             self._prune(reason, self._weight(pp, cp, dp))
             return
@@ -299,23 +320,23 @@ class _Builder:
         self._prune(_UNCUT, self._weight(pp, cp, dp) // self._all_methods(cp) * unable)
         index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
         shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
-        micro = np.array(batches)[index[4]]
+        micro, shape = np.array(batches)[index[4]], np.array(lists[5])[index[5]]
         share = self.problem.spec.training.global_batch // dp
         same = np.ones_like(micro)
         block = np.stack(
             [
                 pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
-                shared[:, 0], micro, share // micro, *scheduled.T, np.array(methods)[index[0]],
+                shared[:, 0], micro, share // micro, *scheduled.T, np.array(methods)[index[0]], *shape.T,
             ]
         )  # fmt: skip
         # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
-        # Owners of weights that travel have their state whole.
-        whole &= (shared[:, 0] == 0) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
+        # Owners of weights that travel have their state whole, and whole matrices.
+        whole &= ((shared[:, 0] == 0) & (tp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
         zero3 = shared[~whole, 0] == 3
         self._prune(
-            "the schedule does not take so many micro-batches, or that ZeRO stage",
+            "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor parallelism",
             int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
         )
         yield block[:, whole]

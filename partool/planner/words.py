@@ -19,7 +19,7 @@ def summary(layout: Layout) -> str:
     if mesh.dp_replicate > 1 and layout.zero:
         parts[0] = f"ZeRO-{layout.zero} over {mesh.dp_shard}, {mesh.dp_replicate} replicas"
     if mesh.tp > 1:
-        parts.append(f"tensor {mesh.tp}")
+        parts.append(f"tensor {mesh.tp}{_tensor_form(layout)}")
     if mesh.pp > 1:
         parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
     if mesh.cp > 1:
@@ -30,6 +30,13 @@ def summary(layout: Layout) -> str:
     parts.append(f"recompute {recompute(layout)}")
     parts += [f"offload {what}" for what in _offloaded(layout)]
     return ", ".join(parts)
+
+
+def _tensor_form(layout: Layout) -> str:
+    """Return in brackets what distinguishes forms of tensor parallelism: d1 × d2, or norms on shares."""
+    inner = layout.tensor_inner
+    parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.sequence_norms
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def schedule(layout: Layout) -> str:
@@ -83,9 +90,21 @@ def change(layout: Layout, file: str = "") -> str:
     policies = [(policy, len(list(group))) for policy, group in groupby(layout.recompute)]
     policy = policies[0][0] if len(policies) == 1 else f"[{', '.join(layout.recompute)}]"
     return (
-        f"parallel: {{data: {{zero: {layout.zero}{shard}}}, tensor: {mesh.tp}, pipeline: {pipeline}, "
+        f"parallel: {{data: {{zero: {layout.zero}{shard}}}, tensor: {_tensor(layout)}, pipeline: {pipeline}, "
         f"sequence: {sequence}, expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
         f"micro_batch: {layout.micro_batch}}}"
+    )
+
+
+def _tensor(layout: Layout) -> str:
+    """Return the ``tensor`` section that leaves this form and no other."""
+    ranks, inner = layout.mesh.tp, layout.tensor_inner
+    if ranks == 1:
+        return "1"
+    norms = "true" if layout.sequence_norms else "false"
+    return (
+        f"{{degree: {ranks}, shape: [{ranks // inner}, {inner}], sequence_norms: {norms}, "
+        f"overlap: {layout.tensor_overlap}, chunks: {layout.tensor_chunks}}}"
     )
 
 

@@ -25,6 +25,9 @@ PLAIN = Needs(
     zero=0,
     replicas=1,
     tensor=1,
+    tensor_inner=1,
+    sequence_norms=False,
+    tensor_overlap="none",
     stages=1,
     schedule="1f1b",
     sequence=1,
@@ -69,7 +72,9 @@ def every_kind() -> list[Needs]:
         *(model(activation=value) for value in get_args(Activation)),
         *(model(position=value) for value in get_args(Position)),
         *(model(layer_types=(value,) * 2, window=4) for value in get_args(AttentionKind)),
-        needs(nodes=2), needs(tensor=2), needs(sequence=2), needs(expert=2),
+        needs(nodes=2), needs(tensor=2, stages=2), needs(sequence=2), needs(expert=2),
+        needs(tensor=2, tensor_inner=2), needs(tensor=2, sequence_norms=True),
+        needs(tensor=2, tensor_overlap="symmetric"),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
         needs(zero=3, replicas=2), needs(accumulation=2), needs(frozen=True),
         model(tied_embeddings=True), model(kv_heads=1), model(qk_norm=True), model(qkv_bias=True),
@@ -89,5 +94,5 @@ def test_what_is_not_in_the_table_is_not_runnable() -> None:
     assert gaps(PLAIN) == ()
     for kind in every_kind():
         assert bool(gaps(kind)) == (not set(aspects(kind)) <= KNOWN)
-    both = gaps(needs(tensor=2, backend="rocm"))
-    assert [gap.code for gap in both] == ["PT401", "PT408"]
+    both = gaps(needs(sequence=2, backend="rocm"))
+    assert [gap.code for gap in both] == ["PT403", "PT408"]

@@ -1,0 +1,140 @@
+"""How ZeRO gathers parameters: what is pinned, what memory asks for, and what is said about it.
+
+Where layouts fit, parameters of a layer come as one message, one layer ahead of its use: the fewest and largest
+messages. Only where none is sure to fit with that the search is done again with gathers that need least memory: one
+message per parameter, nothing ahead. Vectors, of which a layer has many, then stay gathered and cost no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from partool.cost.zero_controls import kept_elements, messages_of_unit
+from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import parameters
+from partool.plan.types import Layout
+from partool.planner.problem import Problem
+
+_PATH = ("parallel", "data")
+MIB = 2**20
+
+
+def under_pressure(problem: Problem) -> Problem | None:
+    """Return the problem with gathers that need least memory; None if nothing is left to save."""
+    pressed = replace(problem, pressed=True)
+    return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
+
+
+def fields(problem: Problem, zero: int, shards: int, ranks: int) -> dict[str, Any]:
+    """Return the fields of a layout; those that have no meaning in it are as they are by default."""
+    chosen = problem.controls
+    found: dict[str, Any] = {"leaves": leaves(problem)} if ranks > 1 else {}
+    if zero > 0 and shards > 1:
+        found["gather"] = chosen.gather
+    if zero == 3 and shards > 1:
+        found |= {"prefetch": chosen.prefetch, "persistent_elements": chosen.persistent_elements}
+    return found
+
+
+def leaves(problem: Problem) -> tuple[str, ...]:
+    """Return the patterns of modules that are one unit, used or not: as pinned, else what calls experts one by one.
+
+    Where a layer's experts are one tensor, as in most models of transformers, its gradient is always whole.
+    """
+    pinned = problem.spec.parallel.data.leaves
+    if pinned != "auto":
+        return tuple(pinned)
+    found: dict[str, None] = {}
+    for module in problem.described.structure.modules if problem.described is not None else ():
+        parts = module.name.split(".")
+        at = parts.index("experts") if "experts" in parts else 0
+        if at and at + 1 < len(parts) and parts[at + 1].isdigit():
+            found[".".join("*" if part.isdigit() else part for part in parts[:at])] = None
+    return tuple(found)
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Find controls that have nothing to control, and leaves that cannot be."""
+    data = problem.spec.parallel.data
+    for name, sense in (("prefetch", data.zero in ("auto", 3)), ("persistent", data.zero in ("auto", 3))):
+        if getattr(data, name) != "auto" and not sense:
+            message = f"{name}: {getattr(data, name)} is about parameters that ZeRO-3 gathers, and zero is {data.zero}"
+            yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, name), help="drop it, or use zero: 3")
+    if data.gather == "sequential" and data.zero == 0:
+        message = "gather: sequential, but zero: 0 gathers nothing"
+        yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, "gather"), help="drop it, or use zero: 3")
+    if data.leaves != "auto" and data.leaves:
+        yield from _leaves(problem, tuple(data.leaves))
+
+
+def _leaves(problem: Problem, patterns: tuple[str, ...]) -> Iterator[Diagnostic]:
+    path = (*_PATH, "leaves")
+    if problem.spec.parallel.compile == "block":
+        message = "leaves are gathered inside of blocks, and compile: block makes one program of a block"
+        yield Diagnostic("PT462", message, path=path, help="use compile: none, or drop the leaves")
+    if problem.described is not None:
+        return  # transformers names the modules; the runtime looks for them (PT464)
+    names = {".".join(parts[:end]) for parts in _parts(problem) for end in range(1, len(parts))}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            message = f"leaves: no module of the model is called {pattern!r}"
+            yield Diagnostic("PT461", message, path=path, help=f"modules of a layer are {_some(names)}")
+
+
+def _parts(problem: Problem) -> Iterator[list[str]]:
+    return (info.name.split(".") for info in parameters(problem.model))
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(name for name in names if name.startswith("layers.0.") and name.count(".") == 2)
+    return ", ".join(first[:4])
+
+
+def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Say how parameters are gathered and why, where they are."""
+    data, mesh = problem.spec.parallel.data, layout.mesh
+    if layout.zero > 0 and mesh.dp_shard > 1:
+        yield _gather(problem, layout)
+    if layout.zero == 3 and mesh.dp_shard > 1:
+        yield _prefetch(problem, layout)
+        if layout.persistent_elements or data.persistent != "auto":
+            yield _persistent(problem, layout)
+    if layout.leaves:
+        why = "the spec asks for it" if data.leaves != "auto" else "a rank may send no token to an expert"
+        yield f"Leaves {', '.join(layout.leaves)}: {why}; gathered as one, with zeros where there is no gradient."
+
+
+def _gather(problem: Problem, layout: Layout) -> str:
+    pinned = problem.spec.parallel.data.gather != "auto"
+    if layout.gather == "coalesced":
+        why = "the spec asks for it" if pinned else "the fewest messages; the layer held twice while it is sorted fits"
+        return f"Gather coalesced: {why}."
+    saved = problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
+    count = messages_of_unit(problem.model, problem.controls, layout.zero)
+    why = "the spec asks for it" if pinned else "no layout is sure to fit that gathers layers as a whole"
+    return f"Gather sequential: {why}; {count} messages per layer, {saved / MIB:,.0f} MiB less for a moment."
+
+
+def _prefetch(problem: Problem, layout: Layout) -> str:
+    ahead = layout.prefetch * problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
+    if problem.spec.parallel.data.prefetch != "auto":
+        why = "the spec asks for it"
+    elif layout.prefetch == 0:
+        why = "memory is short, so each layer waits for its parameters"
+    else:
+        why = "the next layer travels while one computes"
+    return f"Prefetch {layout.prefetch}: {why}; {ahead / MIB:,.0f} MiB gathered ahead."
+
+
+def _persistent(problem: Problem, layout: Layout) -> str:
+    most = layout.persistent_elements
+    kept = problem.job_of(layout.compile).compute_bytes * kept_elements(problem.model, most)
+    why = "the spec asks for it" if problem.spec.parallel.data.persistent != "auto" else "vectors cost no messages"
+    return f"Persistent up to {most:,} elements: {why}; {kept / MIB:,.1f} MiB stay gathered."
+
+
+def _layer_elements(problem: Problem, layout: Layout) -> int:
+    return problem.layer_elements // layout.mesh.tp
