@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from _plans import small_plan
 
+from partool.cost.case import Job
+from partool.cost.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.types import Layout, Mesh, Plan
 from partool.spec.model import ModelConfig, Weights
@@ -22,6 +24,8 @@ from partool_runtime.model import Decoder
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.comm import CommCounter, Traffic
+from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tensor.apply import apply_tensor
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tensor.sync import TensorGradients
@@ -60,6 +64,7 @@ class Case:
     layout: tuple[tuple[str, Any], ...] = ()
     chunk_logits: int = 0
     """If not 0, logits that exist at once."""
+    accumulation: int = 1
 
     def plan(self) -> Plan:
         base, config = small_plan(Path("unused"), ranks=self.dp * self.tp), CONFIGS[self.model]
@@ -67,6 +72,7 @@ class Case:
         layout = Layout.model_validate(
             base.layout.model_dump()
             | {"mesh": Mesh(dp_shard=self.dp, tp=self.tp), "zero": self.zero, "recompute": ("none",) * config.layers}
+            | {"micro_batch": SEQUENCES // self.dp // self.accumulation, "accumulation": self.accumulation}
             | fields
         )
         training = base.training.model_copy(
@@ -173,21 +179,35 @@ def check_pass(case: Case, ranks: Ranks) -> None:
     plan, expected = case.plan(), reference(case.model)
     model = build(plan.model).double()
     apply_tensor(model, plan, ranks)
+    recompute(model.layers, plan.layout.recompute)
     materialise(model, "cpu")
     shared = TensorGradients.of(model, plan, ranks)
     fill(model, Weights(), seed=4)
     perturbed(model)
     if case.chunk_logits:
         patch_loss(model, case.chunk_logits)
-    total = model(*batch(0))
+    with CommCounter() as counter:
+        total = model(*batch(0))
+        total.backward()
+        if shared is not None:
+            shared.add_up()
     same(total.detach(), expected["loss"], 1e-12, case)
-    total.backward()
-    if shared is not None:
-        shared.add_up()
+    check_traffic(plan, counter.snapshot(), ranks, case)
     assert set(dict(model.named_parameters())) == set(expected["grads"])
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, (case, name)
         same_pieces(model, name, parameter.grad, expected["grads"][name], 1e-12, case)
+
+
+def check_traffic(plan: Plan, seen: dict[str, Traffic], ranks: Ranks, case: Case) -> None:
+    """What was sent is what the planner counts, call by call; logits are not among it."""
+    job = Job(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
+    expected: dict[str, list[int]] = {}
+    for call in tensor_calls(job, plan.layout, [0], ranks.tp.get_local_rank()):
+        total = expected.setdefault(call.kind, [0, 0])
+        total[0] += call.times
+        total[1] += call.sent_bytes
+    assert {kind: [traffic.calls, traffic.sent_bytes] for kind, traffic in seen.items()} == expected, case
 
 
 def check_training(case: Case, ranks: Ranks) -> None:
@@ -218,7 +238,10 @@ def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     tokens, labels = batch(step)
     each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
     mine = slice(place * each, (place + 1) * each)
-    return [MicroBatch(t, label) for t, label in zip(tokens[mine].split(2), labels[mine].split(2), strict=True)]
+    return [
+        MicroBatch(t, label)
+        for t, label in zip(tokens[mine].chunk(case.accumulation), labels[mine].chunk(case.accumulation), strict=True)
+    ]
 
 
 LAYOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -229,13 +252,20 @@ LAYOUTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "pieces": (("tensor_chunks", 3), ("tensor_overlap", "backward")),
     "shares pieces": (("sequence_norms", True), ("tensor_chunks", 2)),
 }
+PAIRS = [(name, layout) for name in CONFIGS for layout in ("plain", "shares overlap")]
 POLICIES = ("attention", "selective", "full")
 
 
 def passes_of(tp: int) -> list[Case]:
     """Every model in every layout; recomputation in two of them, the loss in chunks in all."""
     found = [Case(name, tp, layout=layout) for name in CONFIGS for layout in LAYOUTS.values()]
-    return found + [Case(name, tp, layout=layout, chunk_logits=20) for name in CONFIGS for layout in LAYOUTS.values()]
+    found += [Case(name, tp, layout=LAYOUTS[layout], chunk_logits=20) for name, layout in PAIRS]
+    found += [
+        Case("shared", tp, layout=(*layout, ("recompute", (policy,) * 2)))
+        for policy in POLICIES
+        for layout in LAYOUTS.values()
+    ]
+    return found
 
 
 def trainings_of(world: int) -> list[Case]:
@@ -249,7 +279,7 @@ def trainings_of(world: int) -> list[Case]:
         for layout in (LAYOUTS["overlap"], shares, LAYOUTS["pieces"])
     ]
     staged = [
-        Case(name, 2, dp=2, zero=zero, layout=layout)
+        Case(name, 2, dp=2, zero=zero, layout=layout, accumulation=2)
         for zero in range(4)
         for name, layout in (("shared", LAYOUTS["overlap"]), ("gpt", shares))
     ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
 
 from partool_runtime import deferral
-from partool_runtime.parallel.tensor.ops import Team, by_rank, left
-from partool_runtime.torch_internals import finished, start_gather, start_scatter_sum, start_sum
+from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
+from partool_runtime.torch_internals import finished, start_scatter_sum, start_sum
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
@@ -18,53 +20,67 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
 
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
-    if team.chunks == 1 or torch.compiler.is_compiling():
+    if team.chunks > 1 and not torch.compiler.is_compiling():
+        out = _in_pieces(x_BSI, linear.weight, team)
+    else:
         product = deferral.linear(x_BSI, linear.weight)
         out = left(product, team, fresh=not deferral.is_splitting())
-    else:
-        out = _in_pieces(x_BSI, linear.weight, team)
     return out if linear.bias is None else out + linear.bias
 
 
 def _in_pieces(x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team) -> torch.Tensor:
-    """Do as :func:`row` does in pieces of the tokens: the sum of one travels while the next is multiplied."""
-    if team.length is None:
-        x_TI = x_BSI.flatten(0, 1)
-        parts = x_TI.tensor_split(min(team.chunks, x_TI.shape[0]))
-    else:
-        # Of every rank's share the same tokens, since each rank gets a part of every piece's sum.
-        parts = by_rank(x_BSI, team).tensor_split(min(team.chunks, team.share), dim=2)
-    products, sums = [], []
-    for part in parts:
-        products.append(deferral.linear(part, weight_HI))
-        sums.append(_start(products[-1].detach(), team))
-    out: torch.Tensor = _Joined.apply(team, sums, *products)  # type: ignore[no-untyped-call]
-    return out if team.length is not None else out.view(*x_BSI.shape[:2], -1)
+    """Do as :func:`row` does in pieces of the tokens: the sum of one travels while the next is multiplied.
 
-
-def _start(product: torch.Tensor, team: Team) -> torch.Tensor:
-    """Begin the sum of a piece, ``[T', H]``, or of ``[B, ranks, s', H]`` tokens of shares, which makes ``[B, s', H]``.
-
-    The product itself is never looked at, nor are its values in the backward pass, so it may become the sum.
+    Two autograd functions, so that a recomputation, which ends with the last tensor that is kept, ends before the sums.
     """
-    if team.length is None:
-        return start_sum(product, team.group_name, in_place=not deferral.is_splitting())
-    return start_scatter_sum(product.transpose(0, 1).flatten(0, 1), team.ranks, team.group_name)
+    promised: torch.Tensor = _Promised.apply(x_BSI, weight_HI)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Pieces.apply(promised, x_BSI.detach(), weight_HI.detach(), team)  # type: ignore[no-untyped-call]
+    return out
 
 
-class _Joined(torch.autograd.Function):
-    """Waits for the sums of all pieces, in their order; backward hands each product its gradient."""
+class _Promised(torch.autograd.Function):
+    """Stands for the product, which is not computed here; backward is that of the product."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, team: Team, sums: list[torch.Tensor], *products: torch.Tensor) -> torch.Tensor:
-        dim = 0 if team.length is None else 1
-        ctx.team, ctx.sizes = team, [part.shape[dim] for part in sums]  # type: ignore[attr-defined]
-        return torch.cat([finished(part) for part in sums], dim)
+    def forward(ctx: FunctionCtx, x_BSI: torch.Tensor, weight_HI: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_BSI, weight_HI)
+        # The object itself: later gradients are added to it, whatever is saved or unpacked in between.
+        ctx.weight, ctx.splits = weight_HI, deferral.is_splitting()  # type: ignore[attr-defined]
+        return x_BSI.new_zeros(()).expand(*x_BSI.shape[:-1], weight_HI.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_BSI, weight_HI = ctx.saved_tensors
+        grad_x_BSI = grad_BSH @ weight_HI if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x_BSI, None
+        later = partial(deferral.add_gradients, ctx.weight, None, x_BSI.detach(), grad_BSH)
+        if ctx.splits and ctx.weight.is_leaf and deferral.defer(later):
+            return grad_x_BSI, None
+        return grad_x_BSI, deferral.of_weight(x_BSI, grad_BSH)
+
+
+class _Pieces(torch.autograd.Function):
+    """Products and their sums; backward hands on the gradient, of all tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, promised: torch.Tensor, x_BSI: torch.Tensor, weight_HI: torch.Tensor, team: Team
+    ) -> torch.Tensor:
+        ctx.team = team  # type: ignore[attr-defined]
+        if team.length is None:
+            x_TI = x_BSI.flatten(0, 1)
+            parts = x_TI.chunk(team.chunks)
+            sums = [start_sum(F.linear(part, weight_HI), team.group_name, in_place=True) for part in parts]
+            return torch.cat([finished(part) for part in sums]).view(promised.shape)
+        # Of every rank's share the same tokens, since each rank gets a part of every piece's sum.
+        parts = by_rank(x_BSI, team).transpose(0, 1).chunk(team.chunks, dim=2)
+        products = (F.linear(part, weight_HI).flatten(0, 1) for part in parts)
+        sums = [start_scatter_sum(product, team.ranks, team.group_name) for product in products]
+        return torch.cat([finished(part) for part in sums], dim=1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         team: Team = ctx.team
-        if team.length is None:
-            return None, None, *torch.split(grad, ctx.sizes)
-        of_ranks = finished(start_gather(grad, team.ranks, team.group_name)).view(team.ranks, *grad.shape)
-        return None, None, *torch.split(of_ranks.transpose(0, 1), ctx.sizes, dim=2)
+        return grad if team.length is None else tokens(start_tokens(grad, team), team), None, None, None
