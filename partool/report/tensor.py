@@ -16,8 +16,8 @@ from partool.report.units import amount
 
 _RANKS = 8
 """Ranks whose parts are listed one by one; of more, the first and the last are shown."""
-_SHARE = 0.5
-"""Of the width: names up to that stay on one line."""
+_SHARES = (0.5, 0.36)
+"""Of the width, for names, without and with a column for rules; longer names are broken at a dot."""
 _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 shows how two would share them."
 
 
@@ -80,36 +80,49 @@ def _table(plan: Plan, width: int) -> Table:
     rules = {row.rule for row in plan.partition}
     names = ["parameter", "shape", "style", "parts by rank", *(["rule"] if len(rules) > 1 else [])]
     table = Table(box=None, pad_edge=False)
-    longest = max(len(row.name) for row in plan.partition)
+    share = int(_SHARES[len(rules) > 1] * width)
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name == "parameter" and longest <= _SHARE * width)
+        table.add_column(name, overflow="fold", no_wrap=name == "parameter", min_width=10 if name == "style" else None)
     for row in plan.partition:
         size = "×".join(map(str, row.shape))
-        cells = (row.name, size, _style(row), _parts(row), row.rule)
+        cells = (_lines(row.name, share), size, _style(row), _parts(row), row.rule)
         table.add_row(*map(Text, cells[: len(names)]))
     return table
 
 
+def _lines(name: str, width: int) -> str:
+    """Return the name in lines of at most ``width`` characters, broken at its dots where it can be."""
+    lines = [""]
+    for index, part in enumerate(name.split(".")):
+        piece = f".{part}" if index else part
+        if lines[-1] and len(lines[-1] + piece) > width:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
+
+
 def _style(row: Partition) -> str:
     style = {"column_gathered": "column, gathered"}.get(row.style, row.style)
-    return f"{style}, gradients summed" if row.gradients == "summed" else style
+    style += ", gradients summed" if row.gradients == "summed" else ""
+    return f"{style}, gradients of outputs summed" if row.summed_outputs else style
 
 
 def _parts(row: Partition) -> str:
     """Return what each rank holds of each dimension that is cut."""
     if not row.cuts:
         return "all"
-    return "; ".join(_dimension(one) for one in row.cuts)
+    return "; ".join(_dimension(one, len(row.shape)) for one in row.cuts)
 
 
-def _dimension(one: Cut) -> str:
+def _dimension(one: Cut, dims: int) -> str:
     holders = Counter(one.ranges)
     several = set(holders.values()) - {1} if () not in holders else set()
     # Parts that as many ranks share each are listed once.
     parts = list(holders) if len(several) == 1 and 1 not in holders.values() else list(one.ranges)
     sizes = ["+".join(str(stop - start) for start, stop in ranges) or "0" for ranges in parts]
     text = f"{sizes[0]} each" if len(set(sizes)) == 1 else ", ".join(_few(sizes))
-    where = "rows" if one.dim == 0 else "columns" if one.dim == 1 else f"dimension {one.dim}"
+    # Of stacked experts the first dimension counts them.
+    where = "rows" if one.dim == max(dims - 2, 0) else "columns"
     return f"{where} {text}" + (f", on {several.pop()} ranks" if len(parts) < len(one.ranges) else "")
 
 
