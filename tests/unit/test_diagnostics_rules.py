@@ -19,6 +19,7 @@ from partool.diagnostics import (
     _texts_run,
     _texts_slurm,
     _texts_spec,
+    _texts_tensor,
 )
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.rules import RULES, Rule, nearest
@@ -27,13 +28,13 @@ from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
-          _texts_k8s, _texts_run, _texts_hf, _texts_partition)  # fmt: skip
+          _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
 OF_THE_PLANNER = [
     rule
-    for module in (_texts_planner, _texts_pipeline, _texts_machines, _texts_partition)
+    for module in (_texts_planner, _texts_pipeline, _texts_machines, _texts_partition, _texts_tensor)
     for rule in module.RULES
     if rule.example == "spec"
 ]
