@@ -212,13 +212,15 @@ class GroupGather:
     FSDP2 gathers a unit as one message and then copies every parameter out of it: both exist at once. With ``apart``
     every parameter comes as a message of its own, straight into the storage that FSDP2 computes with: shards are rows,
     padded behind the last ones, and lie there in the order of the ranks, in which an all-gather delivers them.
-    Parameters of at most ``most_kept`` elements keep their storage once they were gathered, until :meth:`expire`.
+    Parameters of at most ``most_kept`` elements keep their storage once they were gathered; :meth:`expire` lets them be
+    gathered again. With ``in_turn`` a message starts when the one before has come: some backends copy what is on its
+    way.
 
     There is no public way: ``set_custom_all_gather`` replaces the collective, not the copies around it.
     """
 
-    def __init__(self, group: Any, *, apart: bool, most_kept: int) -> None:
-        self._group, self._apart = group, apart
+    def __init__(self, group: Any, *, apart: bool, in_turn: bool, most_kept: int) -> None:
+        self._group, self._apart, self._in_turn = group, apart, in_turn
         self._all = group.fsdp_params
         self.kept = [p for p in self._all if 0 < p._orig_size.numel() <= most_kept]
         """Parameters that stay gathered."""
@@ -273,6 +275,8 @@ class GroupGather:
         parameter.alloc_all_gather_outputs()
         if shard.numel() > 0:
             works.start(shard, parameter.all_gather_outputs[0], self.ranks)
+        if self._in_turn:
+            works.wait()
 
     @torch.no_grad()
     def _wait_for_unshard(self) -> None:
@@ -334,10 +338,10 @@ class _OnTheWay:
     all_gather_event: None = None
 
 
-def gather_otherwise(module: FSDPModule, *, apart: bool, most_kept: int) -> list[GroupGather]:
+def gather_otherwise(module: FSDPModule, *, apart: bool, in_turn: bool, most_kept: int) -> list[GroupGather]:
     """Replace the gathers of a module's own units; those of one rank, to whom nothing is sent, are left alone."""
     groups = [group for group in _own_groups(module) if group._all_gather_process_group.size() > 1]
-    return [GroupGather(group, apart=apart, most_kept=most_kept) for group in groups]
+    return [GroupGather(group, apart=apart, in_turn=in_turn, most_kept=most_kept) for group in groups]
 
 
 def gather_in_order(module: FSDPModule) -> None:

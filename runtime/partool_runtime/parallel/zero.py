@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from partool.plan.types import Layout
 from partool.spec.training import Precision
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.gathering import Layer, prefetch
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
@@ -25,7 +26,7 @@ from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals import gather_in_order, gather_otherwise
 
 
-def shard(model: Decoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
+def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
     """Spread parameters over the shard axis, in place; the model may still be on the meta device.
 
     Every stage keeps master weights and moments in shards. The stages differ in when parameters are gathered and
@@ -98,7 +99,9 @@ class _Sharding:
         most_kept = self.layout.persistent_elements if self.layout.zero == 3 else 0
         gathers = []
         for unit in units if apart or most_kept else ():
-            gathers += gather_otherwise(unit, apart=apart, most_kept=most_kept)
+            # Where nothing is gathered ahead, nothing is gained by messages that travel at the same time.
+            in_turn = self.layout.prefetch == 0
+            gathers += gather_otherwise(unit, apart=apart, in_turn=in_turn, most_kept=most_kept)
         if self.layout.zero == 3:
             depth = self.layout.prefetch
             # FSDP2 goes one unit ahead by itself, on a GPU, where it gathers on a stream of its own.
@@ -136,7 +139,7 @@ class _Sharding:
         return unit
 
 
-def _leaves(model: Decoder | DecoderParts, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
+def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
     """Return the modules that are leaves; ``everywhere`` says that this rank holds the whole model."""
     leaves = find_leaves(model, layout.leaves)
     for pattern in layout.leaves if everywhere else ():
