@@ -1,0 +1,170 @@
+"""How parameters are gathered: what it costs, what the planner chooses, and when memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partool.cost.zero_controls import (
+    COALESCED,
+    Controls,
+    gathers,
+    kept_bytes,
+    kept_elements,
+    longest_vector,
+    padded,
+    reductions,
+    transient_bytes,
+)
+from partool.layout.parameters import parameters
+from partool.plan.types import Plan
+from partool.planner import PlanResult, make_plan
+from partool.spec import load_text
+from partool.spec.model import ModelConfig
+
+LARGE = """\
+model: {layers: 32, hidden: 4096, heads: 32, vocab: 32000, ffn_hidden: 11008}
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: python-stdlib
+training: {sequence_length: 4096, global_batch: 8}
+parallel: {tensor: 1, pipeline: 1, sequence: 1, data: {zero: 3}, micro_batch: 1, recompute: full,
+           offload: {optimizer: none, activations: none, parameters: none}, compile: none}
+limits: {memory_headroom: 0.05}
+"""
+FRUGAL = ["parallel.data.gather=sequential", "parallel.data.prefetch=0"]
+shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
+units = st.lists(shapes, min_size=2, max_size=4)
+
+
+def plan_of(text: str, *overrides: str) -> PlanResult:
+    loaded = load_text(text, overrides=list(overrides))
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
+
+
+def planned(text: str, *overrides: str) -> Plan:
+    result = plan_of(text, *overrides)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def about(plan: Plan, word: str) -> list[str]:
+    return [reason for reason in plan.reasons if reason.startswith(word)]
+
+
+@given(shapes, st.integers(1, 5))
+def test_padding_is_less_than_one_row_per_rank(unit, ranks):
+    for shape in unit:
+        row = padded(shape, ranks) // padded((1, *shape[1:]), 1)
+        assert shape[0] <= row < shape[0] + ranks
+        assert row % ranks == 0
+
+
+@given(units, st.integers(2, 4), st.integers(1, 3))
+def test_bytes_do_not_depend_on_how_messages_are_cut(found, ranks, micro_batches):
+    for zero in (1, 2, 3):
+        common = {"zero": zero, "ranks": ranks, "micro_batches": micro_batches, "element_bytes": 2}
+        whole = gathers(found, COALESCED, **common)
+        apart = gathers(found, Controls("sequential"), **common)
+        assert apart.sent_bytes == whole.sent_bytes
+        assert apart.calls >= whole.calls
+        once = reductions(found, zero=1, ranks=ranks, micro_batches=1, element_bytes=2)
+        assert reductions(found, **common) == once.times(1 if zero == 1 else micro_batches)
+
+
+@given(units, st.integers(2, 4), st.integers(1, 3), st.integers(0, 200))
+def test_what_persists_travels_once_a_step(found, ranks, micro_batches, most):
+    controls = Controls("coalesced", 1, most)
+    common = {"zero": 3, "ranks": ranks, "micro_batches": micro_batches, "element_bytes": 4}
+    kept = kept_bytes(found, controls, ranks=ranks, element_bytes=4)
+    with_kept, without = gathers(found, controls, **common), gathers(found, COALESCED, **common)
+    assert with_kept.sent_bytes <= without.sent_bytes
+    if kept and with_kept.sent_bytes == kept // ranks * (ranks - 1):
+        assert with_kept.calls == 1
+    everything = gathers(found, replace(controls, persistent_elements=10**9), **common)
+    assert everything.calls == 1
+
+
+def test_a_sequential_gather_holds_a_layer_once():
+    layer = [(64, 64)] * 8
+    three = [[(7, 64)], layer, [(64,)]]
+    one = 8 * 64 * 64 * 2
+
+    def held(gather: str, depth: int) -> int:
+        return transient_bytes(three, Controls(gather, depth), ranks=2, element_bytes=2)
+
+    assert [held("coalesced", depth) for depth in (0, 1, 2)] == [2 * one, 3 * one, 4 * one]
+    assert [held("sequential", depth) for depth in (0, 1, 2)] == [one, 2 * one, 3 * one]
+
+
+def test_kept_elements_are_those_of_the_models_parameters():
+    model = ModelConfig(layers=3, hidden=30, heads=5, kv_heads=5, head_dim=6, ffn_hidden=37, vocab=257, qk_norm=True)
+    sizes = [info.elements for info in parameters(model)]
+    for most in (0, 6, 30, 900, 10**6):
+        assert kept_elements(model, most) == sum(size for size in sizes if size <= most)
+    assert longest_vector(model) == 30
+
+
+def test_gathers_are_coalesced_where_there_is_room():
+    layout = planned(LARGE).layout
+    assert (layout.gather, layout.prefetch, layout.persistent_elements, layout.leaves) == ("coalesced", 1, 0, ())
+    assert about(planned(LARGE), "Gather coalesced: the fewest messages")
+
+
+def test_pinned_ways_are_taken_priced_and_told():
+    plain = planned(LARGE)
+    pinned = planned(LARGE, *FRUGAL, "parallel.data.persistent=5000")
+    layout = pinned.layout
+    assert (layout.gather, layout.prefetch, layout.persistent_elements) == ("sequential", 0, 5000)
+    assert about(pinned, "Gather sequential: the spec asks for it")
+    assert about(pinned, "Prefetch 0: the spec asks for it")
+    assert about(pinned, "Persistent up to 5,000 elements: the spec asks for it")
+    terms, before = pinned.prediction.memory.terms_bytes, plain.prediction.memory.terms_bytes
+    layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
+    assert before["gathered"] - terms["gathered"] == pytest.approx(layer, rel=0.01)
+    assert before["communication"] - terms["communication"] == pytest.approx(layer, rel=0.01)
+    assert pinned.prediction.time.step_time_s > plain.prediction.time.step_time_s
+
+
+def test_looking_further_ahead_takes_memory():
+    found = [planned(LARGE, f"parallel.data.prefetch={depth}") for depth in (0, 1, 2, 4)]
+    gathered = [plan.prediction.memory.terms_bytes["gathered"] for plan in found]
+    assert gathered == sorted(gathered)
+    assert gathered[3] - gathered[2] == pytest.approx(2 * (gathered[2] - gathered[1]), rel=0.01)
+    assert found[0].prediction.time.step_time_s >= found[1].prediction.time.step_time_s
+
+
+def test_short_memory_turns_to_sequential_gathers():
+    """With less than a coalesced gather needs, and more than a sequential one does."""
+    needed = planned(LARGE).prediction.memory
+    frugal = planned(LARGE, *FRUGAL).prediction.memory
+    between = (needed.total_bytes + frugal.total_bytes) / 2
+    short = f"limits.memory_headroom={1 - between / (needed.capacity_bytes / 0.95)}"
+    turned = planned(LARGE, short)
+    assert (turned.layout.gather, turned.layout.prefetch) == ("sequential", 0)
+    assert turned.layout.persistent_elements == 4096
+    assert turned.prediction.memory.verdict == "green"
+    assert about(turned, "Gather sequential: no layout is sure to fit")
+    assert about(turned, "Prefetch 0: memory is short")
+    assert plan_of(LARGE, short, "parallel.data.gather=coalesced", "parallel.data.prefetch=1").plan is None
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_fields_without_meaning_stay_as_they_are(zero):
+    small = LARGE.replace("layers: 32", "layers: 4").replace("zero: 3", f"zero: {zero}")
+    layout = planned(small, *FRUGAL).layout
+    assert layout.prefetch == 1
+    assert layout.gather == ("sequential" if zero else "coalesced")
+
+
+def test_leaves_are_planned_and_exclude_compiled_blocks():
+    text = LARGE.replace(", compile: none", "")
+    assert planned(text).layout.compile == "block"
+    plan = planned(text, "parallel.data.leaves=['layers.*.ffn']")
+    assert plan.layout.compile == "none"
+    assert plan.layout.leaves == ("layers.*.ffn",)
+    assert about(plan, "Leaves layers.*.ffn: the spec asks for it")
