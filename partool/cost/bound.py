@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import collective, cut
+from partool.cost import collective, cut, tensor_time
 from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
@@ -28,6 +28,8 @@ class Step:
     optimizer_s: Column
     send_s: Column
     """One transfer between neighbouring stages."""
+    tensor_s: Column
+    """Sums, once a step, of gradients that tensor ranks have parts of."""
     extra_s: Column
     """What a step takes beside its micro-batches."""
 
@@ -59,11 +61,10 @@ def step(job: Job, layouts: Layouts) -> Step:
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
     send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
-    extra = (
-        np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s + optimizer
-        + job.stack.overhead_s
-    )  # fmt: skip
-    return Step(costs, shared, moved, optimizer, send, extra)
+    tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
+    state = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s
+    extra = state + tensor + optimizer + job.stack.overhead_s
+    return Step(costs, shared, moved, optimizer, send, tensor, extra)
 
 
 def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) -> Column:

@@ -111,10 +111,12 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
     derate = stack.derate
     if backward:
         inputs, weights, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
-        matmul = inputs + weights
+        matmul, first = inputs + weights, np.where(np.asarray(layouts.tensor_inner) > 1, weights, first)
         tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
     else:
         matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
+        # In two dimensions all results are sums.
+        second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     done = Pass(
         matmul_s=matmul,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,8 @@ class Unit:
     """Parameters on the rank that every data-parallel rank shares."""
     expert: Column
     """Parameters of experts on the rank."""
+    summed: Column = 0.0
+    """Parameters whose gradients tensor ranks have parts of."""
 
     @property
     def both_s(self) -> Column:
@@ -121,7 +123,8 @@ def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
         for name in COMMUNICATION
     }
-    dense, expert = share_columns(job, layouts).layers[int(kind.moe)]
+    shares = share_columns(job, layouts)
+    dense, expert = shares.layers[int(kind.moe)]
     return Unit(
         forward_s=found.forward.total_s(job),
         backward_s=backward,
@@ -130,12 +133,14 @@ def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
         exposed_forward_s=sum(found.forward.exposed.values()),
         dense=dense,
         expert=expert,
+        summed=shares.summed[1][int(kind.moe)],
     )
 
 
 def _first(job: Job, layouts: Layouts) -> Unit:
     sent = tensor_time.embedding_seconds(job, layouts)
-    return _end(job, layouts, embedding_s, sent, share_columns(job, layouts).embedding)
+    shares = share_columns(job, layouts)
+    return replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
 
 
 def _last(job: Job, layouts: Layouts) -> Unit:
@@ -144,7 +149,8 @@ def _last(job: Job, layouts: Layouts) -> Unit:
     if job.model.tied_embeddings:
         # The last stage has a copy of its own.
         elements = elements + np.where(layouts.pp > 1, cut.width(job.model.vocab, layouts.tp) * job.model.hidden, 0)
-    return _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
+    found = _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
+    return replace(found, summed=shares.summed[2])
 
 
 def _end(

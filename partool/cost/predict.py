@@ -24,6 +24,7 @@ from partool.cost.pipeline import (
     worked_by_ranks,
 )
 from partool.cost.sync import Held, Passes, pipeline_wait, sync
+from partool.cost.tensor_time import sync_s
 from partool.cost.traffic import traffic_bytes
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
 from partool.plan.types import Layout, TimePrediction
@@ -134,6 +135,7 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         "gradient_sync": _at(shared.gradient_exposed_s, slowest) + _outer_sync_s(job, layout, stages),
         "parameter_gather": _at(shared.gather_exposed_s, slowest),
         **comm,
+        "tensor_parallel": comm["tensor_parallel"] + _tensor_sync_s(job, layout, stages),
         # The host link works beside the network: only what outlasts the network's collectives shows.
         "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest)),
         "optimizer": fullest * float(base.optimizer_s),
@@ -153,6 +155,13 @@ def _times(job: Job, layout: Layout, base: Step, stages: Stages) -> StageTimes:
         float(send_s(job, largest * size, stride)) for size in (job.compute_bytes, job.master_bytes)
     )  # fmt: skip
     return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
+
+
+def _tensor_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+    """Return the seconds of the sums, once a step, of gradients that tensor ranks have parts of."""
+    if layout.mesh.tp == 1:
+        return 0.0
+    return float(sync_s(job, columns(layout), max(worked_by_ranks(layout, stages.total("summed")))))
 
 
 def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:

@@ -112,6 +112,13 @@ def _sum(job: Job, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
     return Seconds(alone, beside)
 
 
+def sync_s(job: Job, layouts: Layouts, elements: Column) -> Column:
+    """Return the seconds, once a step, of summing gradients that tensor ranks have parts of: each rank its shard."""
+    cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
+    reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
+    return np.where(np.asarray(elements) > 0, reduced, 0.0)
+
+
 def exposed_forward_s(job: Job, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
     """Return what shows of a forward pass's collectives.
 

@@ -39,19 +39,19 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
     queries, keys = model.heads * model.head_dim // outer, model.kv_heads * model.head_dim // outer
     widths, hidden = model.ffn_hidden // outer, model.hidden // _inner(layouts)
     statistics = _statistics(job, rows, norms=2)
-    sums = Move("all_reduce", "tp0", rows, hidden, 2, pieces)
+    sums = Move("all_reduce", "tp0", rows, hidden, 2, pieces, beside="results")
     forward = [
-        Move("reduce_scatter", "tp1", rows, queries + 2 * keys, 1, pieces),
-        Move("all_gather", "tp1", rows, queries, 1, pieces),
-        Move("all_reduce", "tp1", rows, widths * (2 if model.gated else 1), 1, pieces),
+        Move("reduce_scatter", "tp1", rows, queries + 2 * keys, 1, pieces, beside="results"),
+        Move("all_gather", "tp1", rows, queries, 1, pieces, beside="results"),
+        Move("all_reduce", "tp1", rows, widths * (2 if model.gated else 1), 1, pieces, beside="results"),
         sums,
         statistics,
     ]
     backward = [
         Move("all_gather", "tp1", rows, queries + 2 * keys, 1, pieces),
-        Move("reduce_scatter", "tp1", rows, queries, 1, pieces),
-        Move("all_reduce", "tp1", rows, widths, 1, pieces),
-        sums,
+        Move("reduce_scatter", "tp1", rows, queries, 1, pieces, beside="weights"),
+        Move("all_reduce", "tp1", rows, widths, 1, pieces, beside="weights"),
+        sums._replace(beside="weights"),
         statistics,
     ]
     again = [one._replace(times=np.where(np.asarray(pieces) > 1, 2, 1)) if one is sums else one for one in forward]

@@ -17,6 +17,7 @@ from partool.planner.problem import nothing_runs, runnable
 from partool.planner.search import SLACK, firsts
 from partool.planner.solve import Solution
 from partool.planner.table import kind
+from partool.planner.tensor_words import tensor_reasons
 from partool.planner.words import GIB, TIE, change, recompute, summary, why_lost
 from partool.spec.parallel import ScheduleFile
 
@@ -40,7 +41,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += zero_controls.sentences(solution.problem, layout)
     groups = solution.space.groups
     for name, field, degree, column in (
-        ("Tensor", parallel.tensor.degree, mesh.tp, groups.tp),
+        ("Tensor", solution.problem.tensor_degree, mesh.tp, groups.tp),
         ("Pipeline", parallel.pipeline.stages, mesh.pp, groups.pp),
         ("Sequence", parallel.sequence.degree, mesh.cp, groups.cp),
         ("Expert", parallel.expert, layout.expert, groups.ep),
@@ -56,6 +57,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
                     or _without(solution, best, name, column)
                 )
             )
+    found += tensor_reasons(solution.problem, best)
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
     if parallel.micro_batch == "auto":
