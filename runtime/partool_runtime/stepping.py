@@ -86,7 +86,7 @@ class PlainPasses:
             with timer("backward"):
                 (loss * weight.to(loss.dtype)).backward()
         if self._tensor is not None:
-            with timer("gradient_sync"):
+            with timer("tensor_parallel"):
                 self._tensor.add_up()
         return loss_sum
 

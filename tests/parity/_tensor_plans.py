@@ -11,7 +11,7 @@ from partool.layout.tensor import own_partition
 from partool.plan.types import Mesh, Plan
 
 LAYERS = 4
-STEPS = 5
+STEPS = 3
 LENGTH = 15
 HALVES = ((0, 1), (1, 4))
 QUARTERS = ((0, 1), (1, 2), (2, 3), (3, 4))
@@ -19,7 +19,7 @@ ONE = Mesh()
 FIVE: dict[str, Any] = {}
 """Five heads of 6, a feed-forward width of 37 and 257 tokens: nothing divides."""
 TIED = {"tied_embeddings": True, "position": "learned", "max_position": LENGTH, "ffn_bias": True, "out_bias": True}
-SHARED = {"heads": 6, "kv_heads": 1, "head_dim": 5, "qk_norm": True, "qkv_bias": True, "norm": "layernorm"}
+SHARED = {"heads": 6, "kv_heads": 1, "head_dim": 4, "qk_norm": True, "qkv_bias": True, "norm": "layernorm"}
 """One head of keys for all ranks."""
 EVEN = {"hidden": 24, "heads": 4, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 20, "vocab": 258}
 """For two-dimensional cuts."""
@@ -31,7 +31,7 @@ def tensor_plan(
     *,
     model: dict[str, Any] | None = None,
     stages: tuple[tuple[int, int], ...] = ((0, LAYERS),),
-    micro_batches: int = 3,
+    micro_batches: int = 2,
     recompute: str = "none",
     frozen: tuple[str, ...] = (),
     training: dict[str, Any] | None = None,

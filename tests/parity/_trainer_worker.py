@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 from partool.plan.types import Plan
 from partool_runtime.mesh import close_ranks
 from partool_runtime.stop import StopRequest
@@ -45,6 +47,7 @@ def agreed_port(file: Path) -> str:
 def main(jobs: str) -> None:
     folder = Path(jobs).parent
     for name, job in json.loads(Path(jobs).read_text()).items():
+        _clear_sharding_prop_cache()  # it holds meshes whose groups the job before has left
         os.environ["MASTER_PORT"] = agreed_port(folder / f"{name}.port")
         plan = Plan.model_validate_json(json.dumps(job["plan"]))
         try:

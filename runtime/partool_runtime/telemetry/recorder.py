@@ -215,8 +215,9 @@ class Recorder:
             memory[TOTAL] = Measurement(float(peak), how)
         for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
             times[term] = Measurement(value, self._time_measure(term))
-        if self._collectives is not None:
-            times = {term: m for term, m in times.items() if term not in self._collectives.asynchronous}
+        # On a GPU only what follows the passes is timed.
+        unseen = {TENSOR} if self._collectives is None else self._collectives.asynchronous
+        times = {term: m for term, m in times.items() if term not in unseen}
         return Measures(memory, times, {}).merged(self._sampler.measures()).merged(self._pipeline.measures())
 
     def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:

@@ -72,10 +72,11 @@ class PipelinePasses:
         self._sync.use(timer)
         before_bytes = self._wires.sent_bytes
         loss_sum = self._engine.step(batch, weight)
-        with timer("gradient_sync"):
-            if self._tied is not None:
+        if self._tied is not None:
+            with timer("gradient_sync"):
                 self._tied.add_up()
-            if self._tensor is not None:
+        if self._tensor is not None:
+            with timer("tensor_parallel"):
                 self._tensor.add_up()
         with timer("pipeline_bubble"):  # ranks that are done early wait here for the others
             loss_sum = self._of_pipeline(loss_sum)
