@@ -7,7 +7,6 @@ Parameters must hold the rank's part already (:mod:`partool.layout.tensor.own`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -52,7 +51,11 @@ def put_norm(norm: nn.Module, grid: Grid) -> None:
 
 
 def _put(module: Any, name: str, function: Callable[..., Any], grid: Grid) -> None:
-    setattr(module, name, partial(function, module, grid))
+    # No partial: a compiler takes each for another function, and compiles every layer anew until it gives up.
+    def hook(x: torch.Tensor) -> Any:
+        return function(module, grid, x)
+
+    setattr(module, name, hook)
 
 
 def _blocks(model: Decoder | DecoderParts) -> Iterator[Block]:
