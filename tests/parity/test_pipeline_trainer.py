@@ -41,6 +41,7 @@ def plan(
     model: dict[str, Any] | None = None,
     frozen: tuple[str, ...] = (),
     compile_: str = "none",
+    controls: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Plan:
     """Return a plan of eight layers, with 12 sequences of 16 tokens a step."""
@@ -56,6 +57,7 @@ def plan(
             "recompute": (recompute,) * LAYERS,
             "compile": compile_,
         }
+        | (controls or {})
     )
     devices = plain.devices.model_copy(update={"per_node": mesh.world_size})
     return plain.model_copy(update={"layout": layout, "devices": devices, "frozen": frozen})
@@ -71,6 +73,7 @@ ONE = Mesh()
 TWO_BY_TWO = Mesh(pp=2, dp_shard=2)
 LINE = Mesh(pp=4)
 TIED = {"tied_embeddings": True, "position": "learned", "max_position": 16}
+APART = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40, "leaves": ("layers.*.ffn",)}
 FROZEN = ("embed.*", "layers.[012].*", "layers.4.ffn.*")
 
 
@@ -87,6 +90,7 @@ def core_cases(text: Path) -> Cases:
         "zero-2 zb-v tied on one rank": (make("zb-v", stages=FOUR, model=TIED, zero=2), "tied"),
         "zero-3 hanayo recomputed": (make("hanayo", stages=FOUR, recompute="full", zero=3), "one"),
         "zero-3 zb-h1 frozen": (make("zb-h1", frozen=FROZEN, zero=3), "frozen"),
+        "zero-3 zb-v gathered apart": (make("zb-v", stages=FOUR, model=TIED, zero=3, controls=APART), "tied"),
         "zero-2 zb-h1 replicas": (plan(text, Mesh(pp=2, dp_replicate=2), "zb-h1", zero=2), "one"),
         "weipipe": (make("weipipe", micro_batches=2, zero=0, recompute="full"), "one"),
         "own list": (with_list(plan(text, LINE, "hanayo", stages=EIGHT, micro_batches=3, zero=1)), "one"),
@@ -103,6 +107,9 @@ def further_cases(text: Path) -> Cases:
     for name in ("zb-v", "hanayo"):
         found |= {f"zero-{zero} {name}": (make(name, stages=FOUR, zero=zero), "one") for zero in ZEROS}
     return found | {
+        "leaves": (make("zb-h1", zero=0, controls={"leaves": ("layers.*.ffn", "head")}), "one"),
+        "leaves recomputed": (make(zero=3, recompute="full", controls=APART | {"prefetch": 0}), "one"),
+        "persistent": (make("hanayo", stages=FOUR, zero=3, controls={"persistent_elements": 40}), "one"),
         "replicas": (plan(text, Mesh(pp=2, dp_replicate=2), zero=1), "one"),
         "replicas frozen": (plan(text, Mesh(pp=2, dp_replicate=2), "zb-v", stages=FOUR, frozen=FROZEN), "frozen"),
         "weipipe tied": (make("weipipe", stages=FOUR, micro_batches=2, zero=0, recompute="full", model=TIED), "tied"),
