@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from partool.plan.run import PLAN_FILE
 from partool.plan.types import Plan
-from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
 from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf import family_of, write_folder
-from partool_runtime.weights import build, materialise, post_load
-from partool_runtime.weights.from_checkpoint import load_model
+from partool_runtime.hf.folder import write_model_folder
+from partool_runtime.weights import check_finite, whole_shapes
+from partool_runtime.weights.from_checkpoint import load_whole
 
 DTYPES: dict[Precision, torch.dtype] = {
     "fp64": torch.float64,
@@ -54,21 +54,26 @@ def export(
     plan = _read_plan(run_dir)
     folder = Path(plan.checkpoint.dir) / run_dir.name if plan.checkpoint.dir else run_dir / "checkpoints"
     checkpoint = _checkpoint(folder, step)
-    family = family_of(plan.model)
+    model_type = plan.hf.model_type if plan.hf is not None else family_of(plan.model).model_type
     _check_out(out, force)
     precision = dtype or plan.training.precision
-    state = _state(plan.model, checkpoint, DTYPES[precision])
+    # Of a model that transformers builds the names are those of the checkpoint, whatever they are.
+    state = load_whole(checkpoint, DTYPES[precision], None if plan.hf is not None else whole_shapes(plan.model))
+    check_finite(state)
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        write_folder(state, plan.model, temporary)
+        if plan.hf is not None:
+            write_model_folder(state, plan.hf, temporary)
+        else:
+            write_folder(state, plan.model, temporary)
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
         _give_usual_modes(temporary)
         _move(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
-    return f"wrote {checkpoint.name} to {out}: {family.model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
+    return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
 
 
 def _read_plan(run_dir: Path) -> Plan:
@@ -100,14 +105,6 @@ def _check_out(out: Path, force: bool) -> None:
     if not (out / "config.json").exists():
         message = f"{out} holds something other than an exported model, and is not replaced"
         raise ConfigurationError("PT625", message, "Choose another --out.")
-
-
-def _state(config: ModelConfig, checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model = build(config)
-    materialise(model, "cpu", dtype)
-    load_model(model, checkpoint)
-    post_load(model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def _copy_tokenizer(tokenizer: str, target: Path) -> str:

@@ -28,7 +28,7 @@ def write_folder(
     family = family_of(config)
     tensors = to_hf(state, family)
     path.mkdir(parents=True, exist_ok=True)
-    _write_tensors(tensors, path, shard_bytes)
+    write_tensors(tensors, path, shard_bytes)
     dtype = next(iter(tensors.values())).dtype
     settings = hf_config(config, family) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     (path / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -52,7 +52,8 @@ def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.
     return tensors
 
 
-def _write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
+def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, shard_bytes: int) -> None:
+    """Write tensors as one safetensors file, or as several and their index where one would be larger than that."""
     from safetensors.torch import save_file
 
     shards: list[dict[str, torch.Tensor]] = [{}]

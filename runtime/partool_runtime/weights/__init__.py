@@ -4,12 +4,21 @@ Sharding happens between ``build`` and ``materialise``, so no rank ever holds mo
 """
 
 from partool_runtime.weights.fill import fill, fill_from
-from partool_runtime.weights.pipeline import build, build_parts, freeze, frozen_names, materialise, post_load
+from partool_runtime.weights.pipeline import (
+    build,
+    build_parts,
+    check_finite,
+    freeze,
+    frozen_names,
+    materialise,
+    post_load,
+)
 from partool_runtime.weights.rows import whole_shapes
 
 __all__ = [
     "build",
     "build_parts",
+    "check_finite",
     "fill",
     "fill_from",
     "freeze",

@@ -47,6 +47,23 @@ def load_model(model: AnyDecoder, path: Path) -> None:
                 local_part(parameter).copy_(local_part(targets[_MODEL + name]))
 
 
+def load_whole(
+    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint of any layout, whole and cast to ``dtype``, by name; not a collective.
+
+    ``shapes`` are what the model must have, if it is known. Raises like :func:`load_model`.
+    """
+    folder = find_checkpoint(path)
+    saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
+    if shapes is not None:
+        _check(folder, shapes, {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
+    tensors = {name: torch.empty(shape, dtype=stored) for name, (shape, stored) in saved.items()}
+    load_folder(folder, tensors)
+    # One after the other, so that only one exists twice.
+    return {name.removeprefix(_MODEL): tensors.pop(name).to(dtype) for name in list(tensors)}
+
+
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint that a path means; raises ConfigurationError PT620."""
     if path.name.startswith("step-"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -44,12 +44,16 @@ def post_load(model: nn.Module) -> None:
 
     Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity.
     """
-    bad = []
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if parameter.is_meta:
             raise RuntimeError(f"{name} has no memory: materialise and fill the model first")
-        if not bool(local_part(parameter).isfinite().all()):
-            bad.append(name)
+    check_finite(parameters)
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigurationError PT622 with the names of weights of which this rank holds a NaN or an infinity."""
+    bad = [name for name, tensor in tensors.items() if not bool(local_part(tensor).isfinite().all())]
     if bad:
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         raise ConfigurationError("PT622", f"the weights hold values that are not finite: {shown}")

@@ -1,0 +1,78 @@
+"""Writing a folder of a model that transformers built: its own names, as every version of transformers reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from partool.plan.types import HfModel
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
+
+_ALONG = ("generation_config.json",)
+"""Files of the model's folder that belong to it besides ``config.json``."""
+
+
+class _Experts(NamedTuple):
+    """What the matrices of one expert are called in folders; transformers 5 stacks those of a layer in memory."""
+
+    gate: str
+    up: str
+    down: str
+    block: str = "mlp"
+    """What the folder calls the module ``mlp`` that holds router and experts."""
+
+
+_USUAL = _Experts("gate_proj", "up_proj", "down_proj")
+_EXPERTS = {
+    "mixtral": _Experts("w1", "w3", "w2", "block_sparse_moe"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _USUAL),
+}
+"""By ``model_type``; models of other types keep what they call theirs."""
+_STACK = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_ROUTER = re.compile(r"(.*)\.mlp\.(gate\..*)")
+
+
+def write_model_folder(
+    state: Mapping[str, torch.Tensor], hf: HfModel, path: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write whole parameters (transformers' names, on the CPU, of one type) and the model's own ``config.json``.
+
+    Raises ConfigurationError PT620 where that cannot be read.
+    """
+    source = Path(hf.path)
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError("PT620", f"{source / 'config.json'} cannot be read: {error}") from error
+    tensors = {name: tensor for own, whole in state.items() for name, tensor in stored(own, whole, hf.model_type)}
+    path.mkdir(parents=True, exist_ok=True)
+    write_tensors(tensors, path, shard_bytes)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    # The older name of the two, which transformers 4 and 5 both read.
+    config = {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype}
+    (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for name in _ALONG:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, path / name)
+
+
+def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a parameter is in a folder: itself, or the matrices of the experts it stacks, ``[E, out, in]``."""
+    experts = _EXPERTS.get(model_type)
+    stack, router = _STACK.fullmatch(name), _ROUTER.fullmatch(name)
+    if experts is not None and stack is not None:
+        names = (experts.gate, experts.up) if stack[2] == "gate_up_proj" else (experts.down,)
+        for number, matrices in enumerate(tensor):
+            for part, matrix in zip(names, matrices.chunk(len(names)), strict=True):
+                yield f"{stack[1]}.{experts.block}.experts.{number}.{part}.weight", matrix.contiguous()
+    elif experts is not None and router is not None:
+        yield f"{router[1]}.{experts.block}.{router[2]}", tensor
+    else:
+        yield name, tensor
