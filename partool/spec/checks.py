@@ -88,7 +88,8 @@ def _moe(spec: Spec) -> Iterator[Diagnostic]:
 
 def _weights(spec: Spec) -> Iterator[Diagnostic]:
     weights = spec.model.weights
-    if weights.source in ("checkpoint", "hf") and weights.path is None:
+    own = weights.source == "hf" and spec.model.hf is not None  # the model's own folder
+    if weights.source in ("checkpoint", "hf") and weights.path is None and not own:
         message = f"weights from {weights.source} need a path"
         yield Diagnostic("PT211", message, path=("model", "weights"), help="add path: FOLDER")
     if weights.source in ("init", "dummy") and weights.path is not None:

@@ -10,8 +10,9 @@ import torch
 from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
-from partool_runtime.model import AnyDecoder
+from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
@@ -55,12 +56,23 @@ def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
 
 
 def _plain(plan: Plan, ranks: Ranks) -> Prepared:
-    model = build(plan.model).to(MASTER_DTYPE[plan.training.precision])
+    model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     sync = parallelize(model, plan, ranks)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
     tensor = TensorGradients.of(model, plan, ranks)
     return Prepared.sharded(model, PlainPasses(model, sync, ranks.device, tensor))
+
+
+def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
+    """Return the plan's model on the meta device: partool's own, or the one that transformers builds."""
+    if plan.hf is None:
+        return build(plan.model)
+    model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")
+    if model.draws:
+        # Data-parallel ranks drop other activations, tensor ranks the same ones where all hold them.
+        torch.manual_seed(plan.training.seed * (ranks.dp.size() + 1) + ranks.dp.get_local_rank() + 1)
+    return model
 
 
 def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:

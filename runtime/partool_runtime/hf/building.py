@@ -15,11 +15,10 @@ from torch import nn
 from partool_runtime.errors import ConfigurationError
 
 
-def build_causal(path: Path, **settings: object) -> nn.Module:
+def build_causal(path: Path) -> nn.Module:
     """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
 
-    ``settings`` go to ``AutoModelForCausalLM.from_config``. Raises ConfigurationError PT643 where transformers is not
-    installed or cannot build it.
+    Raises ConfigurationError PT643 where transformers is not installed or cannot build it.
     """
     try:
         transformers: Any = import_module("transformers")
@@ -32,7 +31,7 @@ def build_causal(path: Path, **settings: object) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
         with meta_parameters():
-            causal = transformers.AutoModelForCausalLM.from_config(config, **{"dtype": torch.float32} | settings)
+            causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever a model's own code raises
         first = re.split(r"\n\s*\n", str(error).strip())[0]
         message = f"transformers cannot build the model of {path}: {type(error).__name__}: {first}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,48 +15,101 @@ from torch.nn import functional as F
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
-from partool_runtime.model.decoder import AnyDecoder, HeadLoss
+from partool_runtime.model.decoder import AnyDecoder
 from partool_runtime.model.loss import loss
 
+if TYPE_CHECKING:
+    from partool_runtime.weights.draw import BlockSource
 
-class HfDecoder(AnyDecoder):
+
+class HfPart(AnyDecoder):
+    """A model that transformers builds, or what one rank holds of it; parameters have the names that it gives them."""
+
+    base_prefix: str
+    """Of all names but those of the head."""
+    aliases: Mapping[str, str]
+    """Second names of tied parameters, and their first."""
+    constants: Mapping[str, float]
+    """First values of vectors that the model fills with one number."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all parameters of the whole."""
+    draws: bool
+    """Whether training draws random numbers."""
+    head_name: str
+    """Of the output matrix."""
+    loss: Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
+    """(hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) → the sum of token losses; tensor parallelism puts its
+    own here."""
+
+    @property
+    def head_module(self) -> nn.Linear | None:
+        """The output matrix, where this rank holds it."""
+        raise NotImplementedError
+
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter of the whole model."""
+        return dict(self.shapes)
+
+    def open_weights(self, path: Path) -> AbstractContextManager[HfFiles]:
+        """Open a safetensors folder of this model."""
+        return open_model_files(path, f"{self.base_prefix}.", self.aliases)
+
+    def first_values(self, drawn: BlockSource) -> BlockSource:
+        """Return a source of first weights: drawn, but for vectors that the model's own code fills with a number."""
+
+        def values(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+            known = self.constants.get(name)
+            return drawn(name, shape, offsets, sizes) if known is None else torch.full(sizes, known)
+
+        return values
+
+
+class HfDecoder(HfPart):
     """A causal language model of transformers; parameters have the names that it gives them.
 
     Its own children are this module's children. Its forward pass is that of its base model, then the loss: the logits
     of a long batch never exist at once, and tensor parallelism finds the seam that partool's decoder has.
     """
 
-    def __init__(self, hf: HfModel, config: ModelConfig, **settings: object) -> None:
-        """Build the model of ``hf.path``, parameters on the meta device; ``settings`` go to transformers."""
+    def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
+        """Build the model of ``hf.path``, parameters on the meta device; ``wide``: to be run in float64."""
         super().__init__()
-        causal = build_causal(Path(hf.path), **settings)
+        causal = build_causal(Path(hf.path))
+        if wide and hasattr(causal, "set_experts_implementation"):
+            cast(Any, causal).set_experts_implementation("eager")  # grouped products have no float64
         self.config = config
         self.hf_config = cast(Any, causal).config
-        self._base_name, self._head_name = base_name(causal), head_name(causal)
-        self._blocks_name = blocks_name(causal.get_submodule(self._base_name), config.layers)
+        self.base_prefix, self.head_name = base_name(causal), head_name(causal)
+        self._blocks_name = blocks_name(causal.get_submodule(self.base_prefix), config.layers)
         for name, parameter in causal.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, child in causal.named_children():
             self.add_module(name, child)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        self.constants = constants(causal)
         self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        self._aliases = aliases(self)
-        self._draws = draws_random(self)
-        self.loss: HeadLoss = loss
-        """Tensor parallelism puts its own here."""
+        self.aliases = aliases(self)
+        self.draws = draws_random(self)
+        self.loss = head_loss
         for module in (self.base, *self.layers):
             stay_wide(module)
 
     @property
     def base(self) -> nn.Module:
         """What maps tokens to the normalised hidden state."""
-        return self.get_submodule(self._base_name)
+        return self.get_submodule(self.base_prefix)
 
     @property
     def head(self) -> nn.Linear:
         """The output matrix; its weight may be that of the embedding."""
-        return cast(nn.Linear, self.get_submodule(self._head_name))
+        return cast(nn.Linear, self.get_submodule(self.head_name))
+
+    @property
+    def head_module(self) -> nn.Linear:
+        """The output matrix."""
+        return self.head
 
     @property
     def embed(self) -> nn.Embedding:
@@ -69,16 +124,12 @@ class HfDecoder(AnyDecoder):
     @property
     def layers_name(self) -> str:
         """Name of the list of layers, from here."""
-        return f"{self._base_name}.{self._blocks_name}"
+        return f"{self.base_prefix}.{self._blocks_name}"
 
     @property
     def tied(self) -> bool:
         """True if the output matrix is the embedding."""
         return self.head.weight is self.embed.weight
-
-    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of the whole model."""
-        return dict(self._shapes)
 
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering, as :meth:`partool_runtime.model.Decoder.groups` does."""
@@ -93,17 +144,17 @@ class HfDecoder(AnyDecoder):
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfDecoder:
         """Give parameters memory as ``nn.Module.to_empty`` does; what is tied stays so, buffers keep their values."""
         super().to_empty(device=device, recurse=recurse)
-        tie(self, self._aliases)
+        tie(self, self.aliases)
         refill(self, self._values)
         return self
 
     def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
-        return head_loss(self.loss, self.head, self.hidden(tokens_BS), labels_BS)
+        return self.loss(self.hidden(tokens_BS), self.head, labels_BS)
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
-        if self._draws and self.training != torch.is_grad_enabled():
+        if self.draws and self.training != torch.is_grad_enabled():
             self.train(torch.is_grad_enabled())  # an evaluation has no dropout
         return base_hidden(self.base, input_ids=tokens_BS)
 
@@ -117,13 +168,13 @@ def base_hidden(base: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, base(**inputs, use_cache=False, return_dict=True)[0])
 
 
-def head_loss(of: HeadLoss, head: nn.Linear, hidden_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor) -> torch.Tensor:
     """Return the sum of token losses; a bias of the head counts as the weight of one more hidden value, which is 1."""
     weight_VH = head.weight
     if head.bias is not None:
         hidden_BSH = F.pad(hidden_BSH, (0, 1), value=1.0)
         weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
-    return of(hidden_BSH, weight_VH, labels_BS)
+    return loss(hidden_BSH, weight_VH, labels_BS)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:
@@ -149,6 +200,24 @@ def refill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 def has_parameters(module: nn.Module) -> bool:
     """Return True if a module holds a parameter."""
     return next(module.parameters(), None) is not None
+
+
+def constants(causal: nn.Module) -> dict[str, float]:
+    """Return the value that the model's own code fills each vector with, where it is one number for all of it."""
+    found = {}
+    for prefix, module in causal.named_modules():
+        vectors = {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 1}
+        if not vectors:
+            continue
+        probe = copy.copy(module)
+        made = {name: nn.Parameter(torch.full(tuple(p.shape), torch.nan)) for name, p in vectors.items()}
+        probe.__dict__["_parameters"] = dict(module._parameters) | made
+        cast(Any, causal)._init_weights(probe)
+        for name, parameter in made.items():
+            first = float(parameter.detach()[0]) if parameter.numel() else 0.0
+            if bool((parameter == first).all()):
+                found[f"{prefix}.{name}" if prefix else name] = first
+    return found
 
 
 def draws_random(module: nn.Module) -> bool:

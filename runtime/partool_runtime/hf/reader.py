@@ -96,15 +96,23 @@ def open_folder(path: Path, config: ModelConfig) -> Iterator[HfFolder]:
     The family is that of its ``config.json``, without one that of ``config``. Raises ConfigurationError PT620 where the
     folder or a file in it cannot be read.
     """
+    with ExitStack() as stack:
+        handles = open_files(path, stack)
+        yield HfFolder(path, config, _family(path, config), handles)
+
+
+def open_files(path: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open the files of a folder until ``stack`` ends; return the one that holds each tensor, by its name.
+
+    Raises ConfigurationError PT620.
+    """
     if not path.is_dir():
         raise ConfigurationError("PT620", f"model.weights.path: no folder {path}")
-    family = _family(path, config)
-    with ExitStack() as stack:
-        handles: dict[str, Any] = {}
-        for file in _files(path):
-            handle = _open(stack, file)
-            handles.update(dict.fromkeys(handle.keys(), handle))
-        yield HfFolder(path, config, family, handles)
+    handles: dict[str, Any] = {}
+    for file in _files(path):
+        handle = _open(stack, file)
+        handles.update(dict.fromkeys(handle.keys(), handle))
+    return handles
 
 
 def _family(path: Path, config: ModelConfig) -> Family:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from partool.plan.types import Plan
+from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.parallel.compiling import compile_blocks
@@ -10,16 +11,20 @@ from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tensor.apply import apply_tensor
+from partool_runtime.parallel.tensor.hf import apply_to_transformers
 from partool_runtime.parallel.zero import shard, shard_stages
 
 
-def parallelize(model: Decoder, plan: Plan, ranks: Ranks) -> GradSync:
+def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
     The order is fixed: a tensor rank's exchanges are part of what is computed again, recomputation is part of what is
     compiled, and gathers happen outside of all, on the parameters that the rank computes with.
     """
-    apply_tensor(model, plan, ranks)
+    if isinstance(model, HfDecoder):
+        apply_to_transformers(model, plan, ranks)
+    else:
+        apply_tensor(model, plan, ranks)
     recompute(model.layers, plan.layout.recompute)
     if plan.layout.compile == "block":
         compile_blocks(model.layers)

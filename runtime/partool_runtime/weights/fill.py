@@ -9,6 +9,7 @@ import torch
 
 from partool.spec.model import Weights
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import HfPart
 from partool_runtime.hf.reader import open_folder
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import Piece, pieces
@@ -25,12 +26,12 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int) -> None:
     data-parallel ranks. Collective only for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be
     read, PT621 where names or shapes do not match.
     """
-    if weights.source == "init":
-        fill_from(model, init_source(model.config, seed))
-    elif weights.source == "dummy":
-        fill_from(model, dummy_source(model.config))
+    if weights.source in ("init", "dummy"):
+        drawn = init_source(model.config, seed) if weights.source == "init" else dummy_source(model.config)
+        fill_from(model, model.first_values(drawn) if isinstance(model, HfPart) else drawn)
     elif weights.source == "hf":
-        with open_folder(_path(weights), model.config) as source:
+        path = _path(weights)
+        with model.open_weights(path) if isinstance(model, HfPart) else open_folder(path, model.config) as source:
             source.check(model.whole_shapes())
             fill_from(model, source.block)
     else:

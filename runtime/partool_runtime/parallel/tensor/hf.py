@@ -1,0 +1,288 @@
+"""Tensor parallelism of models that transformers builds: their modules stay, what they compute with is a rank's part.
+
+The plan says how every parameter lies. Matrices, embeddings and experts get forward passes that exchange; attention
+modules are told how many heads they have here. Nothing else of a model's code knows that there are other ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool.layout.tensor import Partition, by_name
+from partool.plan.types import Plan
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import HfPart
+from partool_runtime.mesh import Ranks
+from partool_runtime.parallel.tensor.apply import first_row, make_team, place
+from partool_runtime.parallel.tensor.columns import columns
+from partool_runtime.parallel.tensor.hf_heads import Widths, is_attention, tell_heads
+from partool_runtime.parallel.tensor.hf_random import Random
+from partool_runtime.parallel.tensor.ops import Team, entered, gathered, left
+from partool_runtime.parallel.tensor.rows import row
+from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
+from partool_runtime.placement import Placement
+
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("query", "key", "value"),
+    ("gate", "up"),
+    ("w1", "w3"),
+)
+"""Names of matrices beside each other that models give the same input; their parts of its gradient travel as one."""
+_GROUPED_ALIGNMENT_BYTES = 16
+"""Of the rows of matrices that torch's grouped product takes."""
+
+
+def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
+    """Make this rank's share of the model, in place; it is on the meta device still. Nothing happens for one rank.
+
+    Raises ConfigurationError PT645 where the plan's partition is not about this model's parameters.
+    """
+    if ranks.tp.size() == 1:
+        return
+    _check(model, plan)
+    place(model, plan, ranks)
+    _Hooks(model, make_team(plan, ranks), by_name(plan.partition, model.shapes)).put()
+
+
+def _check(model: HfPart, plan: Plan) -> None:
+    rows = by_name(plan.partition, model.shapes)
+    wrong = [name for name, shape in model.shapes.items() if name not in rows or rows[name].shape != shape]
+    if wrong:
+        message = f"the plan's partition does not fit the model: {', '.join(wrong[:5])}"
+        raise ConfigurationError("PT645", message, "Plan it again with the transformers that is installed here.")
+
+
+class _Cut(NamedTuple):
+    """A module with a matrix, and how that lies."""
+
+    name: str
+    module: nn.Module
+    row: Partition
+
+
+class _Hooks:
+    """Puts exchanges into a model's modules."""
+
+    def __init__(self, model: HfPart, team: Team, rows: dict[str, Partition]) -> None:
+        self._model, self._team, self._rows = model, team, rows
+        self._originals = dict(model.aliases)
+        self._random = Random(team.rank) if model.draws else None
+
+    def put(self) -> None:
+        """Replace forward passes, and tell attention modules their heads."""
+        cuts = {cut.name: cut for cut in self._cuts()}
+        for parent, module in self._model.named_modules():
+            prefix = f"{parent}." if parent else ""
+            children = {child: cuts[prefix + child] for child, _ in module.named_children() if prefix + child in cuts}
+            self._columns(children)
+            self._heads(prefix, module, children)
+        for cut in cuts.values():
+            self._put(cut)
+        head = self._model.head_module
+        if head is not None and self._rows[self._original(f"{self._model.head_name}.weight")].style == "vocabulary":
+            first = first_row(self._model.placements, self._original(f"{self._model.head_name}.weight"))
+            self._model.loss = partial(_loss, first, self._team)
+
+    def _original(self, name: str) -> str:
+        return self._originals.get(name, name)
+
+    def _placement(self, cut: _Cut) -> Placement:
+        return self._model.placements[self._original(f"{cut.name}.weight")]
+
+    def _cuts(self) -> Iterator[_Cut]:
+        for name, module in self._model.named_modules():
+            for own in module._parameters:
+                row_ = self._rows.get(self._original(f"{name}.{own}"))
+                if row_ is not None and own == "weight" and name != self._model.head_name:
+                    yield _Cut(name, module, row_)
+
+    def _put(self, cut: _Cut) -> None:
+        module, style = cut.module, cut.row.style
+        if isinstance(module, nn.Embedding) and style == "vocabulary":
+            first = first_row(self._model.placements, self._original(f"{cut.name}.weight"))
+            _set_forward(module, partial(_embed, module, first, self._team))
+        elif style == "row":
+            dim = 0 if _transposed(module) else 1
+            spans = self._placement(cut).spans[dim]
+            _set_forward(module, partial(self._row, _matrix(module), cut.row.shape[dim], spans))
+        elif cut.row.summed_outputs:
+            _set_forward(module, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team))
+
+    def _columns(self, children: dict[str, _Cut]) -> None:
+        """Let matrices cut by outputs exchange, those beside each other together."""
+        left_over = {name for name, cut in children.items() if cut.row.style in ("column", "column_gathered")}
+        for names in (*_TOGETHER, *((name,) for name in children)):
+            group = [name for name in names if name in left_over]
+            left_over -= set(group)
+            if group:
+                self._group([children[name] for name in group])
+
+    def _group(self, cuts: Sequence[_Cut]) -> None:
+        together = _Together([_matrix(cut.module) for cut in cuts], self._team, self._random)
+        for number, cut in enumerate(cuts):
+            forward = partial(together.product, number)
+            if cut.row.style == "column_gathered":
+                dim = 1 if _transposed(cut.module) else 0
+                widths = tuple(cut.row.local_shape(rank)[dim] for rank in range(self._team.ranks))
+                forward = partial(_gathering, forward, widths, self._team, self._random)
+            _set_forward(cut.module, forward)
+
+    def _row(self, matrix: Any, width: int, spans: Sequence[tuple[int, int]], x: torch.Tensor) -> torch.Tensor:
+        """Multiply by columns of a matrix; an input of all widths is cut first."""
+        if x.shape[-1] == width and sum(stop - start for start, stop in spans) < width:
+            whole = entered(x, self._team)
+            parts = [whole[..., start:stop] for start, stop in spans]
+            x = torch.cat(parts, dim=-1) if parts else whole[..., :0]
+        out = row(x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1]), matrix, self._team)
+        if self._random is not None:
+            self._random.leave()
+        return out if x.dim() == 3 else out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def _heads(self, prefix: str, module: nn.Module, children: dict[str, _Cut]) -> None:
+        """Tell an attention module how many heads it has here; wrap experts, whose matrices are its own parameters."""
+        stacked = [
+            f"{prefix}{own}"
+            for own, parameter in module._parameters.items()
+            if parameter is not None and parameter.dim() == 3
+        ]
+        if any(self._rows[self._original(name)].cuts for name in stacked):
+            _set_forward(module, partial(_experts, module.forward, self._team))
+            _use_plain_products(module, stacked, self._model)
+            return
+        rows = [cut for cut in children.values() if cut.row.style == "row"]
+        if len(rows) == 1 and is_attention(module):
+            first = {name: self._widths(cut, 0) for name, cut in children.items() if cut.row.style == "column"}
+            tell_heads(module, self._widths(rows[0], 1), first)
+
+    def _widths(self, cut: _Cut, dim: int) -> Widths:
+        """Return the outputs (``dim`` 0) or inputs (1) of a matrix."""
+        dim = 1 - dim if _transposed(cut.module) else dim
+        return Widths(self._placement(cut).local_shape[dim], cut.row.shape[dim])
+
+
+class _Together:
+    """Matrices that share their input: the first that is asked computes for all, those that follow have it already."""
+
+    def __init__(self, matrices: Sequence[Any], team: Team, random: Random | None) -> None:
+        self._matrices, self._team, self._random = matrices, team, random
+        self._x: torch.Tensor | None = None
+        self._made: dict[int, torch.Tensor] = {}
+
+    def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``x`` with this rank's rows of a matrix."""
+        if self._x is not x or number not in self._made:
+            self._made = dict(enumerate(columns(x, self._matrices, self._team)))
+            self._x = x
+        out = self._made.pop(number)
+        if not self._made:
+            self._x = None
+        if self._random is not None:
+            self._random.enter()
+        return out
+
+
+class _Transposed:
+    """A ``Conv1D`` of transformers, whose weight is ``[in, out]``, as a linear layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[out, in]``."""
+        return cast(torch.Tensor, self._module.weight).T
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[out]``."""
+        return cast(torch.Tensor, self._module.bias)
+
+
+def _transposed(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def _matrix(module: nn.Module) -> Any:
+    return _Transposed(module) if _transposed(module) else module
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    setattr(module, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
+
+
+def _gathering(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    widths: tuple[int, ...],
+    team: Team,
+    random: Random | None,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    out = gathered(product(x), widths, team)
+    if random is not None:
+        random.leave()
+    return out
+
+
+def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Return the rows of tokens, ``[B, S, H]``; the row of the padding token gets no gradient, as in the whole."""
+    rows = embed.weight.shape[0]
+    if rows == 0:
+        nothing = embed.weight.sum() + embed.weight.new_zeros(*tokens_BS.shape, embed.weight.shape[1])
+        return left(nothing, team)
+    own_BS = tokens_BS - first
+    inside_BS = (own_BS >= 0) & (own_BS < rows)
+    padding = None if embed.padding_idx is None else embed.padding_idx - first
+    here = padding if padding is not None and 0 <= padding < rows else None
+    found_BSH = F.embedding(own_BS.where(inside_BS, 0), embed.weight, here)
+    scale = getattr(embed, "embed_scale", None)
+    found_BSH = found_BSH if scale is None else found_BSH * scale.to(found_BSH.dtype)
+    return left(found_BSH * inside_BS.unsqueeze(-1), team)
+
+
+def _loss(first: int, team: Team, hidden: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor) -> torch.Tensor:
+    return vocabulary_loss(hidden, head.weight, labels_BS, first=first, team=team, bias_V=head.bias)
+
+
+def _summed_outputs(
+    forward: Callable[[torch.Tensor], torch.Tensor], widths: Sequence[tuple[int, int]], team: Team, x: torch.Tensor
+) -> torch.Tensor:
+    """Run a matrix that all ranks have; gradients of some of its outputs are parts, and are summed."""
+    out = forward(x)
+    cuts = sorted({0, out.shape[-1], *(edge for width in widths for edge in width)})
+    parts = []
+    for span in pairwise(cuts):
+        part = out[..., span[0] : span[1]]
+        parts.append(entered(part, team) if span in widths else part)
+    return torch.cat(parts, dim=-1)
+
+
+def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run experts cut by their inner widths: gradients of inputs are parts, and so is the result."""
+
+    def enter(value: Any) -> Any:
+        return entered(value, team) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    out = forward(enter(hidden), *map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
+    return left(out, team)
+
+
+def _use_plain_products(module: nn.Module, names: Sequence[str], model: HfPart) -> None:
+    """Let experts whose local widths are odd compute one after the other: grouped products want aligned rows."""
+    config = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) is None:
+        return
+    widths = [width for name in names for width in model.placements[name].local_shape[1:]]
+    if any(width * 2 % _GROUPED_ALIGNMENT_BYTES for width in widths):
+        own = copy.copy(config)
+        own._experts_implementation = "eager"  # type: ignore[union-attr]
+        module.config = own  # type: ignore[assignment]

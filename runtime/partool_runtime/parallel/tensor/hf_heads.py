@@ -1,0 +1,91 @@
+"""Attention modules of transformers, told how many heads a tensor rank has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_KEYS = ("k_proj", "key", "k")
+
+
+class Widths(NamedTuple):
+    """Of a matrix's inputs, where it is the attention's last, or of its outputs."""
+
+    here: int
+    """What this rank holds."""
+    whole: int
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return True if a module computes attention, as models of transformers write it."""
+    named = any(hasattr(module, name) for name in ("num_key_value_groups", "head_dim", "head_size", *_HEADS))
+    return named and bool(getattr(getattr(module, "config", None), "num_attention_heads", 0))
+
+
+def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> None:
+    """Set the numbers of heads that an attention module computes with; ``inputs`` are its matrices cut by outputs."""
+    config: Any = module.config
+    queries, keys = _local_heads(config, out, inputs)
+    own = copy.copy(config)
+    own.num_attention_heads = queries
+    if getattr(config, "num_key_value_heads", None) is not None:
+        own.num_key_value_heads = keys
+    module.config = own
+    for names, count in ((_HEADS, queries), (_KEY_HEADS, keys)):
+        for name in names:
+            if isinstance(getattr(module, name, None), int):
+                setattr(module, name, count)
+    if isinstance(getattr(module, "num_key_value_groups", None), int):
+        setattr(module, "num_key_value_groups", max(1, queries // max(1, keys)))  # noqa: B010 - typed as a module
+    if isinstance(split := getattr(module, "split_size", None), int):  # GPT-2's
+        setattr(module, "split_size", split * queries // config.num_attention_heads)  # noqa: B010
+    if queries == 0:
+        setattr(module, "forward", partial(_without_heads, module.forward))  # noqa: B010
+
+
+def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tuple[int, int]:
+    """Return the heads of queries, and of keys and values, that this rank has."""
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    queries = out.here * heads // out.whole
+    for name in _KEYS:
+        if name in inputs:
+            return queries, inputs[name].here * keys // inputs[name].whole
+    if keys == heads or not inputs:
+        return queries, queries
+    fused = next(iter(inputs.values()))
+    each = fused.whole // (heads + 2 * keys)
+    return queries, (fused.here // each - queries) // 2
+
+
+class _Empty(TorchFunctionMode):
+    """Views of tensors without elements may leave one size open: it is 0, where torch would not guess."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, with 0 in place of -1 in the sizes of a view of nothing."""
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and args[0].numel() == 0 and not kwargs:
+            sizes = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+            if not isinstance(sizes, torch.dtype) and -1 in sizes and prod(size for size in sizes if size != -1):
+                args = (args[0], tuple(0 if size == -1 else size for size in sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def _without_heads(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run attention on a rank without a head: it takes part in every exchange."""
+    with _Empty():
+        return forward(*args, **kwargs)

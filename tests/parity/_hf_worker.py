@@ -1,0 +1,193 @@
+"""Ranks of test_tensor_hf.py: models of transformers over tensor ranks against transformers itself, in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _hf_models import MODELS, plan_of, write_model
+from _plans import small_plan
+
+from partool.plan.types import Plan
+from partool.spec.model import Weights
+from partool.spec.training import LrSchedule, OptimizerSpec
+from partool_runtime.data.batches import MicroBatch
+from partool_runtime.hf.numerics import KeepWide
+from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
+from partool_runtime.model import AnyDecoder
+from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.pieces import pieces
+from partool_runtime.precision import LossScaler
+from partool_runtime.preparation import Prepared, prepare
+from partool_runtime.stepping import Stepper
+from partool_runtime.weights import fill, post_load
+
+LENGTH, STEPS, SEQUENCES = 7, 5, 4
+OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
+FOLDER = Path(sys.argv[1])
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    tp: int = 1
+    dp: int = 1
+    zero: int = 1
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def plan(self) -> Plan:
+        base = small_plan(Path("unused"), ranks=self.dp * self.tp)
+        training = base.training.model_copy(
+            update={"sequence_length": LENGTH, "precision": "fp64", "steps": STEPS, "global_batch": SEQUENCES}
+        )
+        plan = base.model_copy(update={"training": training})
+        return plan_of(plan, FOLDER / self.model, tp=self.tp, dp=self.dp, zero=self.zero, **dict(self.fields))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of a step over all ranks; some labels are ignored."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(31, (SEQUENCES, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return tokens[:, :-1], labels
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the token losses, from all logits that transformers computes."""
+    with KeepWide():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+@functools.cache
+def reference(name: str) -> dict[str, Any]:
+    """Gradients of one step, and five training steps, of transformers' own model with torch's own optimizer."""
+    import transformers
+
+    path = str(FOLDER / name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).double()  # buffers too
+    model.train()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(0.9, 0.95), eps=OPTIMIZER.eps, foreach=False)
+    out: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        tokens, labels = batch(step)
+        optimizer.zero_grad()
+        mean = loss_of(model, tokens, labels) / (labels != -100).sum()
+        mean.backward()
+        if step == 0:
+            out["grads"] = {n: p.grad.clone() for n, p in named.items()}
+        norm = float(torch.stack([p.grad.square().sum() for p in named.values()]).sum().sqrt())
+        for parameter in named.values():
+            # torch's clipping adds 1e-6 to the norm.
+            parameter.grad *= min(1.0, OPTIMIZER.clip / norm)
+        out["norms"].append(norm)
+        for group in optimizer.param_groups:
+            group["lr"] = OPTIMIZER.lr * lr_factor(OPTIMIZER.schedule, step, STEPS)
+        optimizer.step()
+        out["losses"].append(float(mean.detach()))
+    out["weights"] = {n: p.detach().clone() for n, p in named.items()}
+    with torch.no_grad():
+        out["validation"] = float(loss_of(model, *batch(99))) / int((batch(99)[1] != -100).sum())
+    return out
+
+
+def close(ours: float, theirs: float, what: object) -> None:
+    assert abs(ours - theirs) <= 1e-10 * max(1.0, abs(theirs)), (what, ours, theirs)
+
+
+def same_pieces(
+    model: AnyDecoder, name: str, ours: torch.Tensor, theirs: torch.Tensor, bound: float, what: Any
+) -> None:
+    """Compare what this rank holds with its places in the whole; ``bound`` is relative to the whole's largest."""
+    limit = bound * max(1.0, theirs.abs().max().item())
+    for piece in pieces(ours, model.placements.get(name)):
+        place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+        assert piece.tensor.shape == theirs[place].shape, (what, name)
+        error = (piece.tensor - theirs[place]).abs().max().item() if piece.tensor.numel() else 0.0
+        assert error <= limit, f"{what} {name}: {error} > {limit}"
+
+
+def check(case: Case) -> None:
+    """Gradients of the first step, five optimizer steps, and a validation."""
+    plan, expected = case.plan(), reference(case.model)
+    ranks = lay_mesh(plan, torch.device("cpu"))
+    prepared = prepare(plan, ranks, lambda done, sent: None)
+    model = prepared.model
+    trained = trained_parameters(model)
+    optimizer = AdamW(trained, OPTIMIZER, model.copies)
+    fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
+    post_load(model)
+    assert set(model.whole_shapes()) == set(expected["grads"]), case
+    stepper = Stepper(
+        prepared.passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER
+    )
+    check_gradients(case, ranks, prepared, trained)
+    optimizer.clear_gradients()
+    for step in range(STEPS):
+        result = stepper.step(step, micro_batches(case, step, ranks), lambda term: contextlib.nullcontext())
+        close(result.loss, expected["losses"][step], (case, step, "loss"))
+        close(result.grad_norm, expected["norms"][step], (case, step, "norm"))
+    for name, parameter in trained.items():
+        same_pieces(model, name, parameter.detach(), expected["weights"][name], 1e-10, case)
+    validated = stepper.validate(micro_batches(case, 99, ranks))
+    assert validated is not None
+    close(validated[0], expected["validation"], (case, "validation"))
+
+
+def check_gradients(case: Case, ranks: Ranks, prepared: Prepared, trained: Mapping[str, torch.Tensor]) -> None:
+    weight = 1.0 / (batch(0)[1] != -100).sum().double()
+    prepared.passes.step(micro_batches(case, 0, ranks), weight, lambda term: contextlib.nullcontext())
+    for name, parameter in trained.items():
+        theirs = reference(case.model)["grads"][name]
+        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        same_pieces(prepared.model, name, ours, theirs, 1e-12, (case, "gradient"))
+
+
+def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
+    tokens, labels = batch(step)
+    each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
+    mine = slice(place * each, (place + 1) * each)
+    return [MicroBatch(t, label) for t, label in zip(tokens[mine].split(2), labels[mine].split(2), strict=True)]
+
+
+def cases(world: int) -> list[Case]:
+    """Every model over all ranks as tensor ranks; of four ranks two, with ZeRO over the other two."""
+    names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(MODELS)
+    if world == 1:
+        return [Case(name) for name in names]
+    if world < 4:
+        return [Case(name, tp=world) for name in names]
+    return [Case(name, tp=2, dp=2, zero=number % 4) for number, name in enumerate(names)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    if int(os.environ["RANK"]) == 0:
+        for name in MODELS:
+            write_model(name, FOLDER)
+    torch.distributed.barrier()
+    for case in cases(int(os.environ["WORLD_SIZE"])):
+        check(case)
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()
