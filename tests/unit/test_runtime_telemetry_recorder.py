@@ -22,6 +22,7 @@ from partool_runtime.telemetry import Recorder
 from partool_runtime.telemetry._console import Lines
 from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry.summary import Measurement, Measures
+from partool_runtime.torch_internals import _Waits, finished
 
 CPU = torch.device("cpu")
 
@@ -240,6 +241,30 @@ def test_blocking_collectives_are_taken_out_of_the_pass_they_are_called_in(
     assert "parameter_gather" not in c.recorder.measures().time  # it does not block: not measured
     c.recorder.close()
     assert dist.all_reduce is slow
+
+
+def test_waits_for_exchanges_of_passes_are_tensor_parallelism_s(
+    case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = case(world_size=2)
+
+    def wait(tensor: torch.Tensor) -> torch.Tensor:
+        c.clock.now += 0.5
+        return tensor
+
+    monkeypatch.setattr(torch.ops._c10d_functional, "wait_tensor", wait)
+    for step in range(1, 4):
+        for term, seconds in (("forward", 1.0), ("backward", 2.0), ("optimizer", 4.0)):
+            with c.recorder.timer(term):
+                c.clock.now += seconds
+                finished(torch.zeros(()))
+        c.recorder.step(step, 1.0)
+    times = c.recorder.measures().time
+    found = {term: times[term].value for term in ("forward", "backward", "tensor_parallel", "optimizer")}
+    assert found == {"forward": 1.0, "backward": 2.0, "tensor_parallel": 1.0, "optimizer": 4.5}
+    assert times["tensor_parallel"].measure == "timer around collectives"
+    c.recorder.close()
+    assert _Waits.around is None
 
 
 def test_memory_notes_keep_the_largest_and_refuse_unknown_terms(case: Callable[..., Case]) -> None:
