@@ -273,6 +273,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({UP: TensorPattern(style="column", unit=5)}, "PT441", "56 is no multiple of the unit 5"),
     ({UP: TensorPattern(style="column", parts=[20, 20])}, "PT441", "sum to 40, not to its width of 56"),
     ({"*.k_proj": "column_gathered"}, "PT441", "q_proj stays cut and k_proj beside it is gathered"),
+    ({"*.q_proj": TensorPattern(style="column", unit=8)}, "PT441", "o_proj after it is cut into other parts"),
     ({"*.norm": "row"}, "PT441", "which a norm cannot be"),
     ({"*.embed_tokens": "column"}, "PT441", "one of: vocabulary, replicated"),
     ({"lm_head": "column_gathered"}, "PT441", "one of: vocabulary, replicated"),
@@ -290,6 +291,31 @@ def changed(model: Structure, ending: str, **update: Any) -> Structure:
     """Return a structure in which the modules whose names end so are other ones."""
     modules = [module.model_copy(update=update) if module.name.endswith(ending) else module for module in model.modules]
     return model.model_copy(update={"modules": tuple(modules), "tp_plan": {}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_order_of_modules_does_not_matter_where_names_and_widths_tell(family: str) -> None:
+    model = structure(family)
+    turned = model.model_copy(update={"modules": model.modules[::-1], "tp_plan": {}})
+    rows = {row.name: row for row in decide(turned, 3, {}).rows}
+    for row in decide(model.model_copy(update={"tp_plan": {}}), 3, {}).rows:
+        assert rows[row.name] == row
+
+
+def test_what_leads_back_is_told_by_widths() -> None:
+    llama = structure("llama")
+    names = {"up_proj": "first", "down_proj": "second", "gate_proj": "third"}
+    modules = [
+        module.model_copy(update={"name": module.name.replace(old, new)})
+        for module in llama.modules
+        for old, new in [next((pair for pair in names.items() if module.name.endswith(pair[0])), ("-", "-"))]
+    ]
+    renamed = llama.model_copy(update={"modules": tuple(modules), "tp_plan": {}})
+    assert {row.style for row in decide(renamed, 2, {}).rows if ".second.weight" in row.name} == {"row"}
+    # A square matrix beside it, and what leads back comes before: still the one that does not begin at the hidden size.
+    square = changed(renamed, "third", parameters={"weight": (48, 48)})
+    turned = square.model_copy(update={"modules": square.modules[::-1]})
+    assert only(decide(turned, 2, {}))[1].startswith("model.layers.*.mlp.third cannot be cut: its widths 48 → 48")
 
 
 def test_what_is_unclear_is_an_error_with_the_line_to_add() -> None:
