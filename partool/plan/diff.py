@@ -5,18 +5,39 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from partool.plan.types import NOT_RUN, Plan
+from partool.plan.types import Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
     """Return one line per value that decides what runs and differs, as ``layout.zero: 1 → 2``; none if all agree."""
-    before, after = (_flat(plan.model_dump(mode="json", exclude=set(NOT_RUN))) for plan in (old, new))
+    # Other ranks share parameters in other ways: that needs no line per parameter.
+    same_ranks = _tensor(old) == _tensor(new)
+    before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
     keys = list(dict.fromkeys([*before, *after]))
     return [
         f"{key}: {_shown(before.get(key))} → {_shown(after.get(key))}"
         for key in keys
         if before.get(key) != after.get(key)
     ]
+
+
+def _tensor(plan: Plan) -> tuple[object, ...]:
+    layout = plan.layout
+    return layout.mesh.tp, layout.tensor_inner, layout.sequence_norms, plan.model, plan.hf
+
+
+def _partition(plan: Plan, shown: bool) -> dict[str, str]:
+    """Return how the tensor ranks share each parameter, in one line each."""
+    if not shown:
+        return {}
+    found = {}
+    for row in plan.partition:
+        parts = "; ".join(
+            f"dimension {cut.dim}: " + ", ".join("+".join(f"{a}-{b}" for a, b in held) or "-" for held in cut.ranges)
+            for cut in row.cuts
+        )
+        found[row.name] = " ".join(filter(None, (row.style, f"(gradients {row.gradients})", parts)))
+    return found
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

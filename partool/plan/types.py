@@ -288,11 +288,12 @@ class Plan(Record):
         """Read a plan; raises ``pydantic.ValidationError`` where it is malformed or of another version."""
         return cls.model_validate_json(text)
 
+    def deciding(self) -> dict[str, Any]:
+        """Return, as data, everything that decides what runs; who decided it and why does not."""
+        words: dict[str, Any] = {"partition": {"__all__": {"rule", "why"}}}
+        return self.model_dump(mode="json", exclude=words | dict.fromkeys(NOT_RUN, True))
+
     @property
     def hash(self) -> str:
         """SHA-256 of everything that decides what runs; predictions, reasons and alternatives do not count."""
-        keep = self.model_dump(
-            mode="json",
-            exclude=set(NOT_RUN),
-        )
-        return hashlib.sha256(json.dumps(keep, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.deciding(), sort_keys=True).encode()).hexdigest()

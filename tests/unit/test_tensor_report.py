@@ -14,6 +14,7 @@ from rich.console import Console
 
 from partool.cli.main import run
 from partool.layout.tensor import Structure, decide
+from partool.plan.diff import differences
 from partool.planner.hf import Description
 from partool.planner.make import make_plan, resolve
 from partool.planner.tensor_checks import check_tensor, without_tensor
@@ -148,3 +149,21 @@ def test_an_open_degree_leaves_tensor_parallelism_out() -> None:
     assert without_tensor(text, structure("phi3")) == (text, [])
     pinned = spec(TEXT + "parallel: {tensor: 2}\n")
     assert without_tensor(pinned, unclear()) == (pinned, [])
+
+
+def test_plans_that_share_parameters_otherwise_differ_in_one_line_each() -> None:
+    plan = planned(TEXT + "parallel: {tensor: 2}\n")
+    rows = list(plan.partition)
+    told = plan.model_copy(update={"partition": tuple(row.model_copy(update={"rule": "pattern 'x'"}) for row in rows)})
+    assert (differences(plan, told), plan.hash) == ([], told.hash)
+    at = next(index for index, row in enumerate(rows) if row.name == "layers.*.ffn.down.weight")
+    rows[at] = rows[at].model_copy(update={"style": "replicated", "cuts": ()})
+    other = plan.model_copy(update={"partition": tuple(rows)})
+    assert other.hash != plan.hash
+    assert differences(plan, other) == [
+        'partition.layers.*.ffn.down.weight: "row (gradients whole) dimension 1: 0-96, 96-192" → '
+        '"replicated (gradients whole)"'
+    ]
+    # Other ranks need no line per parameter.
+    alone = planned(TEXT + "parallel: {tensor: 4}\n")
+    assert [line for line in differences(plan, alone) if "partition" in line] == []
