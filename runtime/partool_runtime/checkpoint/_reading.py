@@ -26,7 +26,7 @@ from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
 from partool_runtime.checkpoint._plan import State, blocks_of
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.pieces import Placed
+from partool_runtime.pieces import Placed, Value
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
@@ -39,10 +39,12 @@ def tensor_shapes(path: Path) -> Entries:
     return _shapes(_checked_metadata(path, read_manifest(path)))
 
 
-def load_folder(path: Path, state: State, ranks: Ranks | None = None, run: str = "last") -> dict[str, Any]:
+def load_folder(
+    path: Path, state: State, ranks: Ranks | None = None, run: str = "last", *, cast: bool = False
+) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` is what errors call the run.
+    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types.
 
     The ranks may hold different names. Together they may leave out whole groups of names (a group is what stands
     before the first dot), but not parts of one.
@@ -54,11 +56,18 @@ def load_folder(path: Path, state: State, ranks: Ranks | None = None, run: str =
     except ConfigurationError as error:
         raise _with_older(path, error, ranks, run) from error
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
-    own = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    saved = _shapes(metadata)
+    own = {
+        name: (tuple(value.shape), _type(name, value, saved) if cast else value.dtype) for name, value in state.items()
+    }
     whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
-    ranks.agree(lambda: _check_same_model(path, _shapes(metadata), whole))
+    ranks.agree(lambda: _check_same_model(path, saved, whole))
     ranks.agree(lambda: _read(path, metadata, state))
     return manifest.extra
+
+
+def _type(name: str, value: Value, saved: Entries) -> torch.dtype:
+    return saved[name][1] if name in saved else value.dtype
 
 
 def _checked_manifest(path: Path, ranks: Ranks) -> Manifest:

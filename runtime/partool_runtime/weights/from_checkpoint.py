@@ -12,7 +12,7 @@ from partool_runtime.checkpoint import load_folder, newest_step, step_folder, te
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
-from partool_runtime.pieces import local_part, placed
+from partool_runtime.pieces import placed
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
@@ -25,26 +25,17 @@ def load_model(model: AnyDecoder, path: Path) -> None:
     PT620 if there is none, PT621 where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
-    parameters = dict(model.named_parameters())
-    saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
-    _check(folder, model.whole_shapes(), {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
-    targets = {
-        _MODEL + name: torch.empty_like(parameter, dtype=saved[_MODEL + name][1], requires_grad=False)
-        if saved[_MODEL + name][1] != parameter.dtype
-        else parameter.detach()
-        for name, parameter in parameters.items()
+    _check(folder, model.whole_shapes())
+    state = {
+        _MODEL + name: placed(parameter.detach(), model.placements.get(name))
+        for name, parameter in model.named_parameters()
     }
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
     try:
-        state = {key: placed(tensor, model.placements.get(key.removeprefix(_MODEL))) for key, tensor in targets.items()}
-        load_folder(folder, state, ranks)
+        load_folder(folder, state, ranks, cast=True)
     finally:
         if ranks is not None:
             ranks.close()
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if targets[_MODEL + name].dtype != parameter.dtype:
-                local_part(parameter).copy_(local_part(targets[_MODEL + name]))
 
 
 def load_whole(
@@ -55,13 +46,11 @@ def load_whole(
     ``shapes`` are what the model must have, if it is known. Raises like :func:`load_model`.
     """
     folder = find_checkpoint(path)
-    saved = {name: entry for name, entry in tensor_shapes(folder).items() if name.startswith(_MODEL)}
     if shapes is not None:
-        _check(folder, shapes, {name.removeprefix(_MODEL): shape for name, (shape, _) in saved.items()})
-    tensors = {name: torch.empty(shape, dtype=stored) for name, (shape, stored) in saved.items()}
-    load_folder(folder, tensors)
-    # One after the other, so that only one exists twice.
-    return {name.removeprefix(_MODEL): tensors.pop(name).to(dtype) for name in list(tensors)}
+        _check(folder, shapes)
+    state = {name: torch.empty(shape, dtype=dtype) for name, shape in _saved(folder).items()}
+    load_folder(folder, {_MODEL + name: tensor for name, tensor in state.items()}, cast=True)
+    return state
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -77,7 +66,15 @@ def find_checkpoint(path: Path) -> Path:
     raise ConfigurationError("PT620", f"{path} holds no checkpoint", "Give a step-… folder, or the folder of a run.")
 
 
-def _check(folder: Path, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> None:
+def _saved(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a checkpoint."""
+    shapes = tensor_shapes(folder).items()
+    return {name.removeprefix(_MODEL): shape for name, (shape, _) in shapes if name.startswith(_MODEL)}
+
+
+def _check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare a model's parameters with a checkpoint's; raises ConfigurationError PT621 with all differences."""
+    saved = _saved(folder)
     problems = [f"missing {name}" for name in shapes if name not in saved]
     problems += [f"unexpected {name}" for name in saved if name not in shapes]
     problems += [
