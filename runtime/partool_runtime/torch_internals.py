@@ -138,6 +138,26 @@ def watch_waits(around: Callable[[], AbstractContextManager[None]] | None) -> No
     _Waits.around = around
 
 
+def has_symmetric_products() -> bool:
+    """Tell whether this torch has products fused with exchanges; they lie in no public module."""
+    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    return hasattr(torch.ops, "symm_mem") and all(hasattr(torch.ops.symm_mem, name) for name in names)
+
+
+def gathered_products(
+    x: torch.Tensor, factors: list[torch.Tensor], dim: int, group_name: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the ranks' tensors gathered along ``dim``, and its products with each factor, computed as parts arrive."""
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, factors, dim, group_name, return_A=True)
+    return whole, products
+
+
+def scattered_product(x: torch.Tensor, factor: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum over ranks of ``x @ factor``, parts of which leave when done."""
+    fused = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, factor, "sum", dim, group_name)
+    return cast(torch.Tensor, fused)
+
+
 def summing_operators() -> frozenset[Any]:
     """Return the collectives of passes whose results are worth keeping."""
     collectives = torch.ops._c10d_functional

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,6 +21,7 @@ from partool_runtime.model.ffn import FeedForward
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tensor.rows import row
+from partool_runtime.parallel.tensor.symmetric import check_symmetric
 from partool_runtime.parallel.tensor.two_dim_apply import put_two_dim
 from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss, vocabulary_rows
 from partool_runtime.placement import Placement
@@ -49,16 +49,20 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 
 def make_team(plan: Plan, ranks: Ranks) -> Team:
-    """Return how the tensor ranks work together, as planned."""
+    """Return how the tensor ranks work together, as planned; raises like :func:`apply_tensor`."""
     layout = plan.layout
-    return Team(
+    team = Team(
         ranks.tp.get_group().group_name,
         ranks.tp.get_local_rank(),
         ranks.tp.size(),
         length=plan.training.sequence_length if layout.sequence_norms else None,
         overlap=layout.tensor_overlap != "none",
         chunks=layout.tensor_chunks,
+        symmetric=layout.tensor_overlap == "symmetric",
     )
+    if team.symmetric:
+        check_symmetric(team, ranks.device)
+    return team
 
 
 def placements(rows: Sequence[Partition], names: Iterable[str], rank: int, ranks: int) -> dict[str, Placement]:
@@ -101,11 +105,22 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
 
 def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
     """Let the matrices of one layer exchange."""
-    first = [attention.q, attention.k, attention.v]
-    _put(attention, "inputs", partial(columns, linears=first, team=team))
-    _put(attention, "output", partial(row, linear=attention.o, team=team))
-    _put(ffn, "inputs", partial(columns, linears=[ffn.gate, ffn.up] if ffn.gated else [ffn.up], team=team))
-    _put(ffn, "output", partial(row, linear=ffn.down, team=team))
+    hook(attention, "inputs", _first_of_attention, attention, team)
+    hook(attention, "output", _second, attention.o, team)
+    hook(ffn, "inputs", _first_of_network, ffn, team)
+    hook(ffn, "output", _second, ffn.down, team)
+
+
+def _first_of_attention(attention: SelfAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return columns(x, (attention.q, attention.k, attention.v), team)
+
+
+def _first_of_network(ffn: FeedForward, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return columns(x, (ffn.gate, ffn.up) if ffn.gated else (ffn.up,), team)
+
+
+def _second(linear: nn.Linear, team: Team, x_BSI: torch.Tensor) -> torch.Tensor:
+    return row(x_BSI, linear, team)
 
 
 def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
@@ -113,11 +128,11 @@ def _hook_inputs(model: Decoder | DecoderParts, team: Team) -> None:
     if model.embed is not None:
         first = first_row(model.placements, "embed.weight")
         tied = model.config.tied_embeddings and isinstance(model, DecoderParts)
-        _put(model.embed, "rows" if tied else "forward", partial(_embed, model.embed, first, team))
+        hook(model.embed, "rows" if tied else "forward", _embed, model.embed, first, team)
     if team.length is None:
         return
     if model.position is not None:
-        _put(model.position, "forward", partial(_positions, model.position, team))
+        hook(model.position, "forward", _positions, model.position, team)
     stages: Iterable[Any] = model.stages.values() if isinstance(model, DecoderParts) else [model]
     for stage in stages:
         stage.contexts.length = team.length
@@ -130,7 +145,7 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
     else:
         holder, name = model.head, "head.weight"
     if holder is not None:
-        _put(holder, "loss", partial(_loss, first_row(model.placements, name), team))
+        hook(holder, "loss", _loss, first_row(model.placements, name), team)
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
@@ -159,5 +174,11 @@ def _loss(
     return vocabulary_loss(hidden, weight_VH, labels_BS, first=first, team=team)
 
 
-def _put(module: nn.Module, name: str, function: Any) -> None:
-    setattr(module, name, function)
+def hook(module: nn.Module, name: str, function: Callable[..., Any], *fixed: Any) -> None:
+    """Let ``module.name(*arguments)`` be ``function(*fixed, *arguments)``."""
+
+    # No partial: torch.compile would compile every block anew for it, and give up after the eighth.
+    def hooked(*arguments: Any) -> Any:
+        return function(*fixed, *arguments)
+
+    setattr(module, name, hooked)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from partool_runtime import deferral
 from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
+from partool_runtime.parallel.tensor.symmetric import symmetric_columns
 from partool_runtime.torch_internals import finished
 
 
@@ -29,6 +30,8 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
     if simple or deferral.is_splitting() or torch.compiler.is_compiling():
         whole = entered(x, team)
         return tuple(deferral.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    if team.symmetric:
+        return symmetric_columns(x, weights, biases, team)
     out: tuple[torch.Tensor, ...] = _Columns.apply(x, team, *weights, *biases)  # type: ignore[no-untyped-call]
     return out
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from partool_runtime import deferral
 from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
+from partool_runtime.parallel.tensor.symmetric import symmetric_row
 from partool_runtime.torch_internals import finished, start_scatter_sum, start_sum
 
 
@@ -20,7 +21,10 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
 
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
-    if team.chunks > 1 and not torch.compiler.is_compiling():
+    apart = torch.compiler.is_compiling() or deferral.is_splitting()
+    if team.symmetric and not apart:
+        out = symmetric_row(x_BSI, linear.weight, team)
+    elif team.chunks > 1 and not torch.compiler.is_compiling():
         out = _in_pieces(x_BSI, linear.weight, team)
     else:
         product = deferral.linear(x_BSI, linear.weight)
