@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _plans import small_plan
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
 from partool.cost.case import Job
@@ -63,6 +64,7 @@ class Case:
     """Pipeline ranks, and micro-batches."""
     train: bool = False
     """Compare five steps as well as one pass."""
+    frozen: tuple[str, ...] = ()
 
     def plan(self, world_size: int) -> Plan:
         """Return the plan of this case."""
@@ -75,7 +77,7 @@ class Case:
         layout = base.layout.model_copy(update=sizes | more | self.layout)
         training = {"sequence_length": LENGTH, "global_batch": SEQUENCES * self.data, "steps": STEPS}
         partition = own_partition(base.model, mesh.tp, self.inner)
-        updates = {"layout": layout, "partition": partition, "optimizer": OPTIMIZER}
+        updates = {"layout": layout, "partition": partition, "optimizer": OPTIMIZER, "frozen": self.frozen}
         return base.model_copy(update=updates | {"training": base.training.model_copy(update=training)})
 
 
@@ -91,7 +93,9 @@ def cases(world_size: int) -> dict[str, Case]:
     for model in MODELS:
         found[f"2x2 {model} in pieces"] = Case(2, model, layout=in_pieces)
     halved = in_pieces | {"schedule": "zb-h1", "recompute": ("full", "selective")}
+    frozen = ("embed.*", "layers.0.*", "layers.1.attention.k.weight", "layers.1.ffn.down.*")
     return found | {
+        "2x2 llama frozen": Case(2, frozen=frozen),
         "2x2 gpt": Case(2, "gpt", train=True),
         "1x4 gpt": Case(4, "gpt"),
         "1x2 gpt ZeRO-3": Case(2, "gpt", layout=in_pieces, data=2, train=True),
@@ -185,7 +189,8 @@ def check(name: str, case: Case) -> None:
     fill(prepared.model, Weights(), seed=4)
     expected = reference(case.model, case.data)
     parameters = trained_parameters(prepared.model)
-    with CommCounter() as counter:
+    # Nothing is compiled while somebody counts.
+    with CommCounter() if case.layout.get("compile") is None else contextlib.nullcontext() as counter:
         loss = prepared.passes.step(
             batch(0, ranks.dp.get_local_rank(), case.stages), torch.ones((), dtype=torch.float64), no_timer
         )
@@ -194,7 +199,8 @@ def check(name: str, case: Case) -> None:
     gradients = {key: p.grad for key, p in parameters.items() if p.grad is not None}
     assert gradients.keys() == parameters.keys(), name
     assert_parts(prepared.model, gradients, expected.gradients, 1e-12, name)
-    if case.data == case.stages == 1:
+    if case.data == case.stages == 1 and not case.frozen and case.layout.get("compile") is None:
+        assert counter is not None
         check_traffic(name, plan, ranks, counter)
     if case.train:
         check_steps(name, prepared, plan, ranks, expected)
@@ -227,12 +233,33 @@ def check_steps(name: str, prepared: Prepared, plan: Plan, ranks: Ranks, expecte
     assert_parts(model, dict(parameters), expected.weights, 1e-10, name)
 
 
+def check_compiled() -> None:
+    """Compare compiled layers, without their C++: all layers of a kind are one graph, with all that they exchange."""
+    compiled = torch.compile
+    for name, fields in MODELS.items():
+        graphs: list[Any] = []
+        torch._dynamo.reset()
+
+        def backend(graph: Any, examples: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return aot_eager(graph, examples)
+
+        torch.compile = functools.partial(compiled, backend=backend, fullgraph=True)
+        for layout in ({}, {"tensor_chunks": 3, "tensor_overlap": "backward"}):
+            check(f"{name} compiled", Case(2, name, layout=layout | {"compile": "block"}))
+        kinds = len(set(fields.get("layer_types", ("full",))))
+        assert len(graphs) == 2 * kinds, (name, len(graphs))
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     only = sys.argv[1:]
-    for name, case in cases(dist.get_world_size()).items():
-        if not only or any(word in name for word in only):
-            check(name, case)
+    if only == ["compiled"]:
+        check_compiled()
+    else:
+        for name, case in cases(dist.get_world_size()).items():
+            if not only or any(word in name for word in only):
+                check(name, case)
     dist.destroy_process_group()
 
 

@@ -19,3 +19,9 @@ def test_four_ranks_in_every_shape_arrangement_and_combination() -> None:
 @pytest.mark.timeout(170)
 def test_eight_ranks_in_every_shape() -> None:
     run_ranks(SCRIPT, 8)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_compiled_layers_with_what_they_exchange() -> None:
+    run_ranks(SCRIPT, 4, "compiled", timeout_s=580)
