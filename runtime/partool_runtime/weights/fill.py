@@ -15,7 +15,7 @@ from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import Piece, pieces
 from partool_runtime.weights.draw import BlockSource, block_rows, dummy_source, init_source
 
-_COPY_ELEMENTS = 2**24
+_COPY_ELEMENTS = 2**20
 """Elements in flight between a source and a parameter: bounds the memory beside the model."""
 
 
