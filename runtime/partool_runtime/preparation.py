@@ -11,8 +11,9 @@ from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.model import HfDecoder
+from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
-from partool_runtime.model import AnyDecoder, Decoder
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
@@ -69,15 +70,27 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
     if plan.hf is None:
         return build(plan.model)
     model = HfDecoder(plan.hf, plan.model, wide=plan.training.precision == "fp64")
-    if model.draws:
-        # Data-parallel ranks drop other activations, tensor ranks the same ones where all hold them.
-        torch.manual_seed(plan.training.seed * (ranks.dp.size() + 1) + ranks.dp.get_local_rank() + 1)
+    _seed(plan, ranks)
     return model
+
+
+def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfParts:
+    if plan.hf is None:
+        return build_parts(plan.model, plan.layout.stages, mine)
+    parts = HfParts(plan.hf, plan.model, plan.layout.stages, mine, wide=plan.training.precision == "fp64")
+    _seed(plan, ranks)
+    return parts
+
+
+def _seed(plan: Plan, ranks: Ranks) -> None:
+    """Set what dropout draws from: other numbers for each data-parallel rank, the same for all its tensor ranks."""
+    stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
+    torch.manual_seed(plan.training.seed * ranks.world_size + stream)
 
 
 def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     mine = schedule.on_rank(ranks.pp.get_local_rank())
-    parts = build_parts(plan.model, plan.layout.stages, mine).to(MASTER_DTYPE[plan.training.precision])
+    parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     units = parallelize_stages(parts, plan, ranks)
     materialise(parts, ranks.device)
     freeze(parts, plan.frozen)

@@ -46,6 +46,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 7,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
     },
+    "qwen3_deep": {
+        **_LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 3, "use_sliding_window": True, "sliding_window": 3,
+        "max_window_layers": 2, "tie_word_embeddings": True,
+    },
+    "gpt_neox_deep": {
+        "num_hidden_layers": 4, "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
 }  # fmt: skip
 """By model type. Over 3 ranks: Llama's 2 heads of keys lie on three ranks, Mistral's third rank has no head."""
 
@@ -55,7 +63,7 @@ def write_model(model_type: str, folder: Path) -> Path:
     import transformers
 
     path = folder / model_type
-    config = transformers.CONFIG_MAPPING[model_type](**COMMON | MODELS[model_type])
+    config = transformers.CONFIG_MAPPING[model_type.removesuffix("_deep")](**COMMON | MODELS[model_type])
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
@@ -66,24 +74,24 @@ def write_model(model_type: str, folder: Path) -> Path:
     return path
 
 
-def plan_of(base: Plan, path: Path, *, tp: int = 1, dp: int = 1, zero: int = 1, **fields: Any) -> Plan:
+def plan_of(base: Plan, path: Path, mesh: Mesh, **fields: Any) -> Plan:
     """Return a plan that trains the model of a folder in float64."""
     causal = build_causal(path)
     structure: Structure = structure_of(causal)
     config = ModelConfig.model_validate(model_fields(causal, causal.config), strict=False)
-    decided = decide(structure, tp, {})
+    decided = decide(structure, mesh.tp, {})
     assert not [f for f in decided.findings if f.severity == "error"], decided.findings
     layout = Layout.model_validate(
         base.layout.model_dump()
-        | {"mesh": Mesh(dp_shard=dp, tp=tp), "zero": zero, "recompute": ("none",) * config.layers}
-        | {"stages": ((0, config.layers),)}
+        | {"mesh": mesh, "recompute": ("none",) * config.layers, "micro_batch": 2}
+        | {"stages": ((0, config.layers),), "accumulation": 4 // 2 // mesh.dp}
         | fields
     )
     return base.model_copy(
         update={
             "model": config,
             "layout": layout,
-            "partition": decided.rows if tp > 1 else (),
+            "partition": decided.rows if mesh.tp > 1 else (),
             "hf": HfModel(path=str(path), model_type=structure.model_type, architecture=structure.architecture),
         }
     )

@@ -15,7 +15,7 @@ import torch
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 
-from partool.plan.types import Plan
+from partool.plan.types import Mesh, Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
@@ -41,16 +41,17 @@ class Case:
     model: str
     tp: int = 1
     dp: int = 1
-    zero: int = 1
+    pp: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
 
     def plan(self) -> Plan:
-        base = small_plan(Path("unused"), ranks=self.dp * self.tp)
+        base = small_plan(Path("unused"), ranks=self.dp * self.tp * self.pp)
         training = base.training.model_copy(
             update={"sequence_length": LENGTH, "precision": "fp64", "steps": STEPS, "global_batch": SEQUENCES}
         )
         plan = base.model_copy(update={"training": training})
-        return plan_of(plan, FOLDER / self.model, tp=self.tp, dp=self.dp, zero=self.zero, **dict(self.fields))
+        mesh = Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
+        return plan_of(plan, FOLDER / self.model, mesh, **dict(self.fields))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,14 +168,41 @@ def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     return [MicroBatch(t, label) for t, label in zip(tokens[mine].split(2), labels[mine].split(2), strict=True)]
 
 
+def staged(schedule: str, stages: int, **fields: Any) -> tuple[tuple[str, Any], ...]:
+    """Layout of a pipeline of two ranks over the deep models' four layers."""
+    spans = tuple((first * 4 // stages, (first + 1) * 4 // stages) for first in range(stages))
+    return tuple({"schedule": schedule, "stages": spans, "chunks": stages // 2, **fields}.items())
+
+
+PIPELINES = [
+    Case("qwen3_deep", pp=2, fields=staged("1f1b", 2, zero=1)),
+    Case("qwen3_deep", pp=2, fields=staged("zb-v", 4, zero=3)),
+    Case("gpt_neox_deep", pp=2, fields=staged("zb-h1", 2, zero=2, recompute=("full",) * 4)),
+]
+CROSSED = [
+    Case("qwen3_deep", pp=2, tp=2, fields=staged("zb-v", 4, zero=2)),
+    Case("gpt_neox_deep", pp=2, tp=2, fields=staged("1f1b", 2, zero=3)),
+    Case("qwen3_deep", pp=2, dp=2, fields=staged("1f1b", 2, zero=3)),
+]
+LAYOUTS = [
+    (("recompute", ("full",) * 2),),
+    (("recompute", ("selective",) * 2), ("tensor_overlap", "backward")),
+    (("recompute", ("attention",) * 2), ("tensor_chunks", 2)),
+]
+
+
 def cases(world: int) -> list[Case]:
     """Every model over all ranks as tensor ranks; of four ranks two, with ZeRO over the other two."""
-    names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(MODELS)
-    if world == 1:
-        return [Case(name) for name in names]
+    shallow = [name for name in MODELS if not name.endswith("_deep")]
+    chosen = sys.argv[2] if len(sys.argv) > 2 else ""
+    if chosen == "pipelines":
+        return PIPELINES if world == 2 else CROSSED
+    if chosen == "layouts":
+        return [Case(name, tp=world, fields=fields) for fields in LAYOUTS for name in ("llama", "deepseek_v2")]
+    names = chosen.split(",") if chosen else shallow
     if world < 4:
         return [Case(name, tp=world) for name in names]
-    return [Case(name, tp=2, dp=2, zero=number % 4) for number, name in enumerate(names)]
+    return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(names)]
 
 
 def main() -> None:

@@ -30,3 +30,20 @@ def test_three_tensor_ranks_equal_transformers(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_tensor_ranks_with_zero_equal_transformers(tmp_path: Path) -> None:
     run_ranks(WORKER, 4, str(tmp_path), timeout_s=880)
+
+
+@pytest.mark.timeout(300)
+def test_pipelines_equal_transformers(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path), "pipelines", timeout_s=280)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_pipelines_of_tensor_ranks_equal_transformers(tmp_path: Path) -> None:
+    run_ranks(WORKER, 4, str(tmp_path), "pipelines", timeout_s=580)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_recomputation_and_overlap_change_nothing(tmp_path: Path) -> None:
+    run_ranks(WORKER, 2, str(tmp_path), "layouts", timeout_s=580)

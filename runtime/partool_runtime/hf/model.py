@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from partool_runtime.weights.draw import BlockSource
 
 
+LossOfHead = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
+"""(hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) → the sum of token losses."""
+
+
 class HfPart(AnyDecoder):
     """A model that transformers builds, or what one rank holds of it; parameters have the names that it gives them."""
 
@@ -39,9 +43,26 @@ class HfPart(AnyDecoder):
     """Whether training draws random numbers."""
     head_name: str
     """Of the output matrix."""
-    loss: Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
-    """(hidden ``[B, S, H]``, output matrix, labels ``[B, S]``) → the sum of token losses; tensor parallelism puts its
-    own here."""
+    _blocks: str
+    """Of the list of layers, within the base model."""
+    _loss: LossOfHead
+
+    def _describe(self, causal: nn.Module, layers: int) -> None:
+        """Note what is to be known of the whole model."""
+        self.base_prefix, self.head_name = base_name(causal), head_name(causal)
+        self._blocks = blocks_name(causal.get_submodule(self.base_prefix), layers)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
+        self.constants, self.aliases, self.draws = constants(causal), aliases(causal), draws_random(causal)
+        self._loss = head_loss
+
+    @property
+    def loss(self) -> LossOfHead:
+        """What computes the loss; tensor parallelism puts its own here."""
+        return self._loss
+
+    @loss.setter
+    def loss(self, function: LossOfHead) -> None:
+        self._loss = function
 
     @property
     def head_module(self) -> nn.Linear | None:
@@ -77,22 +98,14 @@ class HfDecoder(HfPart):
         """Build the model of ``hf.path``, parameters on the meta device; ``wide``: to be run in float64."""
         super().__init__()
         causal = build_causal(Path(hf.path))
-        if wide and hasattr(causal, "set_experts_implementation"):
-            cast(Any, causal).set_experts_implementation("eager")  # grouped products have no float64
+        plain_experts(causal, wide)
         self.config = config
-        self.hf_config = cast(Any, causal).config
-        self.base_prefix, self.head_name = base_name(causal), head_name(causal)
-        self._blocks_name = blocks_name(causal.get_submodule(self.base_prefix), config.layers)
+        self._describe(causal, config.layers)
         for name, parameter in causal.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, child in causal.named_children():
             self.add_module(name, child)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-        self.constants = constants(causal)
         self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
-        self.aliases = aliases(self)
-        self.draws = draws_random(self)
-        self.loss = head_loss
         for module in (self.base, *self.layers):
             stay_wide(module)
 
@@ -119,12 +132,12 @@ class HfDecoder(HfPart):
     @property
     def layers(self) -> nn.ModuleList:
         """The layers, in order."""
-        return cast(nn.ModuleList, self.base.get_submodule(self._blocks_name))
+        return cast(nn.ModuleList, self.base.get_submodule(self._blocks))
 
     @property
     def layers_name(self) -> str:
         """Name of the list of layers, from here."""
-        return f"{self.base_prefix}.{self._blocks_name}"
+        return f"{self.base_prefix}.{self._blocks}"
 
     @property
     def tied(self) -> bool:
@@ -135,8 +148,8 @@ class HfDecoder(HfPart):
         """Return the units of sharding and gathering, as :meth:`partool_runtime.model.Decoder.groups` does."""
         children = list(self.base.named_children())
         names = [name for name, _ in children]
-        before = [module for _, module in children[: names.index(self._blocks_name)] if has_parameters(module)]
-        after = [module for _, module in children[names.index(self._blocks_name) + 1 :] if has_parameters(module)]
+        before = [module for _, module in children[: names.index(self._blocks)] if has_parameters(module)]
+        after = [module for _, module in children[names.index(self._blocks) + 1 :] if has_parameters(module)]
         rest = [*after, self.head]
         blocks: list[list[nn.Module]] = [[block] for block in self.layers]
         return [before, *blocks, rest]
@@ -189,6 +202,12 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
     for name, original in names.items():
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
+
+
+def plain_experts(causal: nn.Module, wide: bool) -> None:
+    """Let experts compute one after the other where grouped products cannot: in float64."""
+    if wide and hasattr(causal, "set_experts_implementation"):
+        cast(Any, causal).set_experts_implementation("eager")
 
 
 def refill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

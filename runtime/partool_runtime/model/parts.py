@@ -66,6 +66,11 @@ class StageModule(nn.Module):
         head = self.head if self.head is not None else cast(nn.Module, embedding)
         return cast(torch.Tensor, head(self.final_norm(x), labels_BS))
 
+    @property
+    def last(self) -> bool:
+        """True if it yields the loss."""
+        return self.final_norm is not None
+
     def groups(self) -> list[list[nn.Module]]:
         """Return the units of sharding and gathering in order of use, but for the last stage's last one.
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from partool.plan.types import Plan
 from partool_runtime.hf.model import HfDecoder
+from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder, DecoderParts
 from partool_runtime.parallel.compiling import compile_blocks
@@ -31,13 +34,16 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
     return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
-def parallelize_stages(parts: DecoderParts, plan: Plan, ranks: Ranks) -> list[Unit]:
+def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) -> list[Unit]:
     """Apply the plan's layout to the stages of a pipeline rank, in place and in the same order.
 
     Return what is gathered and reduced together.
     """
-    apply_tensor(parts, plan, ranks)
-    blocks = dict(parts.blocks())
+    if isinstance(parts, HfParts):
+        apply_to_transformers(parts, plan, ranks)
+    else:
+        apply_tensor(parts, plan, ranks)
+    blocks: dict[int, nn.Module] = dict(parts.blocks())
     recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks])
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())

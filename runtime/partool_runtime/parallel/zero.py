@@ -15,6 +15,7 @@ from partool.plan.types import Layout
 from partool.spec.training import Precision
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder
+from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.gathering import Layer, prefetch
@@ -44,7 +45,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     return GradSync(modules, zero=layout.zero, replicas=ranks.replicas, persistent=sharding.tune(layers, root))
 
 
-def shard_stages(parts: DecoderParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
+def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
     """Spread a pipeline rank's parameters over the shard axis, in place; every stage is sharded on its own.
 
     An embedding that two stages of the rank share is gathered and reduced on its own, too. Raises

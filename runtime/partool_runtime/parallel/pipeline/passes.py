@@ -12,6 +12,8 @@ from partool.plan.types import Plan
 from partool.schedule import Schedule, without_backward
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf import stages as hf_stages
+from partool_runtime.hf.stages import HfParts, HfStage
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import DecoderParts, StageModule
 from partool_runtime.parallel.comm import sum_over
@@ -31,7 +33,7 @@ Report = Callable[[Sequence[Done], int], None]
 class DecoderStage:
     """A stage as the engine calls it (``Stage``)."""
 
-    def __init__(self, module: StageModule, device: torch.device) -> None:
+    def __init__(self, module: StageModule | HfStage, device: torch.device) -> None:
         self._module, self._device = module, device
 
     @property
@@ -42,7 +44,7 @@ class DecoderStage:
     def __call__(self, x_BSH: torch.Tensor | None, micro: MicroBatch) -> torch.Tensor:
         """Return the hidden state ``[B, S, H]``, or on the last stage the sum of token losses."""
         x = x_BSH if x_BSH is not None else micro.tokens_BS.to(self._device, non_blocking=True)
-        last = self._module.final_norm is not None
+        last = self._module.last
         out: torch.Tensor = self._module(x, micro.labels_BS.to(self._device, non_blocking=True) if last else None)
         return out
 
@@ -133,6 +135,8 @@ def boundary_shape(plan: Plan) -> tuple[int, int, int]:
 
 def first_trained_stage(plan: Plan) -> int:
     """Return the number of the first stage that holds a parameter which is trained."""
+    if plan.hf is not None:
+        return hf_stages.first_trained_stage(plan)
     shapes = whole_shapes(plan.model)
     frozen = frozen_names(shapes, plan.frozen)
     return min(_stage_of(name, plan.layout.stages) for name in shapes if name not in frozen)
@@ -149,7 +153,13 @@ def _stage_of(name: str, spans: Sequence[tuple[int, int]]) -> int:
 
 
 def pipeline_passes(
-    parts: DecoderParts, units: Sequence[Unit], schedule: Schedule, *, plan: Plan, ranks: Ranks, report: Report
+    parts: DecoderParts | HfParts,
+    units: Sequence[Unit],
+    schedule: Schedule,
+    *,
+    plan: Plan,
+    ranks: Ranks,
+    report: Report,
 ) -> PipelinePasses:
     """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
     layout, rank = plan.layout, ranks.pp.get_local_rank()

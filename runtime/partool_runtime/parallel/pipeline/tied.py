@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from partool.schedule import Schedule
+from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import DecoderParts
 from partool_runtime.parallel.comm import sum_over
@@ -18,11 +22,11 @@ class TiedGradients:
     Both ranks then hold the same bits and make the same update, so the copies never differ.
     """
 
-    def __init__(self, embed: nn.Embedding, group: dist.ProcessGroup) -> None:
+    def __init__(self, embed: nn.Module, group: dist.ProcessGroup) -> None:
         self._embed, self._group = embed, group
 
     @classmethod
-    def between(cls, parts: DecoderParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
+    def between(cls, parts: DecoderParts | HfParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
         """Return what this rank does; None where it holds no copy. A collective of all ranks."""
         first, last = schedule.placement[0], schedule.placement[-1]
         if first == last:
@@ -38,6 +42,6 @@ class TiedGradients:
 
     def add_up(self) -> None:
         """Sum the gradients, after they were reduced over data-parallel ranks."""
-        gradient = self._embed.weight.grad
+        gradient = cast(torch.Tensor, self._embed.weight).grad
         if gradient is not None and local(gradient).numel() > 0:
             sum_over(local(gradient), self._group)

@@ -1,0 +1,239 @@
+"""The part of a model of transformers that one pipeline rank holds: stages that run the model's own forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from partool.plan.types import HfModel, Plan
+from partool.spec.model import ModelConfig
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.building import base_name, blocks_name, build_causal
+from partool_runtime.hf.cutting import cut_base, returns_tuples
+from partool_runtime.hf.model import (
+    HfPart,
+    LossOfHead,
+    base_hidden,
+    draws_random,
+    has_parameters,
+    head_loss,
+    plain_experts,
+    refill,
+    tie,
+)
+from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.weights.pipeline import frozen_names
+
+Span = tuple[int, int]
+"""First and one-past-last layer."""
+
+
+class HfTied(nn.Module):
+    """Embedding and output matrix of one weight, where two stages of a rank use it; both uses are forward passes."""
+
+    def __init__(self, embed: nn.Embedding, head: nn.Linear) -> None:
+        super().__init__()
+        self.embed, self.head = embed, head
+        self.loss: LossOfHead = head_loss
+
+    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows of tokens ``[B, S]``; with labels the sum of token losses of a hidden state ``[B, S, H]``."""
+        return cast(torch.Tensor, self.embed(x)) if labels_BS is None else self.loss(x, self.head, labels_BS)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> HfTied:
+        """Give the parameter memory as ``nn.Module.to_empty`` does; it stays one."""
+        super().to_empty(device=device, recurse=recurse)
+        tie(self, {"head.weight": "embed.weight"})
+        return self
+
+
+class HfStage(nn.Module):
+    """Consecutive layers, on the first stage behind the embedding, on the last before final norm, head and loss."""
+
+    def __init__(self, base: nn.Module, head: nn.Linear | None, *, blocks: str, held: range, first: bool) -> None:
+        super().__init__()
+        self.base = base
+        self.head = head
+        self.first = first
+        self.last = False
+        self.shared: tuple[HfTied, ...] = ()
+        """Embedding and head, where another stage of this rank uses them too."""
+        self.loss: LossOfHead = head_loss
+        self._blocks_name, self._held = blocks, held
+        self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        self._draws = draws_random(self)
+
+    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Map tokens ``[B, S]`` (first stage) or ``[B, S, H]`` to ``[B, S, H]``, or on the last stage to the loss.
+
+        Only the last stage takes labels.
+        """
+        if self._draws and self.training != torch.is_grad_enabled():
+            self.train(torch.is_grad_enabled())  # an evaluation has no dropout
+        if self.first and self.shared:
+            x = self.shared[0](x)
+        tokens = self.first and not self.shared
+        hidden_BSH = base_hidden(self.base, **{"input_ids" if tokens else "inputs_embeds": x})
+        if not self.last:
+            return hidden_BSH
+        assert labels_BS is not None
+        if self.shared:
+            return cast(torch.Tensor, self.shared[0](hidden_BSH, labels_BS))
+        return self.loss(hidden_BSH, cast(nn.Linear, self.head), labels_BS)
+
+    def groups(self) -> list[list[nn.Module]]:
+        """Return the units of sharding and gathering in order of use, but for the last stage's last one."""
+        children = dict(self.base.named_children())
+        names = list(children)
+        before = [children[name] for name in names[: names.index(self._blocks_name)] if has_parameters(children[name])]
+        layers = cast(nn.ModuleList, children[self._blocks_name])
+        blocks: list[list[nn.Module]] = [[layers[number]] for number in self._held]
+        return [before, *blocks] if before else blocks
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> HfStage:
+        """Give parameters memory as ``nn.Module.to_empty`` does; buffers keep their values."""
+        super().to_empty(device=device, recurse=recurse)
+        refill(self, self._values)
+        return self
+
+
+class HfParts(HfPart):
+    """The stages of a model that one rank holds, behind the interface of ``DecoderParts``.
+
+    Its children form the model's own tree without what other ranks hold, so that names are those of the whole; they are
+    never called. With a tied embedding the ranks of the first and of the last stage both hold the weight, under the
+    embedding's name; on one rank it is one parameter.
+    """
+
+    def __init__(
+        self, hf: HfModel, config: ModelConfig, spans: Sequence[Span], mine: Sequence[int], *, wide: bool
+    ) -> None:
+        """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's; ``wide``: to run in float64.
+
+        Raises ConfigurationError PT646 where the model cannot be cut.
+        """
+        super().__init__()
+        causal = build_causal(Path(hf.path))
+        plain_experts(causal, wide)
+        self.config = config
+        self._describe(causal, config.layers)
+        tuples = returns_tuples(causal, config.layers)
+        if isinstance(tuples, str):
+            fix = "Plan it again with the transformers that is installed here, or use one stage."
+            raise ConfigurationError("PT646", f"{type(causal).__name__} cannot be cut into stages: {tuples}", fix)
+        base, last = causal.get_submodule(self.base_prefix), len(spans) - 1
+        head = cast(nn.Linear, causal.get_submodule(self.head_name))
+        embed = cast(nn.Embedding, cast(Any, base).get_input_embeddings())
+        tied, first_here, last_here = head.weight is embed.weight, 0 in mine, last in mine
+        shared = HfTied(embed, head) if tied and first_here and last_here and last > 0 else None
+        self.stages = {
+            stage: _stage(
+                base, self._blocks, range(*spans[stage]), shared, head=head if stage == last else None, tuples=tuples
+            )
+            for stage in mine
+        }
+        """By number. Not registered here: their modules are, under the names of the whole."""
+        held = sorted(layer for stage in mine for layer in range(*spans[stage]))
+        layers = cast(nn.ModuleList, base.get_submodule(self._blocks))
+        self._numbered = {layer: layers[layer] for layer in held}
+        # Tuples, which register nothing.
+        self._head = (head if last_here else None,)
+        self._shared = (shared,)
+        self._embed = (embed if first_here else head if tied and last_here else None,)
+        self.add_module(self.base_prefix, self._tree(base, embed, first_here, last_here))
+        if last_here and (first_here or not tied):
+            self.add_module(self.head_name, head)
+        self.copies = frozenset(self.aliases.values() if self._embed[0] is head else ())
+        for module in (*(stage.base for stage in self.stages.values()), *self._numbered.values()):
+            stay_wide(module)
+
+    @property
+    def loss(self) -> LossOfHead:
+        """What computes the loss; tensor parallelism puts its own here."""
+        return self._loss
+
+    @loss.setter
+    def loss(self, function: LossOfHead) -> None:
+        self._loss = function
+        for stage in self.stages.values():
+            stage.loss = function
+        if self.shared is not None:
+            self.shared.loss = function
+
+    @property
+    def head_module(self) -> nn.Linear | None:
+        """The output matrix, where this rank holds it."""
+        return self._head[0]
+
+    @property
+    def embed(self) -> nn.Module | None:
+        """What holds the embedding's weight here."""
+        return self._embed[0]
+
+    @property
+    def shared(self) -> HfTied | None:
+        """The tied embedding, where two stages of this rank use it."""
+        return self._shared[0]
+
+    def blocks(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield this rank's layers with their numbers."""
+        return iter(self._numbered.items())
+
+    def roots(self) -> tuple[nn.Module, ...]:
+        """Return the stages, and what stages share."""
+        return (*self.stages.values(), *([] if self.shared is None else [self.shared]))
+
+    def _tree(self, base: nn.Module, embed: nn.Module, first: bool, last: bool) -> nn.Module:
+        """Return the base model's modules that this rank holds, under their names."""
+        tree, names = nn.Module(), list(base._modules)
+        place = names.index(self._blocks)
+        for number, (name, module) in enumerate(base.named_children()):
+            if number == place:
+                tree.add_module(name, nn.ModuleDict({str(layer): block for layer, block in self._numbered.items()}))
+            elif module is embed:
+                tree.add_module(name, self.embed)
+            elif not has_parameters(module) or (first if number < place else last):
+                tree.add_module(name, module)  # without parameters: it may have buffers, whose type changes with all
+        return tree
+
+
+def _stage(
+    base: nn.Module, blocks: str, held: range, shared: HfTied | None, *, head: nn.Linear | None, tuples: bool
+) -> HfStage:
+    part = cut_base(base, blocks, held, as_tuple=tuples)
+    first, ends = held.start == 0, head is not None
+    if shared is not None and first:
+        for name, module in base.named_children():
+            if module is shared.embed:
+                part._modules[name] = nn.Identity()
+    stage = HfStage(part, None if shared is not None else head, blocks=blocks, held=held, first=first)
+    stage.last = ends
+    stage.shared = (shared,) if shared is not None and (first or ends) else ()
+    return stage
+
+
+def first_trained_stage(plan: Plan) -> int:
+    """Return the number of the first stage that holds a parameter which is trained."""
+    if not plan.frozen or plan.hf is None:
+        return 0
+    causal = build_causal(Path(plan.hf.path))
+    names = [name for name, _ in causal.named_parameters()]
+    base = base_name(causal)
+    children = [name for name, _ in causal.get_submodule(base).named_children()]
+    blocks = blocks_name(causal.get_submodule(base), plan.model.layers)
+    before = {f"{base}.{name}" for name in children[: children.index(blocks)]}
+    frozen = frozen_names(names, plan.frozen)
+
+    def stage_of(name: str) -> int:
+        layer = re.match(rf"{re.escape(base)}\.{blocks}\.(\d+)\.", name)
+        if layer is None:
+            return 0 if any(name.startswith(f"{one}.") for one in before) else len(plan.layout.stages) - 1
+        number = int(layer[1])
+        return next(stage for stage, (first, stop) in enumerate(plan.layout.stages) if first <= number < stop)
+
+    return min(stage_of(name) for name in names if name not in frozen)
