@@ -11,6 +11,7 @@ from partool.cost.columns import columns
 from partool.cost.cut import share_columns
 from partool.cost.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.tensor import tensor_bytes
+from partool.cost.zero_controls import Controls, kept_elements, messages_of_unit
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -44,7 +45,8 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
 
     Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
-    between forward and backward. Gradients are scattered once, from ZeRO-2 on for each micro-batch.
+    between forward and backward; what persists comes once a step, with one message. Gradients are scattered once, from
+    ZeRO-2 on for each micro-batch.
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
@@ -53,12 +55,19 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     ring = (shards - 1) / shards
     gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
     calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
+    controls = Controls(layout.gather, layout.prefetch, layout.persistent_elements)
+    calls *= messages_of_unit(job.model, controls, zero)
+    kept = 0.0
+    if gathers and zero == 3 and controls.persistent_elements:
+        # Of a pipeline rank the same share as of the model.
+        kept = kept_elements(job.model, controls.persistent_elements) * elements / sum(_group_elements(job, layout))
+        calls += 1
     reductions = 0 if shards == 1 else k if zero >= 2 else 1
     shard = trained * job.master_bytes / shards
     return Traffic(
         gather_calls=calls,
         reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
-        gather_bytes=gathers * ring * elements * job.compute_bytes,
+        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes,
         scatter_bytes=reductions * ring * trained * job.master_bytes,
         replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout),
     )

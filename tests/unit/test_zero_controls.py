@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cost.zero_controls import (
@@ -20,7 +20,7 @@ from partool.cost.zero_controls import (
     reductions,
     transient_bytes,
 )
-from partool.layout.parameters import parameters
+from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.spec import load_text
@@ -56,6 +56,7 @@ def about(plan: Plan, word: str) -> list[str]:
     return [reason for reason in plan.reasons if reason.startswith(word)]
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 5))
 def test_padding_is_less_than_one_row_per_rank(unit, ranks):
     for shape in unit:
@@ -64,6 +65,7 @@ def test_padding_is_less_than_one_row_per_rank(unit, ranks):
         assert row % ranks == 0
 
 
+@settings(deadline=None)
 @given(units, st.integers(2, 4), st.integers(1, 3))
 def test_bytes_do_not_depend_on_how_messages_are_cut(found, ranks, micro_batches):
     for zero in (1, 2, 3):
@@ -76,6 +78,7 @@ def test_bytes_do_not_depend_on_how_messages_are_cut(found, ranks, micro_batches
         assert reductions(found, **common) == once.times(1 if zero == 1 else micro_batches)
 
 
+@settings(deadline=None)
 @given(units, st.integers(2, 4), st.integers(1, 3), st.integers(0, 200))
 def test_what_persists_travels_once_a_step(found, ranks, micro_batches, most):
     controls = Controls("coalesced", 1, most)
@@ -128,6 +131,25 @@ def test_pinned_ways_are_taken_priced_and_told():
     assert before["gathered"] - terms["gathered"] == pytest.approx(layer, rel=0.01)
     assert before["communication"] - terms["communication"] == pytest.approx(layer, rel=0.01)
     assert pinned.prediction.time.step_time_s > plain.prediction.time.step_time_s
+
+
+@pytest.mark.parametrize("persistent", [0, 4096])
+@pytest.mark.parametrize("gather", ["coalesced", "sequential"])
+def test_predicted_traffic_is_what_is_counted(gather, persistent):
+    """The runtime's counts equal ``gathers`` exactly (``test_zero_controls`` of the parity tests)."""
+    plan = planned(LARGE, f"parallel.data.gather={gather}", f"parallel.data.persistent={persistent}")
+    shapes = [[info.shape for info in group] for group in groups(plan.model)]
+    layout = plan.layout
+    counted = gathers(
+        shapes,
+        Controls(gather, 1, persistent),
+        zero=3,
+        ranks=layout.mesh.dp_shard,
+        micro_batches=layout.accumulation,
+        element_bytes=2,
+    )
+    predicted = plan.prediction.time.traffic_bytes["parameter_gather"]
+    assert predicted == pytest.approx(counted.sent_bytes, rel=1e-6 if persistent else 0, abs=1)
 
 
 def test_looking_further_ahead_takes_memory():
