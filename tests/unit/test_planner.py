@@ -215,7 +215,7 @@ def test_several_problems_come_in_one_run() -> None:
     )
     assert {"PT250", "PT260"} <= set(codes(result))
     both = plan_of(SMALL, ["parallel.tensor=3", "parallel.expert=2", "model.vocab=7"])
-    assert {"PT203", "PT266", "PT258", "PT267"} <= set(codes(both))
+    assert {"PT266", "PT258", "PT267"} <= set(codes(both))
 
 
 ONLY_DATA = "tensor: 1, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
@@ -312,7 +312,7 @@ def test_candidates_hold_the_plan_and_its_front() -> None:
 
 def test_a_batch_that_keeps_a_plan_from_running_is_named() -> None:
     assert planned(LARGE, ["training.global_batch=12"]).runnable
-    result = plan_of(LARGE, ["training.global_batch=12", "parallel.pipeline=1"])
+    result = plan_of(LARGE, ["training.global_batch=12", "parallel.pipeline=1", "parallel.tensor=1"])
     assert result.plan is not None
     assert not result.plan.runnable
     (found,) = (finding for finding in result.diagnostics if finding.code == "PT259")

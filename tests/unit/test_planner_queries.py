@@ -82,7 +82,7 @@ def test_combinations_are_products_and_keep_brackets() -> None:
 
 
 BAD = {
-    "heads": (["parallel.tensor=7"], "PT203", "use 4 or 8"),
+    "heads": (["parallel.tensor={shape: [2, 2]}", "model.kv_heads=2"], "PT456", "use [4, 1]"),
     "stages": (["parallel.pipeline=9"], "PT264", "use at most 8"),
     "chunks": (["parallel.pipeline={stages: 4, schedule: interleaved, chunks: 3}"], "PT264", "use at most 2"),
     "product": (["parallel.tensor=4", "parallel.pipeline=2"], "PT267", "can be"),
@@ -96,7 +96,10 @@ BAD = {
     ),
     "experts": (["parallel.expert=2"], "PT266", "drop it"),
     "policies": (["parallel.recompute=[none, full]"], "PT271", "name one policy per layer"),
-    "width": (["model.ffn_hidden=5001", "parallel.tensor=4"], "PT272", "use 1"),
+    "width": (["model.ffn_hidden=5001", "parallel.tensor={shape: [2, 2]}"], "PT456", "or [4, 1]"),
+    "shape": (["parallel.tensor={degree: 4, shape: [2, 4]}"], "PT455", "use [4, 1] or [2, 2]"),
+    "norms": (["parallel.tensor={shape: [2, 2], sequence_norms: true}"], "PT457", "shape: [4, 1]"),
+    "ring of weights": (["parallel.tensor=2", "parallel.pipeline={stages: 2, schedule: weipipe}"], "PT459", "1f1b"),
     "ring": (["parallel.sequence={degree: 4, method: ring}", "training.sequence_length=2044"], "PT265", "use"),
     "host": (["hardware.accelerator=cpu", "parallel.offload.optimizer=cpu", "hardware.per_node=1"], "PT274", "none"),
     "zero size": (["training.global_batch=0"], "PT104", ""),
@@ -201,10 +204,10 @@ def test_check_takes_many_specs(capsys: pytest.CaptureFixture[str], spec: str, t
     assert code == 1
     told = json.loads(out)
     assert [one["ok"] for one in told["specs"]] == [True, False]
-    assert told["specs"][1]["diagnostics"][0]["code"] == "PT203"
+    assert told["specs"][1]["diagnostics"][0]["code"] == "PT267"
     code, out, _ = call(capsys, "--check", spec, str(bad), "--output", "sarif")
     assert code == 1
-    assert '"PT203"' in out
+    assert '"PT267"' in out
     assert call(capsys, spec, str(bad))[0] == 2
 
 
