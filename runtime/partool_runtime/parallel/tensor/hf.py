@@ -83,7 +83,11 @@ class _Hooks:
         cuts = {cut.name: cut for cut in self._cuts()}
         for parent, module in self._model.named_modules():
             prefix = f"{parent}." if parent else ""
-            children = {child: cuts[prefix + child] for child, _ in module.named_children() if prefix + child in cuts}
+            children = {
+                child: cuts[prefix + child]
+                for child, inner in module.named_children()
+                if prefix + child in cuts and (isinstance(inner, nn.Linear) or _transposed(inner))
+            }
             self._columns(children)
             self._heads(prefix, module, children)
         for cut in cuts.values():
@@ -162,7 +166,9 @@ class _Hooks:
         rows = [cut for cut in children.values() if cut.row.style == "row"]
         if len(rows) == 1 and is_attention(module):
             first = {name: self._widths(cut, 0) for name, cut in children.items() if cut.row.style == "column"}
-            tell_heads(module, self._widths(rows[0], 1), first)
+            # Where queries, keys and values are gathered, or whole from the start, every rank computes all heads.
+            if first:
+                tell_heads(module, self._widths(rows[0], 1), first)
 
     def _widths(self, cut: _Cut, dim: int) -> Widths:
         """Return the outputs (``dim`` 0) or inputs (1) of a matrix."""
