@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,14 @@ from typing import Any
 import pytest
 from _plans import write_text
 from _tensor_plans import EVEN, FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tensor_plan
+from safetensors.torch import load_file
 from test_checkpoint import stored_values
 from test_trainer import Jobs
 
 from partool.cost.case import Job
 from partool.cost.pipeline import stages_of_ranks
 from partool.cost.tensor import tensor_calls
+from partool.plan.event_log import read_events
 from partool.plan.types import Mesh, Plan
 from partool_runtime.checkpoint import step_folder
 
@@ -32,18 +37,12 @@ def core_cases(text: Path) -> Cases:
     """Return a few plans of four ranks that together use everything once."""
     make = partial(tensor_plan, text)
     return {
-        "four": (make(FOUR), "five"),
         "four shares": (make(FOUR, model=TIED, **NORMS), "tied"),
         "zero-0 recomputed": (make(Mesh(tp=2, dp_replicate=2), settings={"zero": 0}, recompute="full"), "five"),
         "zero-1 shared keys": (make(TWO_BY_TWO, model=SHARED, tensor_overlap="backward"), "shared"),
-        "zero-2 shares overlapped": (
-            make(TWO_BY_TWO, model=SHARED, settings={"zero": 2}, tensor_overlap="backward", **NORMS),
-            "shared",
-        ),
         "zero-3 tied in chunks": (make(TWO_BY_TWO, model=TIED, settings={"zero": 3}, tensor_chunks=2), "tied"),
         "1f1b shares": (make(PIPED, schedule="1f1b", stages=HALVES, model=TIED, **NORMS), "tied"),
         "zb-v": (make(PIPED, schedule="zb-v", stages=QUARTERS, model=SHARED), "shared"),
-        "two dimensions": (make(FOUR, model=EVEN, tensor_inner=2), "even"),
         "two dimensions in a pipeline": (
             make(Mesh(tp=2, pp=2), schedule="1f1b", stages=HALVES, model=EVEN, tensor_inner=2),
             "even",
@@ -72,6 +71,12 @@ def further_cases(text: Path) -> Cases:
         "compiled shares": (compiled(model=SHARED, tensor_overlap="backward", **NORMS), "shared"),
         "compiled recomputed": (compiled(recompute="selective", tensor_chunks=2), "five"),
         "compiled two dimensions": (make(FOUR, model=EVEN, tensor_inner=2, compile="block"), "even"),
+        "four": (make(FOUR), "five"),
+        "zero-2 shares overlapped": (
+            make(TWO_BY_TWO, model=SHARED, settings={"zero": 2}, tensor_overlap="backward", **NORMS),
+            "shared",
+        ),
+        "two dimensions": (make(FOUR, model=EVEN, tensor_inner=2), "even"),
         "frozen": (make(TWO_BY_TWO, frozen=FROZEN, **NORMS), "frozen"),
         "frozen in a pipeline": (make(PIPED, schedule="zb-h1", stages=HALVES, frozen=FROZEN), "frozen"),
         "replicas": (make(Mesh(tp=2, dp_replicate=2), settings={"zero": 1}), "five"),
@@ -136,7 +141,7 @@ def test_training_on_tensor_ranks_equals_one_process(ran: Jobs, name: str) -> No
 @pytest.mark.timeout(170)
 def test_comparison_can_fail(ran: Jobs) -> None:
     with pytest.raises(AssertionError, match="differs"):
-        assert_same_state(ran, "case four", "reference five", at=2)
+        assert_same_state(ran, "case four shares", "reference tied", at=2)
 
 
 @pytest.mark.timeout(170)
@@ -172,7 +177,7 @@ def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name:
 
 @pytest.mark.timeout(170)
 def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
-    for name in ("four", "1f1b shares"):
+    for name in ("four shares", "1f1b shares"):
         assert ran.events(f"case {name}", "step")[-1]["terms_s"]["tensor_parallel"] > 0
 
 
@@ -205,3 +210,51 @@ def test_fewer_ranks_equal_one_process(tmp_path: Path, ranks: int) -> None:
     jobs.run(1)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)
+
+
+SPEC = """
+name: cut
+model: {model}
+hardware: {{accelerator: cpu, per_node: {ranks}}}
+data: {{source: {text}, validation: 0.1, cache: {text}.cache}}
+training: {{sequence_length: 15, global_batch: 8, steps: {steps}, precision: fp64}}
+optimizer: {{lr: 1.0e-2, schedule: {{kind: constant, warmup_steps: 0}}}}
+checkpoint: {{every: 2}}
+parallel: {{tensor: {tensor}, data: {{zero: {zero}}}, pipeline: {stages}, micro_batch: 2, recompute: {recompute}}}
+"""
+OWN = "{layers: 4, hidden: 32, ffn_hidden: 37, heads: 5, head_dim: 6, vocab: 257}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_launch_resume_and_export_from_a_spec(tmp_path: Path, folder: Path) -> None:
+    """The command line all through: two tensor ranks with ZeRO, resumed on three, then in a pipeline, exported."""
+
+    def partool(*arguments: str) -> None:
+        command = [sys.executable, "-m", "partool", *arguments]
+        env = os.environ | {"PARTOOL_HOME": str(tmp_path / "home")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def spec(name: str, ranks: int, steps: int, tensor: str, **fields: object) -> str:
+        given = {"model": OWN, "text": folder / "text", "zero": 0, "stages": 1, "recompute": "none"} | fields
+        (tmp_path / name).write_text(SPEC.format(ranks=ranks, steps=steps, tensor=tensor, **given))
+        return name
+
+    partool("launch", spec("a.yaml", 4, 2, "{degree: 2, sequence_norms: true, overlap: backward}", zero=2))
+    run = next((tmp_path / "home" / "runs").iterdir())
+    partool("launch", spec("b.yaml", 3, 4, "{degree: 3, chunks: 2}", recompute="selective"), "--resume", run.name)
+    partool("launch", spec("c.yaml", 4, 6, "2", stages=2), "--resume", run.name)
+    partool("launch", spec("one.yaml", 1, 6, "1"))
+    (alone,) = (other for other in (tmp_path / "home" / "runs").iterdir() if other != run)
+    logs = [list(read_events(each / "events" / "rank-0.jsonl")) for each in (run, alone)]
+    assert [event["data"]["resumed_from"] for event in logs[0] if event["kind"] == "start"] == [0, 2, 4]
+    losses = [[event["data"]["loss"] for event in log if event["kind"] == "step"] for log in logs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+    partool("export", run.name, "--out", "model")
+    partool("export", alone.name, "--out", "alone")
+    mine, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "alone"))
+    assert mine.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        assert mine[name].shape == expected.shape
+        assert float((mine[name] - expected).abs().max()) <= 1e-6, name  # exported in float32 or narrower
