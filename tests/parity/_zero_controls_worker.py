@@ -77,12 +77,13 @@ class ExpertModel(nn.Module):
 
 
 def expert_samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of a step. The last third sends tokens to no expert in even steps, to one of three in odd."""
+    """Tokens and labels of a step. The last half sends tokens to no expert in even steps, to one of three in odd."""
     tokens, labels = _plain_samples(step)
-    last = tokens[-SEQUENCES // 3 :]
+    last = tokens[-SEQUENCES // 2 :]
     last[:] = last % 3 * (EXPERTS + 1) + (EXPERTS if step % 2 == 0 else step // 2 % EXPERTS)
-    # The micro-batches of the first rank: one sends nothing to experts either, the next does.
-    tokens[:2] = tokens[:2] % 3 * (EXPERTS + 1) + EXPERTS
+    # Of two micro-batches of the first of two ranks, one sends nothing to experts either.
+    first = tokens[: SEQUENCES // 4]
+    first[:] = first % 3 * (EXPERTS + 1) + EXPERTS
     assert int(tokens.max()) < VOCAB
     assert tokens.shape == (SEQUENCES, LENGTH)
     return tokens, labels

@@ -31,7 +31,7 @@ def fewer_steps() -> Any:
 
 @functools.cache
 def launch(world_size: int, folder: Path) -> dict[str, Any]:
-    run_ranks(SCRIPT, world_size, str(folder / f"{world_size}.pt"))
+    run_ranks(SCRIPT, world_size, str(folder / f"{world_size}.pt"), timeout_s=300)
     return torch.load(folder / f"{world_size}.pt")
 
 
@@ -55,7 +55,7 @@ def reference(experts: bool) -> dict[str, Any]:
 FP64 = [(ranks, name) for ranks in CASES for name, case in CASES[ranks].items() if case.precision == "fp64"]
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ranks", "name"), FP64)
 def test_equals_one_process(folder, ranks, name):
     assert_same_run(launch(ranks, folder)[name], reference(name.startswith("experts")))
@@ -66,13 +66,13 @@ def test_ranks_have_idle_experts():
     used = []
     for step in range(worker.STEPS):
         tokens, _ = worker.expert_samples(step)
-        used.append(set((tokens[-zero.SEQUENCES // 3 :] % (worker.EXPERTS + 1)).flatten().tolist()))
+        used.append(set((tokens[-zero.SEQUENCES // 2 :] % (worker.EXPERTS + 1)).flatten().tolist()))
     assert used[0] == used[2] == {worker.EXPERTS}
     assert used[1] != used[3]
     assert all(len(each) == 1 for each in used)
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(330)
 def test_narrow_types_compute_the_same_bits(folder):
     """How parameters travel changes no bit; gradients of an expert idle in one of two micro-batches add up in fp32."""
     two = launch(2, folder)
@@ -97,7 +97,7 @@ def units(name: str, *, trained: bool = False) -> list[list[tuple[int, ...]]]:
 COUNTED = [(n, name) for n, name in FP64 if CASES[n][name].mesh[0] == 1 and CASES[n][name].recompute == "none"]
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(("ranks", "name"), COUNTED)
 def test_counted_bytes_equal_the_formulas(folder, ranks, name):
     case, counted = CASES[ranks][name], launch(ranks, folder)[name]["traffic"]
@@ -114,7 +114,7 @@ def test_counted_bytes_equal_the_formulas(folder, ranks, name):
         assert "all_reduce" not in counted
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(330)
 def test_persistent_parameters_stay_and_no_others(folder):
     for ranks, name in FP64:
         case = CASES[ranks][name]
@@ -133,7 +133,7 @@ def test_comparison_can_fail():
 
 
 @pytest.mark.long
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(330)
 def test_idle_experts_without_a_leaf_stop_the_run(tmp_path):
     """What leaves are for: the ranks' collectives do not match."""
     with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
