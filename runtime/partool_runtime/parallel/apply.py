@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from partool.plan.types import Plan
-from partool_runtime.hf.model import HfDecoder
+from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
@@ -28,7 +28,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
         apply_to_transformers(model, plan, ranks)
     else:
         apply_tensor(model, plan, ranks)
-    recompute(model.layers, plan.layout.recompute)
+    recompute(model.layers, plan.layout.recompute, draws=_draws(model))
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
     return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
@@ -44,7 +44,11 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
     else:
         apply_tensor(parts, plan, ranks)
     blocks: dict[int, nn.Module] = dict(parts.blocks())
-    recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks])
+    recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks], draws=_draws(parts))
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
     return shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
+
+
+def _draws(model: AnyDecoder) -> bool:
+    return isinstance(model, HfPart) and model.draws
