@@ -1,0 +1,151 @@
+"""Specs with ``model: {hf: DIR}`` are planned from what the runtime says of the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool.catalog import transformers_process
+from partool.layout.tensor.structure import Structure, StructureModule
+from partool.planner import make_plan
+from partool.planner.make import PlanResult
+from partool.spec import load_text
+
+HIDDEN, WIDTH, VOCAB, LAYERS = 32, 40, 300, 2
+FIELDS = {
+    "layers": LAYERS, "hidden": HIDDEN, "ffn_hidden": WIDTH, "heads": 4, "kv_heads": 4, "head_dim": 8, "vocab": VOCAB,
+    "tied_embeddings": False,
+}  # fmt: skip
+
+
+def structure() -> Structure:
+    """A Llama of two layers."""
+    attention, network = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+    modules = [("model.embed_tokens", "embedding", (VOCAB, HIDDEN))]
+    for layer in range(LAYERS):
+        modules += [(f"model.layers.{layer}.input_layernorm", "norm", (HIDDEN,))]
+        modules += [(f"{attention.format(layer)}.{n}_proj", "linear", (HIDDEN, HIDDEN)) for n in "qkvo"]
+        modules += [(f"model.layers.{layer}.post_attention_layernorm", "norm", (HIDDEN,))]
+        modules += [(f"{network.format(layer)}.{n}_proj", "linear", (WIDTH, HIDDEN)) for n in ("gate", "up")]
+        modules += [(f"{network.format(layer)}.down_proj", "linear", (HIDDEN, WIDTH))]
+    modules += [("model.norm", "norm", (HIDDEN,)), ("lm_head", "linear", (VOCAB, HIDDEN))]
+    return Structure(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        modules=tuple(
+            StructureModule(name=name, class_name="X", kind=kind, parameters={"weight": shape})  # type: ignore[arg-type]
+            for name, kind, shape in modules
+        ),
+        blocks="model.layers",
+        embedding="model.embed_tokens",
+        head="lm_head",
+        hidden=HIDDEN,
+        heads=4,
+        kv_heads=4,
+        head_dim=8,
+    )
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str = "{}", model: str = "", **said: Any
+) -> PlanResult:
+    """Plan a spec whose model the runtime describes as a Llama, but for what is ``said``."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    found = {
+        "structure": structure().model_dump(mode="json"),
+        "fields": FIELDS,
+        "head_problem": "",
+        "pipeline_problem": "",
+        "draws": False,
+        "auxiliary_loss": False,
+    }
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder: found | said)
+    text = f"model: {{hf: m{model}}}\nparallel: {parallel}\nhardware: {{accelerator: cpu, per_node: 2}}\n"
+    text += "data: python-stdlib\ntraining: {steps: 2, sequence_length: 16, global_batch: 4}\n"
+    loaded = load_text(text)
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=tmp_path, default_name="x")
+
+
+def codes(result: PlanResult) -> set[str]:
+    return {found.code for found in result.diagnostics}
+
+
+def test_plans_carry_the_model_and_its_partition(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = planned(monkeypatch, tmp_path, "{tensor: 2}", ", weights: {source: hf}")
+    plan = result.plan
+    assert plan is not None
+    assert plan.runnable, result.diagnostics
+    assert plan.hf is not None
+    assert (plan.hf.path, plan.hf.architecture) == (str(tmp_path / "m"), "LlamaForCausalLM")
+    assert plan.weights.path == str(tmp_path / "m")
+    assert plan.layout.compile == "none"
+    styles = {row.name: row.style for row in plan.partition}
+    assert styles["model.layers.*.self_attn.o_proj.weight"] == "row"
+    assert styles["lm_head.weight"] == "vocabulary"
+    assert "model.hf" in plan.inputs
+
+
+def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert planned(monkeypatch, tmp_path).plan is not None
+    kept = list((tmp_path / "home" / "models").iterdir())
+    assert len(kept) == 1
+    assert json.loads(kept[0].read_text())["fields"]["hidden"] == HIDDEN
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder: pytest.fail("asked again"))
+    transformers_process.describe(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text('{"other": 1}')
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder: {"fields": {}})
+    assert transformers_process.describe(tmp_path / "m")[0] == {"fields": {}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said", "code"),
+    [
+        ("{}", {"head_problem": "it caps"}, "PT452"),
+        ("{pipeline: 2}", {"pipeline_problem": "it looks up wpe"}, "PT453"),
+        ("{compile: block}", {}, "PT454"),
+        ("{tensor: {degree: 2, sequence_norms: true}}", {}, "PT454"),
+        ("{tensor: {degree: 2, shape: [1, 2]}}", {}, "PT454"),
+        ("{pipeline: {stages: 2, schedule: weipipe}}", {}, "PT454"),
+    ],
+)
+def test_what_such_a_model_cannot_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str, said: dict[str, Any], code: str
+) -> None:
+    result = planned(monkeypatch, tmp_path, parallel, **said)
+    assert result.plan is None
+    assert [found.code for found in result.diagnostics if found.severity == "error"] == [code]
+
+
+def test_fields_beside_the_folder_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = planned(monkeypatch, tmp_path, model=", layers: 3")
+    assert result.plan is None
+    assert codes(result) == {"PT454"}
+
+
+def test_models_that_cannot_be_cut_get_one_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = planned(monkeypatch, tmp_path, pipeline_problem="it looks up wpe")
+    assert result.plan is not None
+    assert result.plan.layout.mesh.pp == 1
+    assert all("pipeline" not in row.summary for row in result.plan.candidates)
+
+
+def test_differences_in_size_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = planned(monkeypatch, tmp_path, fields=FIELDS | {"ffn_hidden": 80}, auxiliary_loss=True)
+    assert result.plan is not None
+    told = [found.message for found in result.diagnostics if found.code == "PT451"]
+    assert len(told) == 2
+    assert "balances experts" in told[0]
+    assert "parameters" in told[1]
+
+
+def test_folders_without_a_model(tmp_path: Path) -> None:
+    loaded = load_text("model: {hf: nowhere}\nhardware: {accelerator: cpu, per_node: 1}\ndata: python-stdlib\n")
+    assert loaded.spec is not None
+    result = make_plan(loaded.spec, base_dir=tmp_path, default_name="x")
+    assert codes(result) == {"PT450"}
