@@ -1,0 +1,100 @@
+"""Tensor-parallel parts of the runtime that need no second rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from partool.layout.tensor import own_partition
+from partool.spec.model import ModelConfig
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model import loss
+from partool_runtime.parallel.tensor.apply import apply_tensor, placements
+from partool_runtime.parallel.tensor.ops import Team, by_rank
+from partool_runtime.parallel.tensor.symmetric import check_symmetric
+from partool_runtime.parallel.tensor.sync import holder_sets
+from partool_runtime.parallel.tensor.vocabulary import looked_up
+from partool_runtime.weights import build
+
+SIZES = {"layers": 2, "hidden": 12, "ffn_hidden": 11, "vocab": 31, "head_dim": 2}
+SHARED = ModelConfig(**SIZES, heads=6, kv_heads=2, qk_norm=True)
+FEW = ModelConfig(**SIZES, heads=3, kv_heads=3)
+
+
+def test_placements_of_all_ranks_make_up_every_parameter() -> None:
+    rows, whole = own_partition(SHARED, 4), build(SHARED).whole_shapes()
+    seen = {name: torch.zeros(shape) for name, shape in whole.items()}
+    for rank in range(4):
+        for name, placement in placements(rows, whole, rank, 4).items():
+            assert placement.shape == whole[name]
+            for box in placement.boxes() if placement.counts else ():
+                seen[name][tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))] += 1
+    assert all(bool((times == 1).all()) for times in seen.values())
+
+
+def test_placements_say_which_gradients_are_summed_over_whom() -> None:
+    rows = own_partition(SHARED, 4)
+    of_last = placements(rows, build(SHARED).whole_shapes(), 3, 4)
+    # Of two heads of keys each lies on two ranks.
+    assert of_last["layers.1.attention.k.weight"].shared_by == (2, 3)
+    assert of_last["layers.0.attention.q_norm.weight"].shared_by == (0, 1, 2, 3)
+    assert of_last["layers.0.ffn_norm.weight"].shared_by == ()
+    assert not of_last["layers.0.ffn_norm.weight"].counts
+    assert holder_sets(rows, 4) == [(0, 1), (0, 1, 2, 3), (2, 3)]
+
+
+def test_ranks_without_heads_share_nothing() -> None:
+    rows = own_partition(FEW, 4, sequence_norms=True)
+    idle = placements(rows, ["layers.0.attention.k.weight", "final_norm.weight"], 3, 4)
+    assert idle["layers.0.attention.k.weight"].local_shape == (0, 12)
+    assert idle["layers.0.attention.k.weight"].shared_by == ()
+    assert idle["final_norm.weight"].shared_by == (0, 1, 2, 3)
+    assert holder_sets(rows, 4) == [(0, 1, 2, 3)]
+    assert holder_sets(own_partition(FEW, 4), 4) == []
+
+
+def test_a_parameter_that_no_row_is_about_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"extra\.weight"):
+        placements(own_partition(FEW, 2), ["embed.weight", "extra.weight"], 0, 2)
+
+
+def test_one_rank_leaves_the_model_as_it_is() -> None:
+    model = build(FEW)
+    before = [id(parameter) for parameter in model.parameters()]
+    apply_tensor(model, SimpleNamespace(), SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+    assert [id(parameter) for parameter in model.parameters()] == before
+    assert model.head is not None
+    assert model.head.loss is loss
+    assert "inputs" not in vars(model.layers[0].attention)
+
+
+def test_rows_of_a_cut_vocabulary_add_up() -> None:
+    weight_VH, tokens_BS = torch.randn(7, 3), torch.tensor([[0, 6, 3], [2, 5, 3]])
+    parts = [looked_up(tokens_BS, weight_VH[first:stop], first) for first, stop in ((0, 3), (3, 6), (6, 7), (7, 7))]
+    assert torch.equal(sum(parts), weight_VH[tokens_BS])
+
+
+def test_a_rank_without_tokens_of_the_vocabulary_has_a_graph_all_the_same() -> None:
+    weight_VH = torch.zeros(0, 3, requires_grad=True)
+    looked_up(torch.tensor([[4]]), weight_VH, 7).sum().backward()
+    assert weight_VH.grad is not None
+
+
+def test_tokens_by_rank_are_filled_with_zeros() -> None:
+    team = Team("unused", 0, 4, length=5)
+    by_rank_B4sH = by_rank(torch.ones(2, 5, 3), team)
+    assert by_rank_B4sH.shape == (2, 4, 2, 3)
+    assert by_rank_B4sH.sum((0, 2, 3)).tolist() == [12, 12, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "device", "reason"),
+    [(8, "cpu", "CUDA"), (None, "cuda", "sequence_norms"), (7, "cuda", "evenly")],
+)
+def test_fused_exchanges_say_what_they_lack(length: int | None, device: str, reason: str) -> None:
+    team = Team("unused", 0, 2, length=length, symmetric=True)
+    with pytest.raises(ConfigurationError, match=f"PT647.*{reason}"):
+        check_symmetric(team, torch.device(device))
+    check_symmetric(Team("unused", 0, 2, length=8), torch.device("cuda"))
