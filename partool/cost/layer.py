@@ -216,7 +216,7 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
 
 def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
     """Return the seconds of a forward pass's products, and those of the second ones of pairs."""
-    rows, pieces = tokens(job, layouts), layouts.tensor_chunks
+    rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
     second: Column = 0.0
     for n, k, place in products(job.model, layouts, kind.moe):

@@ -14,7 +14,7 @@ from partool.cost import cut, tensor_time
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
 from partool.cost.layer import Kind, Layer, embedding_s, head_s, kinds, layer
-from partool.cost.tensor import halves_passes
+from partool.cost.tensor import keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig
 
@@ -79,8 +79,8 @@ def micro(job: Job, layouts: Layouts) -> Micro:
     # One number per case. Products wrap around; that two of a few thousand cases meet has odds of about 1e-12.
     code = np.zeros(rows, dtype=np.int64)
     cases = [getattr(layouts, name) for name in _CASE]
-    if np.any(np.asarray(layouts.sequence_norms) == 1):
-        cases.append(layouts.sequence_norms * halves_passes(job, layouts))
+    if np.any(np.asarray(layouts.tp) > 1):
+        cases.append(keeps_gathered(job, layouts))
     for factor, case in enumerate(cases, 3):
         column = np.broadcast_to(case, rows)
         column = column.astype(float).view(np.int64) if column.dtype.kind == "f" else column

@@ -17,6 +17,7 @@ from partool.cost import cut
 from partool.cost.case import RECOMPUTE, Column, Job, Layouts
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
+from partool.cost.tensor import keeps_gathered
 from partool.cost.traced import Coefficients, coefficients
 
 IMBALANCE = 1.1
@@ -97,7 +98,7 @@ def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, po
     if stack.traced and kind != MOE:
         known = _traced(job, layouts, policy, tokens)
         if known is not None:
-            return known
+            return known + _gathered(job, layouts, policy) * tokens
     sizes = widths(job, layouts, kind)
     small = job.compute_bytes
     if policy == FULL:
@@ -138,6 +139,18 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
         return per_token * tokens + known.square * sliding * job.sequence_length**2 + known.layer
 
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def _gathered(job: Job, layouts: Layouts, policy: int) -> Column:
+    """Return the bytes per token of whole hidden states that a layer on shares of the sequence keeps all the same.
+
+    A pass that keeps what it gathered has the inputs of both pairs of matrices whole. Selective recomputation keeps
+    results of collectives and of products: the gathered inputs, and the results of second matrices before they are
+    scattered.
+    """
+    more = job.model.hidden * (1.0 - 1.0 / cut.stream(job, layouts)) * job.compute_bytes
+    kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
+    return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 
 def _eager(job: Job, stack: MemoryStack, sizes: Widths) -> Column:

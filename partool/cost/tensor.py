@@ -66,12 +66,12 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
 
     Without shares of the sequence a pair sums its results forward and the gradients of its inputs backward. With shares
     it gathers its inputs and scatters its results; only the share is kept, so that the backward pass gathers the inputs
-    a second time for the gradients of the weights, unless these come later, in the other half of a halved pass.
+    a second time for the gradients of the weights, unless :func:`keeps_gathered`.
     """
     shares, plain = _where(layouts)
     rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
     padded = padded_tokens(job, layouts) * shares
-    gathers = 4 - 2 * halves_passes(job, layouts)
+    gathers = 4 - 2 * keeps_gathered(job, layouts)
     forward = [
         Move("all_reduce", "tp", rows, hidden, 2, pieces, beside="results"),
         Move("all_gather", "tp", padded, hidden, 2),
@@ -104,6 +104,11 @@ def head_moves(job: Job, layouts: Layouts) -> Moves:
         Move("reduce_scatter", "tp", padded, hidden),
     ]
     return Moves(forward, backward, [])
+
+
+def keeps_gathered(job: Job, layouts: Layouts) -> Column:
+    """Return 1 where a pass keeps what it gathered: gradients of weights come later, or a compiler orders exchanges."""
+    return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
 def halves_passes(job: Job, layouts: Layouts) -> Column:

@@ -2,7 +2,8 @@
 
 ``overlap: backward`` sends the gradients of a pair's inputs while those of its weights are computed (what Megatron-LM
 calls asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied (ATP, arXiv
-2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels.
+2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the compiler
+orders collectives, one after the other as a rule, and nothing is hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from partool.cost import collective, two_dim
 from partool.cost.case import OVERLAPS, Column, Job, Layouts
 from partool.cost.collective import Group
 from partool.cost.moves import Axis, Move, Moves
-from partool.cost.tensor import embedding_moves, head_moves, layer_moves
+from partool.cost.tensor import embedding_moves, halves_passes, head_moves, layer_moves
 
 _BACKWARD, _SYMMETRIC = (OVERLAPS.index(name) for name in ("backward", "symmetric"))
 _PASSES = ("forward", "backward")
@@ -69,7 +70,7 @@ def move_s(job: Job, layouts: Layouts, move: Move) -> Column:
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     whole = move.rows * move.width * each
     ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
-    pieces = np.maximum(move.pieces, 1)
+    pieces = np.where(np.asarray(layouts.compiled) == 1, 1, np.maximum(move.pieces, 1))
     found = pieces * cost(job, whole / pieces, ranks)
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
@@ -125,11 +126,11 @@ def exposed_forward_s(job: Job, layouts: Layouts, sent: Seconds, second_s: Colum
     ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of those before; ``all_s``
     all products of the pass, which hide what fused kernels send.
     """
-    pieces = np.maximum(layouts.tensor_chunks, 1)
+    pieces = pieces_sent(layouts)
     # The last piece's sum follows all products.
     plain = _left(job, sent.beside, second_s * (1.0 - 1.0 / pieces), sent.beside / pieces)
     fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
-    return np.where(layouts.tensor_overlap == _SYMMETRIC, fused, sent.alone + plain)
+    return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
 
 
 def exposed_backward_s(job: Job, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
@@ -138,10 +139,21 @@ def exposed_backward_s(job: Job, layouts: Layouts, sent: Seconds, weights_s: Col
     ``weights_s`` are the products of the gradients of the first matrices' weights, ``all_s`` those of inputs'
     gradients.
     """
-    hidden = np.where(layouts.tensor_overlap == _BACKWARD, weights_s, 0.0)
+    able = _may_overlap(job, layouts)
+    hidden = np.where((layouts.tensor_overlap == _BACKWARD) & able, weights_s, 0.0)
     fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
     plain = sent.alone + _left(job, sent.beside, hidden, 0.0)
-    return np.where(layouts.tensor_overlap == _SYMMETRIC, fused, plain)
+    return np.where((layouts.tensor_overlap == _SYMMETRIC) & able, fused, plain)
+
+
+def pieces_sent(layouts: Layouts) -> Column:
+    """Return the pieces that sums travel in; compiled blocks have one, whatever the layout says."""
+    return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
+
+
+def _may_overlap(job: Job, layouts: Layouts) -> Column:
+    """Return where gradients of inputs can travel beside products: passes are whole, and no compiler orders them."""
+    return (np.asarray(layouts.compiled) == 0) & (halves_passes(job, layouts) == 0)
 
 
 def _left(job: Job, sent_s: Column, products_s: Column, least_s: Column) -> Column:

@@ -139,13 +139,17 @@ class Problem:
     def compile(self) -> Compile:
         """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators.
 
-        Leaves are gathered inside of blocks, which are not compiled then.
+        Leaves are gathered inside of blocks, which are not compiled then; nor are blocks whose collectives the spec wants
+        to overlap: a compiler orders them by itself.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
             return pinned
-        leaves = self.spec.parallel.data.leaves
-        return "none" if self.devices.backend == "cpu" or (leaves != "auto" and leaves) else "block"
+        leaves, tensor = self.spec.parallel.data.leaves, self.spec.parallel.tensor
+        apart = (
+            (leaves != "auto" and leaves) or tensor.overlap not in ("auto", "none") or tensor.chunks not in ("auto", 1)
+        )
+        return "none" if self.devices.backend == "cpu" or apart else "block"
 
     @property
     def compiles_later(self) -> bool:

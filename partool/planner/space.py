@@ -158,7 +158,7 @@ class _Builder:
         groups = Layouts(**named, compiled=compiled)
         groups = replace(
             groups,
-            tensor_overlap=np.where(named["tp"] > 1, overlap_of(self.problem), 0),
+            tensor_overlap=overlap_of(self.problem, groups),
             tensor_chunks=pieces_of(self.problem, groups),
         )
         runnable, policies = runnable_masks(self.problem, groups, self.policies)

@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost import cut
 from partool.cost.case import OVERLAPS, Layouts
 from partool.cost.layer import kinds, layer
+from partool.cost.tensor import halves_passes
 from partool.cost.tensor_time import layer_seconds
 from partool.layout.tensor import head_ranges
 from partool.planner.problem import Problem, divisors
@@ -45,6 +46,10 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[Form, ...]:
         if inner > 1:
             return (Form(inner),)
     norms = (0, 1) if tensor.sequence_norms == "auto" else (int(tensor.sequence_norms),)
+    if tensor.overlap == "symmetric":
+        # Fused kernels exchange even shares of the sequence only.
+        even = problem.spec.training.sequence_length % (ranks * sequence) == 0
+        return tuple(Form(1, 1) for one in norms if one and even)
     found = [Form(1, one) for one in norms]
     if tensor.shape == "auto" and tensor.sequence_norms is not True and sequence == 1:
         found += [Form(inner) for inner in best_inner(problem, ranks)]
@@ -115,23 +120,29 @@ def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "an inner width of experts", model.moe.ffn_hidden
 
 
-def overlap_of(problem: Problem) -> int:
-    """Return how collectives overlap, as an index of :data:`OVERLAPS`: as pinned, else backward where a device gains.
+def overlap_of(problem: Problem, groups: Layouts) -> Any:
+    """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
 
-    Fused kernels over symmetric memory are taken only where the spec asks for them: what they gain depends on links
-    that the hardware tables do not describe.
+    As pinned; else backward where a device gains and passes are neither compiled nor halved. Fused kernels over
+    symmetric memory are taken only where the spec asks for them: what they gain depends on links that the hardware
+    tables do not describe.
     """
     pinned = problem.spec.parallel.tensor.overlap
+    many = np.asarray(groups.tp) > 1
     if pinned != "auto":
-        return OVERLAPS.index(pinned)
-    return OVERLAPS.index("backward" if problem.job.stack.overlap_products > 0 else "none")
+        return np.where(many, OVERLAPS.index(pinned), 0)
+    gains = problem.job.stack.overlap_products > 0
+    able = many & (np.asarray(groups.compiled) == 0) & (halves_passes(problem.job, groups) == 0)
+    return np.where(able & gains, OVERLAPS.index("backward"), 0)
 
 
 def pieces_of(problem: Problem, groups: Layouts) -> Any:
     """Return the pieces that each group's micro-batches are cut into: as pinned, else what is fastest forward."""
     pinned = problem.spec.parallel.tensor.chunks
     many = np.asarray(groups.tp) > 1
-    if pinned != "auto" or problem.job.stack.overlap_products == 0 or not np.any(many):
+    many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")
+    fused = problem.spec.parallel.tensor.overlap == "symmetric"
+    if pinned != "auto" or fused or problem.job.stack.overlap_products == 0 or not np.any(many):
         return np.where(many, 1 if pinned == "auto" else pinned, 1)
     columns = np.stack([groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp])
     different, where = np.unique(columns, axis=1, return_inverse=True)
@@ -139,9 +150,9 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     pieces = np.repeat(PIECES, different.shape[1])
     rows = Layouts(
         tp=tp, tensor_inner=inner, sequence_norms=norms, micro_batch=micro_batch, cp=cp, tensor_chunks=pieces,
-        tensor_overlap=overlap_of(problem),
+        compiled=0,
     )  # fmt: skip
-    forward = layer(problem.job, rows, kinds(problem.model)[0]).forward
+    forward = layer(problem.job_of("none"), rows, kinds(problem.model)[0]).forward
     times = np.reshape(forward.device_s * np.ones(len(pieces)), (len(PIECES), -1))
     best = np.argmin(times * (1.0 + _GAIN * np.arange(len(PIECES)))[:, None], axis=0)
     return np.where(many, np.array(PIECES)[best][where.ravel()], 1)

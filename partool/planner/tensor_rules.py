@@ -69,11 +69,27 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fused kernels where there is no symmetric memory."""
-    tensor, backend = problem.spec.parallel.tensor, problem.devices.backend
+    """Find fused kernels where there is no symmetric memory, or no even share of the sequence to exchange."""
+    parallel, backend, path = problem.spec.parallel, problem.devices.backend, (*_PATH, "overlap")
+    tensor, length, ranks = parallel.tensor, problem.spec.training.sequence_length, problem.tensor_degree
+    backward = "use overlap: backward"
     if tensor.overlap == "symmetric" and backend != "cuda":
         message = f"overlap: symmetric needs the symmetric memory of CUDA devices; the plan is for {backend}"
-        yield Diagnostic("PT458", message, path=(*_PATH, "overlap"), help="use overlap: backward")
+        yield Diagnostic("PT458", message, path=path, help=backward)
+    elif tensor.overlap == "symmetric" and (
+        tensor.sequence_norms is False or (tensor.shape != "auto" and tensor.shape[1] > 1)
+    ):
+        message = "overlap: symmetric exchanges shares of the sequence, which the spec rules out"
+        yield Diagnostic(
+            "PT458", message, path=path, help=f"use sequence_norms: true without a shape, or {backward[4:]}"
+        )
+    elif tensor.overlap == "symmetric" and ranks != "auto" and length % ranks:
+        message = f"overlap: symmetric cannot share {length} tokens evenly over {ranks} tensor ranks"
+        yield Diagnostic("PT458", message, path=path, help=f"use a sequence_length that divides, or {backward[4:]}")
+    pieces = tensor.chunks != "auto" and tensor.chunks > 1
+    if parallel.compile == "block" and (pieces or tensor.overlap in ("backward", "symmetric")):
+        message = "compile: block leaves the order of collectives to the compiler: overlap and chunks have no effect"
+        yield Diagnostic("PT458", message, severity="warning", path=path, help="use compile: none, or drop them")
 
 
 def schedules(problem: Problem) -> Iterator[Diagnostic]:

@@ -20,9 +20,11 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     layout = best.layout
     if layout.mesh.tp == 1:
         return
-    yield from _shape(problem, best)
+    fused = layout.tensor_overlap == "symmetric"  # knows one form only
+    if not fused:
+        yield from _shape(problem, best)
     yield from _heads(problem, layout)
-    if layout.tensor_inner == 1:
+    if layout.tensor_inner == 1 and not fused:
         yield _norms(problem, best)
     yield from _overlap(problem, layout)
 
@@ -113,7 +115,8 @@ def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
     tensor = problem.spec.parallel.tensor
     why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor_overlap]
     if layout.tensor_overlap == "none" and tensor.overlap == "auto":
-        why += "; both would work on the same cores"
+        on_cores = problem.devices.backend == "cpu"
+        why += "; both would work on the same cores" if on_cores else ", as the compiler, or halved passes, order them"
     yield f"Tensor overlap {layout.tensor_overlap}: {why}."
     if layout.tensor_chunks > 1:
         asked = "the spec asks for it" if tensor.chunks != "auto" else "one's sum travels while the next is multiplied"
