@@ -46,6 +46,11 @@ class Needs:
     precision: str
     hf: bool = False
     """Whether transformers builds the model, instead of partool."""
+    gathers: frozenset[str] = frozenset()
+    """Ways to gather parameters with ZeRO other than the usual one, as :data:`GATHERS` names them."""
+
+
+GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "leaves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ def aspects(needs: Needs) -> Iterator[str]:
     yield f"precision {needs.precision}"
     yield f"compile {needs.compile}"
     yield from (f"recompute {policy}" for policy in sorted(needs.recompute))
+    yield from sorted(needs.gathers)
     yield from ["model of transformers"] if needs.hf else _of_model(needs.model)
     wanted = {
         "accumulation": needs.accumulation > 1,
@@ -130,6 +136,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("several nodes", "tests/parity/test_several_nodes.py::test_two_nodes_equal_one_process"),
     *(Capability(f"zero {stage}", _STAGES) for stage in range(4)),
     Capability("hybrid sharding", f"{_ZERO}::test_hybrid_sharding_equals_one_process"),
+    *(Capability(name, "tests/parity/test_zero_controls.py::test_equals_one_process") for name in GATHERS),
     Capability("accumulation", _STAGES),
     Capability("frozen parameters", f"{_ZERO}::test_frozen_parameters_stay_and_have_no_moments"),
     Capability("tied embeddings", f"{_ZERO}::test_tied_embeddings"),

@@ -15,7 +15,7 @@ from partool.cost.layer import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.cost.zero_controls import Controls, controls_of
-from partool.layout.capabilities import Needs, aspects, gaps, runs
+from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
 from partool.planner.hf import Description
@@ -139,8 +139,8 @@ class Problem:
     def compile(self) -> Compile:
         """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators.
 
-        Leaves are gathered inside of blocks, which are not compiled then; nor are blocks whose collectives the spec wants
-        to overlap: a compiler orders them by itself.
+        Leaves are gathered inside of blocks, which are not compiled then; nor are blocks whose collectives are to be
+        overlapped as the spec says: a compiler orders them by itself.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
@@ -233,7 +233,13 @@ def needs_of(
         compile=layout.compile,
         precision=precision,
         hf=hf,
+        gathers=_gathers(layout),
     )
+
+
+def _gathers(layout: Layout) -> frozenset[str]:
+    asked = (layout.gather != "coalesced", layout.prefetch != 1, layout.persistent_elements > 0, bool(layout.leaves))
+    return frozenset(name for name, applies in zip(GATHERS, asked, strict=True) if applies)
 
 
 def runnable(problem: Problem, layout: Layout) -> bool:

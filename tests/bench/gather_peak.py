@@ -3,8 +3,8 @@
 Two ranks over gloo run a stack of matrices of the shapes of a Llama layer; the forward pass without gradients does
 nothing but gather and multiply two tokens. Two figures: what torch has allocated at most, by its allocator's events,
 copies included that gloo makes of messages on their way; and the growth of the resident set, whose high-water mark is
-set back before each pass (``/proc/self/clear_refs``), where memory that was not written yet does not count. Passes of all
-ways alternate.
+set back before each pass (``/proc/self/clear_refs``), where memory that was not written yet does not count. Passes of
+all ways alternate.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from partool.layout.capabilities import CAPABILITIES, GAPS, Needs, aspects, gaps
+from partool.layout.capabilities import CAPABILITIES, GAPS, GATHERS, Needs, aspects, gaps
 from partool.schedule import SCHEDULES
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
@@ -76,6 +76,7 @@ def every_kind() -> list[Needs]:
         needs(tensor=2, tensor_inner=2), needs(tensor=2, sequence_norms=True),
         needs(tensor=2, tensor_overlap="symmetric"),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
+        needs(zero=3, gathers=frozenset(GATHERS)), needs(hf=True),
         needs(zero=3, replicas=2), needs(accumulation=2), needs(frozen=True),
         model(tied_embeddings=True), model(kv_heads=1), model(qk_norm=True), model(qkv_bias=True),
         model(rope_scaling=RopeScaling(factor=8.0, original_max_position=16)),
