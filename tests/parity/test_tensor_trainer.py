@@ -83,7 +83,7 @@ def further_cases(text: Path) -> Cases:
     }
 
 
-def launch(folder: Path, cases: Cases, timeout_s: float = 150) -> Jobs:
+def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
     """Run the cases, their references, and one run that goes through three layouts."""
     text = folder / "text"
     jobs, make = Jobs(folder), partial(tensor_plan, text)
@@ -132,19 +132,19 @@ def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) 
         assert float((got[name] - expected).abs().max()) <= limit, f"{run}: {name} differs"
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", list(core_cases(Path("text"))))
 def test_training_on_tensor_ranks_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 def test_comparison_can_fail(ran: Jobs) -> None:
     with pytest.raises(AssertionError, match="differs"):
         assert_same_state(ran, "case four shares", "reference tied", at=2)
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 def test_resume_on_other_ranks_goes_on_as_if_unbroken(ran: Jobs) -> None:
     assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 1"
     assert ran.ended("resumed", 3) == ran.ended("alone") == "done"
@@ -152,15 +152,15 @@ def test_resume_on_other_ranks_goes_on_as_if_unbroken(ran: Jobs) -> None:
     assert_same_state(ran, "crossed", "reference shared")
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", ["four shares", "zero-1 shared keys", "1f1b shares"])
 def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
     stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
     reference = core_cases(Path("text"))[name][1]
-    assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}").values())
+    assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}", step=STEPS).values())
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", list(core_cases(Path("text"))))
 def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(Path("text"))[name][0]
@@ -175,7 +175,7 @@ def test_bytes_between_tensor_ranks_are_those_of_the_cost_model(ran: Jobs, name:
         assert sent_bytes == sum(call.sent_bytes for call in calls) > 0, rank
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(500)
 def test_waits_for_tensor_ranks_are_measured(ran: Jobs) -> None:
     for name in ("four shares", "1f1b shares"):
         assert ran.events(f"case {name}", "step")[-1]["terms_s"]["tensor_parallel"] > 0
