@@ -127,7 +127,7 @@ _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
-_TENSOR = "tests/parity/test_tensor.py::test_passes_and_training_equal_one_process"
+_TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
     Capability("backend cpu", _STAGES),
