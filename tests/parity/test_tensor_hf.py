@@ -47,3 +47,8 @@ def test_pipelines_of_tensor_ranks_equal_transformers(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_recomputation_and_overlap_change_nothing(tmp_path: Path) -> None:
     run_ranks(WORKER, 2, str(tmp_path), "layouts", timeout_s=580)
+
+
+@pytest.mark.timeout(200)
+def test_loading_takes_a_ranks_part_and_one_tensor(tmp_path: Path) -> None:
+    run_ranks(WORKER.with_name("_hf_memory_worker.py"), 2, str(tmp_path), timeout_s=180)
