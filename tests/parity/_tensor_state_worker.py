@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -78,18 +79,33 @@ def run(plan: Plan, job: dict[str, Any], folder: Path) -> str:
 
 def main(jobs: str) -> None:
     folder, rank = Path(jobs).parent, int(os.environ["RANK"])
+    failed = folder / "failed"
     for name, job in json.loads(Path(jobs).read_text()).items():
         plan = Plan.model_validate_json(json.dumps(job["plan"]))
         world_size = plan.layout.mesh.world_size
         if rank >= world_size:
             continue
-        os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_PORT": agreed_port(folder / f"{name}.port")}
+        port = folder / f"{name}.port"
+        while rank and not port.exists():
+            stop_if(failed)
+            time.sleep(0.01)
+        os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_PORT": agreed_port(port)}
         # In a process of its own: torch keeps meshes for as long as one lives, and with them groups of earlier ranks.
         child = get_context("fork").Process(target=do, args=(plan, job, folder, folder / f"{name}.rank-{rank}.txt"))
         child.start()
-        child.join()
+        while child.is_alive():
+            child.join(0.2)
+            if failed.exists():
+                child.kill()
         if child.exitcode:
-            sys.exit(f"{name} failed")
+            failed.touch()
+        stop_if(failed)
+
+
+def stop_if(failed: Path) -> None:
+    """End this rank where another one ended in an error: it would wait for that one in vain."""
+    if failed.exists():
+        sys.exit("a rank failed")
 
 
 def do(plan: Plan, job: dict[str, Any], folder: Path, ended: Path) -> None:

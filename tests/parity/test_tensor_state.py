@@ -9,14 +9,18 @@ from typing import Any
 import _tensor_state_worker as worker
 import pytest
 import torch
+import transformers
+from _hf_models import plan_of as hf_plan
 from _plans import small_plan, write_text
 from _ranks import run_ranks
 from test_checkpoint import stored_values
 
 from partool.layout.tensor import own_partition
 from partool.plan.types import Mesh, Plan
+from partool.spec.model import Weights
 from partool.spec.training import OptimizerSpec
 from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
+from partool_runtime.export import export
 
 STEPS = 6
 MODELS: dict[str, dict[str, Any]] = {
@@ -27,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu", "qkv_bias": True,
         "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
     },
+    "two dimensions": {"heads": 4, "kv_heads": 4, "head_dim": 10, "ffn_hidden": 38, "qkv_bias": True},
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -55,7 +60,9 @@ def plan_of(
         update={
             "devices": plan.devices.model_copy(update={"per_node": tp * pp * dp}),
             "layout": plan.layout.model_copy(update=fields | layout),
-            "partition": own_partition(plan.model, tp, sequence_norms=layout.get("sequence_norms", False)),
+            "partition": own_partition(
+                plan.model, tp, layout.get("tensor_inner", 1), layout.get("sequence_norms", False)
+            ),
             "optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.3, clip=0.2, schedule=plan.optimizer.schedule),
         }
     )
@@ -67,10 +74,10 @@ def job(plan: Plan, run: str, *, resume: bool = False, stop_at: int = -1) -> dic
 
 def launch(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(Path(worker.__file__), 4, str(folder / "jobs.json"), timeout_s=280)
+    run_ranks(Path(worker.__file__), 4, str(folder / "jobs.json"), timeout_s=500)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(560)
 def test_every_layout_loads_the_bits_that_any_other_saved(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     jobs: dict[str, dict[str, Any]] = {}
@@ -93,6 +100,10 @@ CHAINS: dict[str, dict[int, dict[str, Any]]] = {
         1: {"tp": 3, "sequence_norms": True}, 2: {"tp": 4}, 3: {"pp": 2, "tp": 2},
         4: {"tp": 2, "dp_shard": 2, "zero": 3}, STEPS: {},
     },
+    "two dimensions": {
+        1: {"tp": 4, "tensor_inner": 2}, 2: {"tp": 2},
+        4: {"tp": 2, "tensor_inner": 2, "dp_shard": 2, "zero": 3}, STEPS: {},
+    },
 }  # fmt: skip
 """By model, the layouts of one run, each with the step behind which it stops; the next one goes on there."""
 
@@ -109,30 +120,82 @@ def final(run_dir: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["shared", pytest.param("tied", marks=pytest.mark.long)])
-def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(tmp_path: Path, model: str) -> None:
-    write_text(tmp_path / "text")
-    jobs = {"unbroken": job(plan_of(tmp_path / "text", model), "unbroken")}
+def chain(plans: dict[int, Plan]) -> dict[str, dict[str, Any]]:
+    """Return the jobs of a run that goes on with another plan behind each of the steps given."""
+    jobs = {}
     first = 0
-    for stop, layout in CHAINS[model].items():
-        plan = plan_of(tmp_path / "text", model, **layout)
+    for stop, plan in plans.items():
         jobs[f"to {stop}"] = job(plan, "broken", resume=first > 0, stop_at=stop if stop < STEPS else -1)
         first = stop
-    launch(tmp_path, jobs)
-    ended = [(tmp_path / f"to {stop}.rank-0.txt").read_text() for stop in CHAINS[model]]
+    return jobs
+
+
+def assert_goes_on(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
+    """Run the jobs, and compare the broken run with the unbroken one: losses, norms, weights and moments."""
+    launch(folder, jobs)
+    ended = [(folder / f"{name}.rank-0.txt").read_text() for name in jobs if name != "unbroken"]
     assert ended[-1] == "done"
     assert all("Preempted" in end for end in ended[:-1])
     for kind, steps in (("step", range(1, STEPS + 1)), ("validation", (3, STEPS))):
-        expected, found = events(tmp_path / "unbroken", kind), events(tmp_path / "broken", kind)
+        expected, found = events(folder / "unbroken", kind), events(folder / "broken", kind)
         assert list(found) == list(expected) == list(steps)
         for step, event in expected.items():
             assert found[step]["tokens"] == event["tokens"]
             for key in {"loss", "grad_norm", "lr"} & event.keys():
                 assert found[step][key] == pytest.approx(event[key], rel=1e-10), (kind, step, key)
-    norms = [event["grad_norm"] for event in events(tmp_path / "unbroken", "step").values()]
+    norms = [event["grad_norm"] for event in events(folder / "unbroken", "step").values()]
     assert min(norms) > 0.2, "a norm that is not clipped would decide nothing"
-    expected_state, state = final(tmp_path / "unbroken"), final(tmp_path / "broken")
+    expected_state, state = final(folder / "unbroken"), final(folder / "broken")
     assert state.keys() == expected_state.keys()
     for name, value in expected_state.items():
         assert (state[name] - value).abs().max() <= 1e-10 * max(1.0, float(value.abs().max())), name
+
+
+@pytest.mark.timeout(560)
+@pytest.mark.parametrize(
+    "model", ["shared", *(pytest.param(name, marks=pytest.mark.long) for name in ("tied", "two dimensions"))]
+)
+def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(tmp_path: Path, model: str) -> None:
+    write_text(tmp_path / "text")
+    unbroken = job(plan_of(tmp_path / "text", model), "unbroken")
+    plans = {stop: plan_of(tmp_path / "text", model, **layout) for stop, layout in CHAINS[model].items()}
+    assert_goes_on(tmp_path, {"unbroken": unbroken} | chain(plans))
+
+
+def write_mixtral(path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 2, "vocab_size": 257, "hidden_size": 18, "intermediate_size": 13, "head_dim": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "max_position_embeddings": 16,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(**sizes, initializer_range=0.2)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).save_pretrained(path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(560)
+def test_a_model_of_transformers_goes_on_in_any_layout_and_is_exported_from_it(tmp_path: Path) -> None:
+    """Weights read from a folder, experts stacked, a router that all ranks have; the same folder comes out."""
+    write_text(tmp_path / "text")
+    write_mixtral(tmp_path / "mixtral")
+
+    def plan(mesh: Mesh, **fields: Any) -> Plan:
+        base = plan_of(tmp_path / "text", "shared", tp=mesh.tp, pp=mesh.pp, dp_shard=mesh.dp_shard)
+        weights = Weights(source="hf", path=str(tmp_path / "mixtral"))
+        kept = {"schedule": base.layout.schedule, "accumulation": base.layout.accumulation}
+        stages = {"stages": ((0, 1), (1, 2))} if mesh.pp == 2 else {}
+        return hf_plan(base, tmp_path / "mixtral", mesh, **kept, **stages, **fields).model_copy(
+            update={"weights": weights}
+        )
+
+    meshes = {1: Mesh(tp=2), 2: Mesh(tp=2, pp=2), 3: Mesh(), 4: Mesh(tp=2, dp_shard=2), STEPS: Mesh(tp=3)}
+    plans = {stop: plan(mesh, zero=3 if mesh.dp_shard == 2 else 1) for stop, mesh in meshes.items()}
+    assert_goes_on(tmp_path, {"unbroken": job(plan(Mesh()), "unbroken")} | chain(plans))
+
+    (tmp_path / "broken" / "plan.json").write_text(plans[STEPS].to_json())
+    export(tmp_path / "broken", tmp_path / "out")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    state = final(tmp_path / "broken")
+    for name, parameter in back.named_parameters():
+        assert torch.equal(parameter.detach(), state[f"model.{name}"]), name
