@@ -1,0 +1,156 @@
+"""Plans with tensor parallelism: which forms are tried and taken, why, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from partool.plan.types import Plan
+from partool.planner import make_plan
+from partool.planner.make import resolve
+from partool.planner.problem import Problem
+from partool.planner.space import build
+from partool.planner.tensor_forms import Form, best_inner, busy, divides, forms, sent_s
+from partool.planner.words import change, summary
+from partool.spec import load_text
+
+CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \
+    "hardware: {accelerator: cpu, per_node: RANKS}\ndata: python-stdlib\n" \
+    "training: {sequence_length: 32, global_batch: 12, precision: fp32}\n"  # fmt: skip
+GPUS = "model: {layers: 4, hidden: 4096, ffn_hidden: 14336, heads: 32, kv_heads: KV, head_dim: 128, vocab: 128256}\n" \
+    "hardware: {accelerator: h100-sxm, nodes: NODES, per_node: 8, fabric: ib-ndr}\ndata: python-stdlib\n" \
+    "training: {sequence_length: 4096, global_batch: 16}\n"  # fmt: skip
+ALONE = "data: {zero: 1}, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
+
+
+def cpu(ranks: int, tensor: object) -> str:
+    return CPU.replace("RANKS", str(ranks)) + f"parallel: {{{ALONE}, tensor: {tensor}, micro_batch: 2}}\n"
+
+
+def gpus(tensor: object, *, kv: int = 8, nodes: int = 1, more: str = "") -> str:
+    text = GPUS.replace("KV", str(kv)).replace("NODES", str(nodes))
+    return text + f"parallel: {{{ALONE}, tensor: {tensor}, micro_batch: 2{more}}}\n"
+
+
+def problem_of(text: str) -> Problem:
+    spec = load_text(text).spec
+    assert spec is not None
+    found = resolve(spec, Path("/spec-folder"))
+    assert found.problem is not None, found.diagnostics
+    return found.problem
+
+
+def plan_of(text: str) -> Plan:
+    loaded = load_text(text)
+    assert loaded.spec is not None, loaded.diagnostics
+    result = make_plan(loaded.spec, base_dir=Path("/spec-folder"), default_name="spec")
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def reason(plan: Plan, start: str) -> str:
+    (found,) = (text for text in plan.reasons if text.startswith(start))
+    return found
+
+
+def test_pinned_degree_that_does_not_divide_is_planned_and_runs() -> None:
+    plan = plan_of(cpu(3, 3))
+    assert plan.runnable
+    assert plan.layout.mesh.tp == 3
+    codes = {finding.code for finding in plan.findings}
+    assert "PT203" in codes  # 3, 3 and 1 of seven heads
+    assert reason(plan, "Query heads per tensor rank") == (
+        "Query heads per tensor rank: 3, 3, 1; time and memory are those of the rank that has most."
+    )
+    assert any(row.name == "layers.*.attention.q.weight" for row in plan.partition)
+
+
+def test_ranks_without_heads_are_planned_with_a_warning() -> None:
+    plan = plan_of(cpu(8, 8).replace("global_batch: 12", "global_batch: 16"))
+    assert plan.layout.mesh.tp == 8
+    assert "PT444" in {finding.code for finding in plan.findings}
+
+
+def test_open_degrees_prefer_those_that_divide() -> None:
+    tensors = {int(tp) for tp in np.unique(build(problem_of(gpus("auto"))).groups.tp)}
+    assert tensors == {1, 2, 4, 8}
+    # Of 6 heads over up to four ranks 2 divide; 3 and 4 are left out. Of 7 heads none divides, so all are tried.
+    open_ = cpu(4, "auto").replace("global_batch: 12", "global_batch: 16")
+    six = open_.replace("heads: 7, kv_heads: 7", "heads: 6, kv_heads: 6")
+    assert {int(tp) for tp in np.unique(build(problem_of(six)).groups.tp)} == {1, 2}
+    assert {int(tp) for tp in np.unique(build(problem_of(open_)).groups.tp)} == {1, 2, 4}
+    model = problem_of(open_).model
+    assert not divides(model, 2)
+    assert busy(model, 4)
+    assert not busy(model, 8)
+
+
+def test_forms_of_a_degree() -> None:
+    assert forms(problem_of(gpus(4)), 1, 1) == (Form(),)
+    assert forms(problem_of(gpus(4)), 4, 1)[:2] == (Form(1, 0), Form(1, 1))
+    assert forms(problem_of(gpus("{degree: 4, sequence_norms: true}")), 4, 1) == (Form(1, 1),)
+    assert forms(problem_of(gpus("{shape: [2, 2]}")), 4, 1) == (Form(2),)
+    assert forms(problem_of(gpus("{shape: [4, 1], sequence_norms: false}")), 4, 1) == (Form(1, 0),)
+    assert forms(problem_of(gpus("{degree: 4, overlap: symmetric}")), 4, 1) == (Form(1, 1),)
+
+
+def test_open_shapes_are_tried_where_they_send_less() -> None:
+    """Inside of a node 4 × 2 sends less than 8 × 1, but for short micro-batches; no shape of four does."""
+    problem = problem_of(gpus(8))
+    assert best_inner(problem, 8) == (2,)
+    assert sent_s(problem, 8, 2, 1) > sent_s(problem, 8, 1, 1)
+    assert sent_s(problem, 8, 2, 16) < 0.95 * sent_s(problem, 8, 1, 16)
+    assert best_inner(problem, 4) == ()
+    # Heads of keys that do not divide leave one dimension.
+    assert best_inner(problem_of(gpus(8, kv=4)), 8) == ()
+
+
+def test_tiers_decide_the_shape() -> None:
+    """Over a slow network two dimensions keep most of what is sent inside of the nodes; over a fast one none gains."""
+    assert best_inner(problem_of(gpus(16, nodes=2, kv=16)), 16) == ()
+
+    def slow(tensor: str) -> str:
+        return gpus(tensor, nodes=2, kv=16).replace("ib-ndr", "ethernet-100g")
+
+    assert best_inner(problem_of(slow("16")), 16) == (8,)
+    chosen, plain = plan_of(slow("16")), plan_of(slow("{shape: [16, 1]}"))
+    assert chosen.prediction.time.step_time_s < 0.8 * plain.prediction.time.step_time_s
+    assert chosen.layout.tensor_inner == 8
+    text = reason(chosen, "Tensor 2 × 8: collectives of a layer take")
+    assert text.endswith("less than in 16 × 1 (d1 across nodes, d2 inside a node).")
+    assert "less in 2 × 8, but the spec asks for this shape" in reason(plain, "Tensor 16 × 1")
+    assert "tensor 16 (2 × 8)" in summary(chosen.layout)
+
+
+def test_reasons_give_the_price_of_other_forms() -> None:
+    plan = plan_of(gpus(8))
+    assert "GiB" in reason(plan, "Norms on ")
+    assert reason(plan, "Tensor overlap none").endswith("as the compiler, or halved passes, order them.")
+    pinned = plan_of(gpus("{degree: 8, overlap: backward, chunks: 2}"))
+    assert (pinned.layout.compile, pinned.layout.tensor_overlap, pinned.layout.tensor_chunks) == ("none", "backward", 2)
+    assert reason(pinned, "Tensor overlap backward") == "Tensor overlap backward: the spec asks for it."
+    eager = plan_of(gpus(8, more=", compile: none"))
+    assert eager.layout.tensor_overlap == "backward"
+    on_cpu = plan_of(cpu(2, 2))
+    assert on_cpu.layout.tensor_overlap == "none"
+    assert "the same cores" in reason(on_cpu, "Tensor overlap none")
+    shared = plan_of(gpus(8, kv=4))
+    assert "4 heads on 8 tensor ranks" in reason(shared, "Keys and values")
+
+
+@pytest.mark.parametrize(
+    "tensor", [3, "{degree: 3, sequence_norms: true}", "{degree: 3, chunks: 2, overlap: backward}"]
+)
+def test_a_plans_own_change_gives_it_again(tensor: Any) -> None:
+    first = plan_of(cpu(3, tensor))
+    again = plan_of(CPU.replace("RANKS", "3") + change(first.layout) + "\n")
+    assert again.layout == first.layout
+    assert summary(again.layout) == summary(first.layout)
+
+
+def test_fused_collectives_are_planned_not_run() -> None:
+    plan = plan_of(gpus("{degree: 8, overlap: symmetric}"))
+    assert (plan.not_runnable, plan.layout.sequence_norms) == (("PT401",), True)
