@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from partool_runtime.deferral import add_gradient, defer
+from partool_runtime.deferral import add_gradient, defer, of_weight
 from partool_runtime.parallel.tensor.two_dim_comm import Axis, Pending
 
 
@@ -106,7 +106,8 @@ class _First(torch.autograd.Function):
             products = [F.linear(x_TH, weight) for weight in weights]
             if deal:
                 return grid.inner.start_scatter(_by_rank(products, grid.inner.size))
-            return grid.inner.start_sum(_side_by_side(products))
+            # What is joined is nobody else's; a single product may be kept by recomputation.
+            return grid.inner.start_sum(_side_by_side(products), in_place=len(products) > 1)
 
         sums_TX = _joined([start(x_TH) for x_TH in _pieces(x_BSH, grid)])
         shares = grid.inner.size if deal else 1
@@ -131,7 +132,7 @@ class _First(torch.autograd.Function):
                 pending.append(grid.outer.start_sum(_sum_of_products(piece, weights), in_place=True))
         grads_TX = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*used, strict=True)]
         finish = partial(_joined, pending) if pending else None
-        of_weights = partial(_weight_gradients, ctx.weights, x_BSH.detach(), grads_TX, ctx.needs_input_grad[3:])
+        of_weights = partial(_weight_gradients, x_BSH.detach(), grads_TX, ctx.needs_input_grad[3:])
         grad_TH, grad_weights = _finished(finish, of_weights, ctx.weights, grid)
         return None, None, None if grad_TH is None else grad_TH.view_as(x_BSH), *grad_weights
 
@@ -169,9 +170,7 @@ class _Second(torch.autograd.Function):
             else:
                 pending.append(grid.inner.start_sum(grad_TX, in_place=True))
         finish = partial(_joined, pending) if pending else None
-        of_weights = partial(
-            _weight_gradients, (ctx.weight,), x_TX.detach(), [grad_BSH.flatten(0, -2)], ctx.needs_input_grad[3:]
-        )
+        of_weights = partial(_weight_gradients, x_TX.detach(), [grad_BSH.flatten(0, -2)], ctx.needs_input_grad[3:])
         grad_TX, grad_weights = _finished(finish, of_weights, (ctx.weight,), grid)
         return None, None, None if grad_TX is None else grad_TX.view(ctx.shape), *grad_weights
 
@@ -262,10 +261,9 @@ def _add(weights: Sequence[torch.Tensor], of_weights: Callable[[], list[torch.Te
 
 
 def _weight_gradients(
-    weights: Sequence[torch.Tensor], x: torch.Tensor, grads_TX: Sequence[torch.Tensor], needed: Sequence[bool]
+    x: torch.Tensor, grads_TX: Sequence[torch.Tensor], needed: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    x_TH = x.reshape(-1, x.shape[-1])
-    return [grad_TX.T @ x_TH if need else None for _, grad_TX, need in zip(weights, grads_TX, needed, strict=True)]
+    return [of_weight(x, grad_TX) if need else None for grad_TX, need in zip(grads_TX, needed, strict=True)]
 
 
 def _sum_of_products(grads_TX: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
