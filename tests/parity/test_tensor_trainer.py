@@ -28,6 +28,7 @@ PIPED = Mesh(tp=2, pp=2)
 FOUR = Mesh(tp=4)
 MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN}
 NORMS = {"sequence_norms": True}
+APART: dict[str, Any] = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40}
 FROZEN = ("embed.*", "layers.[01].*", "layers.2.attention_norm.weight")
 Cases = dict[str, tuple[Plan, str]]
 """Plans by name, each with the run of one process that it must equal."""
@@ -40,7 +41,7 @@ def core_cases(text: Path) -> Cases:
         "four shares": (make(FOUR, model=TIED, **NORMS), "tied"),
         "zero-0 recomputed": (make(Mesh(tp=2, dp_replicate=2), settings={"zero": 0}, recompute="full"), "five"),
         "zero-1 shared keys": (make(TWO_BY_TWO, model=SHARED, tensor_overlap="backward"), "shared"),
-        "zero-3 tied in chunks": (make(TWO_BY_TWO, model=TIED, settings={"zero": 3}, tensor_chunks=2), "tied"),
+        "zero-3 tied in chunks": (make(TWO_BY_TWO, model=TIED, settings={"zero": 3}, tensor_chunks=2, **APART), "tied"),
         "1f1b shares": (make(PIPED, schedule="1f1b", stages=HALVES, model=TIED, **NORMS), "tied"),
         "zb-v": (make(PIPED, schedule="zb-v", stages=QUARTERS, model=SHARED), "shared"),
         "two dimensions in a pipeline": (
@@ -72,6 +73,14 @@ def further_cases(text: Path) -> Cases:
         "compiled recomputed": (compiled(recompute="selective", tensor_chunks=2), "five"),
         "compiled two dimensions": (make(FOUR, model=EVEN, tensor_inner=2, compile="block"), "even"),
         "four": (make(FOUR), "five"),
+        "leaves": (
+            make(Mesh(tp=2, dp_replicate=2), model=SHARED, settings={"zero": 0}, leaves=("layers.*.ffn",)),
+            "shared",
+        ),
+        "zero-3 leaves shares": (
+            make(TWO_BY_TWO, model=SHARED, settings={"zero": 3}, leaves=("layers.*.ffn",), **APART, **NORMS),
+            "shared",
+        ),
         "zero-2 shares overlapped": (
             make(TWO_BY_TWO, model=SHARED, settings={"zero": 2}, tensor_overlap="backward", **NORMS),
             "shared",
