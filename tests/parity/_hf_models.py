@@ -54,6 +54,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5,
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
     },
+    "gpt_neox_dropout": {
+        "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5, "hidden_dropout": 0.3,
+        "attention_dropout": 0.3,
+    },
 }  # fmt: skip
 """By model type. Over 3 ranks: Llama's 2 heads of keys lie on three ranks, Mistral's third rank has no head."""
 
@@ -63,7 +67,9 @@ def write_model(model_type: str, folder: Path) -> Path:
     import transformers
 
     path = folder / model_type
-    config = transformers.CONFIG_MAPPING[model_type.removesuffix("_deep")](**COMMON | MODELS[model_type])
+    config = transformers.CONFIG_MAPPING[model_type.removesuffix("_deep").removesuffix("_dropout")](
+        **COMMON | MODELS[model_type]
+    )
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():

@@ -29,6 +29,7 @@ from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.stepping import Stepper
+from partool_runtime.torch_internals import local
 from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 7, 5, 4
@@ -161,6 +162,32 @@ def check_gradients(case: Case, ranks: Ranks, prepared: Prepared, trained: Mappi
         same_pieces(prepared.model, name, ours, theirs, 1e-12, (case, "gradient"))
 
 
+def check_dropout() -> None:
+    """Tensor ranks agree on the loss, what is computed again draws again what it drew, and an evaluation draws not."""
+    found = []
+    for policy in ("none", "full", "selective"):
+        case = Case("gpt_neox_dropout", tp=2, fields=(("recompute", (policy,) * 2),))
+        plan = case.plan()
+        ranks = lay_mesh(plan, torch.device("cpu"))
+        prepared = prepare(plan, ranks, lambda done, sent: None)
+        fill(prepared.model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
+        batches = micro_batches(case, 0, ranks)
+        evaluated = [prepared.passes.evaluate(iter(batches), lambda: False) for _ in range(2)]
+        assert evaluated[0] is not None
+        assert evaluated[0] == evaluated[1]
+        loss = prepared.passes.step(batches, torch.ones(()), lambda term: contextlib.nullcontext())
+        assert abs(float(loss - evaluated[0])) > 1e-3, "training must drop something"
+        everywhere = [torch.zeros_like(loss) for _ in range(2)]
+        torch.distributed.all_gather(everywhere, loss)
+        assert everywhere[0] == everywhere[1]
+        grads = {name: local(p.grad) for name, p in prepared.model.named_parameters() if p.grad is not None}
+        found.append((loss, grads))
+    for loss, grads in found[1:]:
+        assert loss == found[0][0]
+        for name, grad in grads.items():
+            assert torch.allclose(grad, found[0][1][name], rtol=0, atol=1e-12), name
+
+
 def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
     tokens, labels = batch(step)
     each, place = SEQUENCES // case.dp, ranks.dp.get_local_rank()
@@ -193,7 +220,7 @@ LAYOUTS = [
 
 def cases(world: int) -> list[Case]:
     """Every model over all ranks as tensor ranks; of four ranks two, with ZeRO over the other two."""
-    shallow = [name for name in MODELS if not name.endswith("_deep")]
+    shallow = [name for name in MODELS if not name.endswith(("_deep", "_dropout"))]
     chosen = sys.argv[2] if len(sys.argv) > 2 else ""
     if chosen == "pipelines":
         return PIPELINES if world == 2 else CROSSED
@@ -212,6 +239,8 @@ def main() -> None:
         for name in MODELS:
             write_model(name, FOLDER)
     torch.distributed.barrier()
+    if "layouts" in sys.argv:
+        check_dropout()
     for case in cases(int(os.environ["WORLD_SIZE"])):
         check(case)
     close_ranks()
