@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +25,7 @@ from partool.cost.zero_controls import (
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
+from partool.planner.zero_controls import leaves
 from partool.spec import load_text
 from partool.spec.model import ModelConfig
 
@@ -181,6 +184,22 @@ def test_fields_without_meaning_stay_as_they_are(zero):
     layout = planned(small, *FRUGAL).layout
     assert layout.prefetch == 1
     assert layout.gather == ("sequential" if zero else "coalesced")
+
+
+@pytest.mark.parametrize(
+    ("names", "want"),
+    [
+        (["model.layers.0.mlp.experts.0", "model.layers.0.mlp.experts.1.up", "model.layers.3.mlp.experts.0"],
+         ("model.layers.*.mlp",)),
+        (["model.layers.0.mlp.experts", "model.layers.0.mlp.gate"], ()),
+        (["model.layers.0.mlp"], ()),
+    ],
+)  # fmt: skip
+def test_what_calls_experts_one_by_one_is_a_leaf(names, want):
+    modules = [SimpleNamespace(name=name) for name in names]
+    spec = SimpleNamespace(parallel=SimpleNamespace(data=SimpleNamespace(leaves="auto")))
+    problem: Any = SimpleNamespace(spec=spec, described=SimpleNamespace(structure=SimpleNamespace(modules=modules)))
+    assert leaves(problem) == want
 
 
 def test_leaves_are_planned_and_exclude_compiled_blocks():
