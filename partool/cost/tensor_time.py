@@ -98,7 +98,9 @@ def _passes(job: Job, layouts: Layouts, one: Lister, two: Lister) -> Passes:
     if np.any(np.asarray(layouts.tensor_inner) > 1):
         lists.append(two(job, layouts))
     forward, backward = (_sum(job, layouts, [getattr(moves, name) for moves in lists]) for name in _PASSES)
-    again = _sum(job, layouts, [moves.again for moves in lists]).total
+    # Other code bases repeat a layer to its end.
+    own = job.stack.sequence_parallel is None
+    again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
     return Passes(forward, backward, again)
 
 

@@ -88,13 +88,12 @@ def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
         return f"it knows partool's own dense decoder only, not {what}"
     outer = ranks // inner
     rules = (
-        ("heads", model.heads, ranks, "d1 · d2"),
-        ("heads for keys and values", model.kv_heads, ranks, "d1 · d2"),
-        ("an inner width", model.ffn_hidden, outer, "d1"),
-        ("a hidden size", model.hidden, inner, "d2"),
+        (f"{model.heads} heads do", model.heads, ranks, "d1 · d2"),
+        (f"{model.kv_heads} heads for keys and values do", model.kv_heads, ranks, "d1 · d2"),
+        (f"an inner width of {model.ffn_hidden} does", model.ffn_hidden, outer, "d1"),
+        (f"a hidden size of {model.hidden} does", model.hidden, inner, "d2"),
     )
-    broken = next(((what, size, by, name) for what, size, by, name in rules if size % by), None)
-    return None if broken is None else "{} of {} do not divide by {} = {}".format(broken[0], broken[1], *broken[:1:-1])
+    return next((f"{what} not divide by {name} = {by}" for what, size, by, name in rules if size % by), None)
 
 
 def divides(model: ModelConfig, ranks: int) -> bool:

@@ -52,7 +52,7 @@ def shape(problem: Problem) -> Iterator[Diagnostic]:
         return
     why = shape_problem(problem, outer * inner, inner) if inner > 1 and problem.described is None else None
     if why is not None:
-        message = f"two-dimensional tensor parallelism, shape: [{outer}, {inner}], cannot cut this model: {why}"
+        message = f"tensor parallelism of shape: [{outer}, {inner}] cannot cut this model: {why}"
         ranks = prod(tensor.shape)
         other = [n for n in divisors(ranks) if n > 1 and shape_problem(problem, ranks, n) is None]
         pairs = ", or ".join(f"[{ranks // n}, {n}]" for n in [*other, 1][:3])
