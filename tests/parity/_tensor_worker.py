@@ -336,7 +336,10 @@ def more_passes(tp: int, every: bool) -> list[Case]:
     layouts = [layout for key, layout in LAYOUTS.items() if every or key in ("pieces", "shares overlap")]
     found = [Case("shared", tp, layout=layout, chunk_logits=20) for layout in layouts]
     found += [
-        Case("shared", tp, layout=(*layout, ("recompute", (policy,) * 2))) for policy in POLICIES for layout in layouts
+        Case(name, tp, layout=(*layout, ("recompute", (policy,) * 2)))
+        for name in (("shared", "mha") if every else ("mha",))
+        for policy in POLICIES
+        for layout in layouts
     ]
     found += [Case("shared", tp, layout=layout, halved=True) for layout in layouts]
     # Also where a rank has no head and no token, exchanges must be those of the others.

@@ -97,4 +97,9 @@ def test_fused_exchanges_say_what_they_lack(length: int | None, device: str, rea
     team = Team("unused", 0, 2, length=length, symmetric=True)
     with pytest.raises(ConfigurationError, match=f"PT647.*{reason}"):
         check_symmetric(team, torch.device(device))
-    check_symmetric(Team("unused", 0, 2, length=8), torch.device("cuda"))
+    check_symmetric(Team("unused", 0, 2, length=8), torch.device("cuda"), own_partition(FEW, 2))
+
+
+def test_fused_exchanges_are_for_ranks_that_all_hold_something() -> None:
+    with pytest.raises(ConfigurationError, match=r"PT647.*attention\.q"):
+        check_symmetric(Team("unused", 0, 4, length=8), torch.device("cuda"), own_partition(FEW, 4))

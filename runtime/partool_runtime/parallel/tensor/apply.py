@@ -16,7 +16,7 @@ from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.model.attention import SelfAttention
+from partool_runtime.model.attention import AttentionLayout, SelfAttention
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.ops import Team
@@ -61,7 +61,7 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
         symmetric=layout.tensor_overlap == "symmetric",
     )
     if team.symmetric:
-        check_symmetric(team, ranks.device)
+        check_symmetric(team, ranks.device, plan.partition)
     return team
 
 
@@ -105,10 +105,24 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
 
 def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
     """Let the matrices of one layer exchange."""
+    if attention.q.weight.numel() == 0:
+        attention.core = _no_heads
     hook(attention, "inputs", _first_of_attention, attention, team)
     hook(attention, "output", _second, attention.o, team)
     hook(ffn, "inputs", _first_of_network, ffn, team)
     hook(ffn, "output", _second, ffn.down, team)
+
+
+def _no_heads(
+    q_BNSD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    layout: AttentionLayout,
+    mask_SS: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do what :func:`partool_runtime.model.attend` does, of no heads, which kernels of devices need not expect."""
+    del layout, mask_SS
+    return q_BNSD + k_BKSD + v_BKSD
 
 
 def _first_of_attention(attention: SelfAttention, team: Team, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

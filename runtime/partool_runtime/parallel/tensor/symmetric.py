@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from partool.layout.tensor import Partition
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.parallel.tensor.ops import Team, start_tokens, tokens
@@ -22,14 +23,21 @@ _SEQUENCE = 1
 """Dimension of the tokens in ``[B, S, H]``."""
 
 
-def check_symmetric(team: Team, device: torch.device) -> None:
-    """Raise ConfigurationError PT647 where products and exchanges cannot be fused."""
+def check_symmetric(team: Team, device: torch.device, rows: Sequence[Partition] = ()) -> None:
+    """Raise ConfigurationError PT647 where products and exchanges cannot be fused.
+
+    ``rows`` is the plan's partition: no rank may be idle.
+    """
+    cut = [row for row in rows if row.style in ("column", "row")]
+    idle = [row.name for row in cut if not all(all(row.spans(rank)) for rank in range(team.ranks))]
     if device.type != "cuda" or not has_symmetric_products():
         message = f"parallel.tensor.overlap: symmetric needs CUDA devices and a torch built for them, not {device.type}"
     elif team.length is None:
         message = "parallel.tensor.overlap: symmetric exchanges shares of the sequence, and sequence_norms is off"
     elif team.length % team.ranks:
         message = f"parallel.tensor.overlap: symmetric cannot share {team.length} tokens evenly over {team.ranks} ranks"
+    elif idle:
+        message = f"parallel.tensor.overlap: symmetric, but some of {team.ranks} ranks hold nothing of {idle[0]}"
     else:
         return
     raise ConfigurationError("PT647", message, "Use parallel.tensor.overlap: backward.")
