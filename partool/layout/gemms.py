@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from partool.layout.tensor import head_ranges
 from partool.spec.model import ModelConfig
 
 
@@ -41,45 +42,72 @@ class Gemm:
         return (self.rows.most, self.k, self.n), (self.n, self.k, self.rows.most)
 
 
-def gemms(model: ModelConfig, *, tensor: int, expert: int, tokens: int) -> list[Gemm]:
-    """Return the products of a rank that works on ``tokens`` tokens per micro-batch, each shape once.
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Tensor ranks as d1 × d2."""
 
-    Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053). Experts are spread over
-    ``expert`` ranks; they are cut over tensor ranks only where that is one.
+    ranks: int
+    inner: int
+
+    @property
+    def outer(self) -> int:
+        """d1: ranks over which outputs of a layer's first matrices lie."""
+        return self.ranks // self.inner
+
+    def width(self, size: int) -> int:
+        """Return the largest part of such an output."""
+        return -(-size // self.outer)
+
+    def hidden(self, size: int) -> int:
+        """Return the largest part of the hidden size."""
+        return -(-size // self.inner)
+
+    def heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Return the most query heads, and the most heads of keys, of the matrices of one rank."""
+        dealt = head_ranges(heads, kv_heads, self.outer)
+        return tuple(max(stop - start for start, stop in ranges) for ranges in (dealt.queries, dealt.keys))  # type: ignore[return-value]
+
+
+def gemms(model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1) -> list[Gemm]:
+    """Return the products of the rank that has most, of ``tokens`` tokens per micro-batch, each shape once.
+
+    Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); with an ``inner`` d2 of d1 · d2
+    ranks the other sides over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks; they are cut over tensor
+    ranks only where that is one.
     """
+    cut = _Cut(tensor, inner)
     rows = Rows(tokens, tokens)
     moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
     found = [
         Gemm(f"attention.{name}", n, k, rows, model.layers)
-        for name, n, k in (_latent(model, tensor) if model.mla else _attention(model, tensor))
+        for name, n, k in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
     if moe_layers < model.layers:
-        found += _network(model, "ffn", model.ffn_hidden // tensor, (rows, model.layers - moe_layers, 1))
+        found += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
     if model.moe is not None and moe_layers:
-        found.append(Gemm("moe.router", model.moe.experts, model.hidden, rows, moe_layers))
+        found.append(Gemm("moe.router", model.moe.experts, cut.hidden(model.hidden), rows, moe_layers))
         if model.moe.shared_experts:
-            width = model.moe.shared_experts * model.moe.ffn_hidden // tensor
-            found += _network(model, "moe.shared", width, (rows, moe_layers, 1))
-        found += _experts(model, tensor, expert, tokens, moe_layers)
+            width = cut.width(model.moe.shared_experts * model.moe.ffn_hidden)
+            found += _network(model, "moe.shared", (width, cut), (rows, moe_layers, 1))
+        found += _experts(model, cut, expert, tokens, moe_layers)
     found.append(Gemm("head", -(-model.vocab // tensor), model.hidden, rows, 1))
     return found
 
 
-def _attention(model: ModelConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
-    query = model.heads * model.head_dim // tensor
-    # With fewer key heads than tensor ranks each rank holds a whole one.
-    keys = max(model.kv_heads // tensor, 1) * model.head_dim
-    yield "q", query, model.hidden
-    yield "k, v", keys, model.hidden
-    yield "o", model.hidden, query
+def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int]]:
+    queries, keys = (heads * model.head_dim for heads in cut.heads(model.heads, model.kv_heads))
+    hidden = cut.hidden(model.hidden)
+    yield "q", queries, hidden
+    yield "k, v", keys, hidden
+    yield "o", hidden, queries
 
 
-def _latent(model: ModelConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
+def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int]]:
     """Yield the products of latent attention (DeepSeek-V2, arXiv 2405.04434, appendix C); the latents are not cut."""
     mla = model.mla
     if mla is None:
         return
-    heads = model.heads // tensor
+    heads, _ = cut.heads(model.heads, model.heads)
     query = heads * (mla.nope_head_dim + mla.rope_head_dim)
     if mla.q_rank is None:
         yield "q", query, model.hidden
@@ -91,21 +119,22 @@ def _latent(model: ModelConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
     yield "o", model.hidden, heads * mla.v_head_dim
 
 
-def _network(model: ModelConfig, name: str, width: int, times: tuple[Rows, int, int]) -> list[Gemm]:
+def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tuple[Rows, int, int]) -> list[Gemm]:
     """Return the products of a feed-forward network; ``times``: rows, layers that have it, networks side by side."""
+    width, hidden = sizes[0], sizes[1].hidden(model.hidden)
     up = "gate, up" if model.gated else "up"
     return [
-        Gemm(f"{name}.{up}", width, model.hidden, *times),
-        Gemm(f"{name}.down", model.hidden, width, *times),
+        Gemm(f"{name}.{up}", width, hidden, *times),
+        Gemm(f"{name}.down", hidden, width, *times),
     ]
 
 
-def _experts(model: ModelConfig, tensor: int, expert: int, tokens: int, layers: int) -> list[Gemm]:
+def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: int) -> list[Gemm]:
     """Return an expert's products; routing may send it nothing, or every token of the ranks that share the experts."""
     moe = model.moe
     if moe is None:
         return []
-    own = max(tokens // tensor, 1) if expert > 1 else tokens
-    width = moe.ffn_hidden if expert > 1 else moe.ffn_hidden // tensor
+    own = max(tokens // cut.ranks, 1) if expert > 1 else tokens
+    width = moe.ffn_hidden if expert > 1 else cut.width(moe.ffn_hidden)
     each = (Rows(0, own * expert), layers, max(moe.experts // expert, 1))
-    return _network(model, "moe.experts", width, each)
+    return _network(model, "moe.experts", (width, _Cut(1, 1) if expert > 1 else cut), each)

@@ -66,7 +66,7 @@ def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
     layout = plan.layout
     tokens = layout.micro_batch * plan.training.sequence_length // layout.mesh.cp
-    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens)
+    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor_inner)
 
 
 def gemm_rows(plan: Plan) -> list[dict[str, Any]]:

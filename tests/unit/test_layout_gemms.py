@@ -49,3 +49,17 @@ def test_tensor_ranks_share_and_experts_move() -> None:
     up = experts["moe.experts.gate, up"]
     assert (up.groups, up.n, up.rows.least, up.rows.most) == (2, 14336, 0, 200)
     assert experts["attention.q"].backward == ((100, 4096, 2048), (2048, 4096, 100))
+
+
+def test_uneven_and_two_dimensional_ranks() -> None:
+    small = ModelConfig(layers=2, hidden=30, ffn_hidden=17, heads=7, kv_heads=7, head_dim=6, vocab=101)
+    uneven = {gemm.name: (gemm.n, gemm.k) for gemm in gemms(small, tensor=3, expert=1, tokens=8)}
+    assert uneven == {
+        "attention.q": (18, 30), "attention.k, v": (18, 30), "attention.o": (30, 18), "ffn.gate, up": (6, 30),
+        "ffn.down": (30, 6), "head": (34, 30),
+    }  # fmt: skip
+    flat = {gemm.name: (gemm.n, gemm.k) for gemm in gemms(model("llama3-8b"), tensor=8, expert=1, tokens=8, inner=2)}
+    assert flat == {
+        "attention.q": (1024, 2048), "attention.k, v": (256, 2048), "attention.o": (2048, 1024),
+        "ffn.gate, up": (3584, 2048), "ffn.down": (2048, 3584), "head": (16032, 4096),
+    }  # fmt: skip
