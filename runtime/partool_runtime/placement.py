@@ -44,11 +44,6 @@ class Placement:
         """Shape of the rank's part."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.spans)
 
-    @property
-    def whole(self) -> bool:
-        """True where the rank's part is everything."""
-        return self.local_shape == self.shape
-
     def boxes(self, rows: range | None = None) -> Iterator[Box]:
         """Yield the blocks that make up the rows ``rows`` of this rank's part (None: all of it).
 

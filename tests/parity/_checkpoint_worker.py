@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from partool_runtime.checkpoint import Checkpointer, CheckpointError, step_folder
 from partool_runtime.checkpoint._files import Files
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.pieces import Placed
+from partool_runtime.placement import Placement
 
 SHAPES = {"model.w": (7, 5), "model.one_row": (1, 4), "model.none": (0, 3), "exp_avg.w": (7, 5), "exp_avg.bias": (3,)}
 DTYPES = {"model.one_row": torch.bfloat16, "exp_avg.w": torch.float32}
@@ -106,6 +108,22 @@ def check_error_on_one_rank(folder: Path, failing_rank: int) -> None:
     checkpointer.close()
 
 
+def check_parts_that_are_no_whole(folder: Path) -> None:
+    """Nothing is saved where tensor ranks' parts leave a column out, or where two ranks stand for the same one."""
+    checkpointer, rank, size = open_folder(folder, mode="sync"), dist.get_rank(), dist.get_world_size()
+
+    def part(columns: int, start: int, stop: int) -> dict[str, Placed]:
+        return {"model.w": Placed(torch.zeros(3, stop - start), Placement((3, columns), (((0, 3),), ((start, stop),))))}
+
+    for wrong in (part(2 * size + 1, 2 * rank, 2 * rank + 2), part(2 * size, 2 * rank, 2 * rank + 2 + (rank == 0))):
+        with pytest.raises(CheckpointError, match="Failed to validate"):
+            checkpointer.save(1, wrong, {})
+    assert checkpointer.latest() is None
+    checkpointer.save(1, part(2 * size, 2 * rank, 2 * rank + 2), {})
+    assert checkpointer.latest() == 1
+    checkpointer.close()
+
+
 def check_damage_reaches_all(folder: Path) -> None:
     checkpointer = open_folder(folder, mode="sync")
     save(checkpointer, "shard", 1)
@@ -141,6 +159,7 @@ def main() -> None:
     if extra == "errors":
         for failing_rank in range(dist.get_world_size()):
             check_error_on_one_rank(folder.with_name(f"failing-{failing_rank}"), failing_rank)
+        check_parts_that_are_no_whole(folder.with_name("parts"))
         check_damage_reaches_all(folder.with_name("damaged"))
     dist.destroy_process_group()
 

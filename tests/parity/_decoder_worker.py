@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from partool.spec.model import ModelConfig, RopeScaling, Weights
 from partool_runtime.model import Decoder, decoder, loss
+from partool_runtime.pieces import local_part, local_rows
 from partool_runtime.weights import build, fill, freeze, materialise, post_load
-from partool_runtime.weights.rows import local_part, local_rows
 
 SHAPES = {"layers": 2, "hidden": 13, "ffn_hidden": 22, "heads": 4, "kv_heads": 2, "head_dim": 2, "vocab": 31}
 CONFIGS = {

@@ -24,9 +24,9 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.export import export, main
 from partool_runtime.hf import open_folder, write_folder
 from partool_runtime.model import Decoder
+from partool_runtime.pieces import local_part, local_rows, split_rows
 from partool_runtime.weights import build, fill, freeze, materialise, post_load
 from partool_runtime.weights.draw import BLOCK_ELEMENTS, block_rows, dummy_source, init_source
-from partool_runtime.weights.rows import local_part, local_rows, split_rows
 
 CONFIG = ModelConfig(
     layers=2, hidden=33, ffn_hidden=50, heads=3, kv_heads=1, head_dim=10, vocab=4001, qkv_bias=True, init_std=0.03

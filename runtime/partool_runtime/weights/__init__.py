@@ -12,8 +12,8 @@ from partool_runtime.weights.pipeline import (
     frozen_names,
     materialise,
     post_load,
+    whole_shapes,
 )
-from partool_runtime.weights.rows import whole_shapes
 
 __all__ = [
     "build",

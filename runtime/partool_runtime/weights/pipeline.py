@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
@@ -70,6 +71,11 @@ def freeze(model: AnyDecoder, patterns: Sequence[str]) -> list[str]:
         if name in frozen:
             parameter.requires_grad_(False)
     return sorted(frozen)
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of partool's own decoder, whichever rank holds it."""
+    return {info.name: info.shape for info in parameters(config)}
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
