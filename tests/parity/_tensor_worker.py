@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
-from partool_runtime.model import Decoder
+from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel import parallelize
@@ -45,7 +45,7 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
 from partool_runtime.stepping import PlainPasses, Stepper
-from partool_runtime.weights import build, fill, freeze, materialise
+from partool_runtime.weights import build, build_parts, fill, freeze, materialise
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}
 GPT: dict[str, Any] = {"norm": "layernorm", "position": "learned", "activation": "gelu", "max_position": 9}
@@ -98,6 +98,9 @@ class Case:
         return base.model_copy(update={"model": config, "layout": layout, "training": training, "partition": partition})
 
 
+Whole = TypeVar("Whole", bound=AnyDecoder)
+
+
 def whole_model(config: ModelConfig) -> Decoder:
     model = build(config)
     materialise(model, "cpu", torch.float64)
@@ -105,7 +108,7 @@ def whole_model(config: ModelConfig) -> Decoder:
     return perturbed(model)
 
 
-def perturbed(model: Decoder) -> Decoder:
+def perturbed(model: Whole) -> Whole:
     """Give norms and biases other values than ones and zeros, the same in every cut."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -181,7 +184,9 @@ def close(ours: float, theirs: float, case: Case, what: object) -> None:
     assert abs(ours - theirs) <= bound * max(1.0, abs(theirs)), (case, what, ours, theirs)
 
 
-def same_pieces(model: Decoder, name: str, ours: torch.Tensor, theirs: torch.Tensor, bound: float, what: Any) -> None:
+def same_pieces(
+    model: AnyDecoder, name: str, ours: torch.Tensor, theirs: torch.Tensor, bound: float, what: Any
+) -> None:
     """Compare what this rank holds with its places in the whole; ``bound`` is relative to the whole's largest."""
     limit = max(1.0, theirs.abs().max().item())
     for piece in pieces(ours, model.placements.get(name)):
@@ -235,6 +240,29 @@ def check_pass(case: Case, ranks: Ranks) -> None:
         if parameter.grad is None:
             continue
         same_pieces(model, name, parameter.grad, expected["grads"][name], 1e-12, case)
+
+
+def check_stages(case: Case, ranks: Ranks) -> None:
+    """The stages of a pipeline, both on each rank, one after the other."""
+    plan, expected = case.plan(), reference(case.model)
+    parts = build_parts(plan.model, ((0, 1), (1, 2)), (0, 1)).double()
+    apply_tensor(parts, plan, ranks)
+    materialise(parts, "cpu")
+    shared = TensorGradients.of(parts, plan, ranks)
+    fill(parts, Weights(), seed=4)
+    perturbed(parts)
+    tokens_BS, labels_BS = batch(0)
+    handed_on = parts.stages[0](tokens_BS)
+    assert handed_on.shape == (SEQUENCES, -(-LENGTH // case.tp) if plan.layout.sequence_norms else LENGTH, 13)
+    total = parts.stages[1](handed_on, labels_BS)
+    same(total.detach(), expected["loss"], 1e-12, case)
+    total.backward()
+    if shared is not None:
+        shared.add_up()
+    assert set(dict(parts.named_parameters())) == set(expected["grads"])
+    for name, parameter in parts.named_parameters():
+        assert parameter.grad is not None, (case, name)
+        same_pieces(parts, name, parameter.grad, expected["grads"][name], 1e-12, case)
 
 
 def check_traffic(plan: Plan, seen: dict[str, Traffic], ranks: Ranks, case: Case) -> None:
@@ -382,6 +410,8 @@ def main(only: str = "") -> None:
             check_pass(case, pairs)
         for case in [*passes(4, every), *more_passes(4, every)]:
             check_pass(case, ranks)
+        for name, layout in QUICK.items():
+            check_stages(Case(name, 4, layout=LAYOUTS[layout]), ranks)
         for case in trainings(every):
             check_training(case, lay_mesh(case.plan(), torch.device("cpu")))
     else:
