@@ -59,6 +59,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels of a step over all ranks; some labels are ignored."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(31, (SEQUENCES, LENGTH + 1), generator=generator)
+    tokens[0, 1] = 3  # Llama's padding, whose row has no gradient
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
     return tokens[:, :-1], labels
