@@ -7,7 +7,9 @@ section 3), with norms on shares of the sequence arXiv 2205.05198, section 4. Tw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -19,11 +21,12 @@ from partool.cost.columns import columns
 from partool.cost.moves import Kind, Move, Moves, tokens
 from partool.cost.pipeline import stages_of_ranks
 from partool.layout.mesh import shard_rows
-from partool.layout.parameters import ParameterInfo, groups, is_frozen
+from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import Partition, by_name, chunks, own_partition
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
 from partool.schedule import SCHEDULES as KNOWN
+from partool.spec.model import ModelConfig
 
 _HALVED = tuple(SCHEDULES.index(name) for name, known in KNOWN.items() if known.split)
 
@@ -129,12 +132,12 @@ def tensor_bytes(job: Job, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
     if layout.mesh.tp == 1:
         return 0
-    ranks = _different(job, layout)
-    return max(
-        sum(call.sent_bytes for call in tensor_calls(job, layout, stages, rank))
-        for stages in stages_of_ranks(layout)
-        for rank in ranks
-    )
+    found = []
+    for stages in stages_of_ranks(layout):
+        passes = sum(call.sent_bytes for call in _passes(job, layout, stages))
+        sums = (_sync(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
+        found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
+    return max(found)
 
 
 def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0) -> list[Call]:
@@ -142,31 +145,34 @@ def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0,
 
     ``shard`` is its place among the ranks that share the state. The norm of all gradients is not among them.
     """
-    found: list[Call] = []
-    policies = layout.recompute
-    for stage in stages:
-        start, stop = layout.stages[stage]
-        parts = [(_moves(job, layout, "layer"), policies[at] == "full") for at in range(start, stop)]
-        parts += [(_moves(job, layout, "embedding"), False)] * (stage == 0)
-        parts += [(_moves(job, layout, "head"), False)] * (stage == len(layout.stages) - 1)
-        for moves, again in parts:
-            passes = [*moves.forward, *moves.backward, *(moves.again if again else ())]
-            found += [call for move in passes for call in _counted(job, layout, move)]
-    return [*found, *_sync(job, layout, stages, rank, shard)]
+    if layout.mesh.tp == 1:
+        return []
+    return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
 
 
-def _moves(job: Job, layout: Layout, unit: str) -> Moves:
-    """Return the collectives of a layer, the embedding or the head of one layout."""
-    one = {"embedding": embedding_moves, "layer": layer_moves, "head": head_moves}
-    two = {"embedding": two_dim.embedding_moves, "layer": two_dim.layer_moves, "head": two_dim.head_moves}
-    return (two if layout.tensor_inner > 1 else one)[unit](job, columns(layout))
+def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
+    """Yield the collectives of all passes over all micro-batches."""
+    bounds = [layout.stages[stage] for stage in stages]
+    full = sum(layout.recompute[layer] == "full" for start, stop in bounds for layer in range(start, stop))
+    layers = sum(stop - start for start, stop in bounds)
+    layouts = columns(layout)
+    lists = (two_dim.embedding_moves, two_dim.layer_moves, two_dim.head_moves)
+    if layout.tensor_inner == 1:
+        lists = (embedding_moves, layer_moves, head_moves)
+    ends = (int(0 in stages), int(len(layout.stages) - 1 in stages))
+    for moves_of, times in zip(lists, (ends[0], layers, ends[1]), strict=True):
+        moves = moves_of(job, layouts)
+        for move in (*moves.forward, *moves.backward) if times else ():
+            yield from _counted(job, layout, move, times)
+        for move in moves.again if moves_of is lists[1] and full else ():
+            yield from _counted(job, layout, move, full)
 
 
-def _counted(job: Job, layout: Layout, move: Move) -> Iterator[Call]:
-    """Yield the calls of a collective over all micro-batches."""
+def _counted(job: Job, layout: Layout, move: Move, units: int) -> Iterator[Call]:
+    """Yield the calls of a collective of so many layers (or of an end of the model) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor_inner, "tp1": layout.tensor_inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
-    times = int(move.times) * layout.accumulation
+    times = int(move.times) * layout.accumulation * units
     if sizes[move.axis] == 1 or not times:
         return
     for start, stop in chunks(int(move.rows), int(move.pieces)):
@@ -174,44 +180,68 @@ def _counted(job: Job, layout: Layout, move: Move) -> Iterator[Call]:
             yield Call(move.kind, (stop - start) * int(move.width) * each, sizes[move.axis], times)
 
 
+class _Cut(NamedTuple):
+    """What decides how parameters lie on tensor ranks, and which of them are trained."""
+
+    model: ModelConfig
+    frozen: tuple[str, ...]
+    ranks: int
+    inner: int
+    sequence_norms: bool
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> _Cut:
+        """Return that of a layout."""
+        return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor_inner, layout.sequence_norms)
+
+
 def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[Call]:
     """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
-    held = _summed(job, layout, stages)
-    sums: dict[tuple[int, ...], int] = {}
-    for row in held:
-        holders = row.holders(rank, layout.mesh.tp)
-        local = [sum(stop - start for start, stop in ranges) for ranges in row.spans(rank)]
-        rows = shard_rows(local[0], layout.mesh.dp_shard if layout.zero else 1, shard)
-        if len(holders) > 1:
-            sums[holders] = sums.get(holders, 0) + (rows.stop - rows.start) * prod(local[1:])
+    shards = layout.mesh.dp_shard if layout.zero else 1
+    first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
+    held = [layers[layer] for stage in stages for layer in range(*layout.stages[stage])]
+    held += [first] * (0 in stages) + [last] * (len(layout.stages) - 1 in stages)
+    sums: Counter[tuple[int, ...]] = Counter()
+    for group in held:
+        sums.update(dict(group))
     for holders, elements in sums.items():
         if elements:
             yield Call("all_reduce", elements * job.master_bytes, len(holders), 1)
 
 
-def _summed(job: Job, layout: Layout, stages: Sequence[int]) -> list[Partition]:
-    """Return the trained parameters on some stages whose gradients are summed over tensor ranks."""
-    partition = own_partition(job.model, layout.mesh.tp, layout.tensor_inner, layout.sequence_norms)
-    infos = [info.name for info in _on_stages(job, layout, stages) if not is_frozen(info.name, job.frozen)]
-    return [row for row in by_name(partition, infos).values() if row.gradients == "summed"]
+# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
+@lru_cache(maxsize=256)
+def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
+    """Return, by group of parameters, the trained ones whose gradients are summed over tensor ranks."""
+    partition = own_partition(cut.model, cut.ranks, cut.inner, cut.sequence_norms)
+    found = []
+    for group in groups(cut.model):
+        names = [info.name for info in group if not is_frozen(info.name, cut.frozen)]
+        found.append(tuple(row for row in by_name(partition, names).values() if row.gradients == "summed"))
+    return tuple(found)
 
 
-def _on_stages(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[ParameterInfo]:
-    first, *layers, last = groups(job.model)
-    for stage in stages:
-        start, stop = layout.stages[stage]
-        for group in layers[start:stop]:
-            yield from group
-        yield from first if stage == 0 else ()
-        yield from last if stage == len(layout.stages) - 1 else ()
+@lru_cache(maxsize=1024)
+def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
+    """Return, by group of parameters, which ranks hold the same, and the elements of this rank's shard of it."""
+    found = []
+    for group in _summed(cut):
+        sums: Counter[tuple[int, ...]] = Counter()
+        for row in group:
+            holders = row.holders(rank, cut.ranks)
+            local = [sum(stop - start for start, stop in ranges) for ranges in row.spans(rank)]
+            rows = shard_rows(local[0], shards, shard)
+            if len(holders) > 1:
+                sums[holders] += (rows.stop - rows.start) * prod(local[1:])
+        found.append(tuple(sums.items()))
+    return tuple(found)
 
 
-def _different(job: Job, layout: Layout) -> list[int]:
-    """Return tensor ranks that together stand for all: of those that hold as much of what is summed, one."""
-    everywhere = range(len(layout.stages))
-    seen: dict[tuple[object, ...], int] = {}
-    rows = _summed(job, layout, everywhere)
-    for rank in range(layout.mesh.tp):
-        key = tuple((len(row.holders(rank, layout.mesh.tp)), row.spans(rank)) for row in rows[:64])
-        seen.setdefault(key, rank)
-    return list(seen.values())
+@lru_cache(maxsize=256)
+def _different(cut: _Cut) -> tuple[int, ...]:
+    """Return tensor ranks that together stand for all: of those whose sums are alike, one."""
+    seen: dict[object, int] = {}
+    for rank in range(cut.ranks):
+        sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]
+        seen.setdefault(str(sums), rank)
+    return tuple(seen.values())
