@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from pathlib import Path
 
 import torch
+from _forks import run_forked
 from _hf_models import plan_of
 from _plans import small_plan
 
@@ -69,12 +69,9 @@ def write() -> None:
     (FOLDER / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def run_rank() -> None:
+    """Load a rank's part and look at the memory."""
     torch.distributed.init_process_group("gloo")
-    if int(os.environ["RANK"]) == 0:
-        write()
-    torch.distributed.barrier()
     base = small_plan(Path("unused"), ranks=2)
     plan = plan_of(base, FOLDER, Mesh(tp=2))
     with Peak() as peak:
@@ -92,4 +89,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    write()
+    sys.exit(run_forked(2, run_rank))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _forks import run_forked
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 
@@ -219,33 +220,41 @@ LAYOUTS = [
 ]
 
 
-def cases(world: int) -> list[Case]:
-    """Every model over all ranks as tensor ranks; of four ranks two, with ZeRO over the other two."""
-    shallow = [name for name in MODELS if not name.endswith(("_deep", "_dropout"))]
-    chosen = sys.argv[2] if len(sys.argv) > 2 else ""
+SHALLOW = [name for name in MODELS if not name.endswith(("_deep", "_dropout"))]
+
+
+def cases(world: int, chosen: str) -> list[Case]:
+    """Return what so many ranks check: models, layouts or pipelines."""
     if chosen == "pipelines":
-        return PIPELINES if world == 2 else CROSSED
+        return CROSSED
     if chosen == "layouts":
         return [Case(name, tp=world, fields=fields) for fields in LAYOUTS for name in ("llama", "deepseek_v2")]
-    names = chosen.split(",") if chosen else shallow
-    if world < 4:
-        return [Case(name, tp=world) for name in names]
-    return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(names)]
+    if world == 2:
+        plain = [Case(name, dp=2, fields=(("zero", 3),)) for name in ("llama", "mixtral", "phi")]
+        return [*plain, *(Case(name, tp=2) for name in SHALLOW), *PIPELINES]
+    if world == 3:
+        return [Case(name, tp=3) for name in SHALLOW]
+    return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(SHALLOW)]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def run_rank(chosen: str) -> None:
+    """Do what one rank has to do."""
     torch.distributed.init_process_group("gloo")
-    if int(os.environ["RANK"]) == 0:
-        for name in MODELS:
-            write_model(name, FOLDER)
-    torch.distributed.barrier()
-    if "layouts" in sys.argv:
+    if chosen == "layouts":
         check_dropout()
-    for case in cases(int(os.environ["WORLD_SIZE"])):
+    for case in cases(int(os.environ["WORLD_SIZE"]), chosen):
         check(case)
     close_ranks()
 
 
+def main(ranks: int, chosen: str = "") -> int:
+    """Write the models and check them with so many ranks."""
+    torch.set_num_threads(1)
+    names = {case.model for case in cases(ranks, chosen)} | ({"gpt_neox_dropout"} if chosen == "layouts" else set())
+    for name in sorted(names):
+        write_model(name, FOLDER)
+    return run_forked(ranks, lambda: run_rank(chosen))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main(int(sys.argv[2]), *sys.argv[3:]))
