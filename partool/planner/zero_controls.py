@@ -99,7 +99,8 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     if layout.zero > 0 and mesh.dp_shard > 1:
         yield _gather(problem, layout)
     if layout.zero == 3 and mesh.dp_shard > 1:
-        yield _prefetch(problem, layout)
+        if layout.gather != "coalesced" or layout.prefetch != 1 or data.prefetch != "auto":
+            yield _prefetch(problem, layout)
         if layout.persistent_elements or data.persistent != "auto":
             yield _persistent(problem, layout)
     if layout.leaves:
@@ -110,8 +111,9 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
 def _gather(problem: Problem, layout: Layout) -> str:
     pinned = problem.spec.parallel.data.gather != "auto"
     if layout.gather == "coalesced":
-        why = "the spec asks for it" if pinned else "the fewest messages; the layer held twice while it is sorted fits"
-        return f"Gather coalesced: {why}."
+        why = "the spec asks for it" if pinned else "the fewest messages"
+        usual = layout.zero == 3 and layout.prefetch == 1 and problem.spec.parallel.data.prefetch == "auto"
+        return f"Gather coalesced: {why}{_ahead(problem, layout) if usual else ''}."
     saved = problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
     count = messages_of_unit(problem.model, problem.controls, layout.zero)
     why = "the spec asks for it" if pinned else "no layout is sure to fit that gathers layers as a whole"
@@ -119,14 +121,18 @@ def _gather(problem: Problem, layout: Layout) -> str:
 
 
 def _prefetch(problem: Problem, layout: Layout) -> str:
-    ahead = layout.prefetch * problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
     if problem.spec.parallel.data.prefetch != "auto":
         why = "the spec asks for it"
     elif layout.prefetch == 0:
         why = "memory is short, so each layer waits for its parameters"
     else:
         why = "the next layer travels while one computes"
-    return f"Prefetch {layout.prefetch}: {why}; {ahead / MIB:,.0f} MiB gathered ahead."
+    return f"Prefetch {layout.prefetch}: {why}{_ahead(problem, layout)}."
+
+
+def _ahead(problem: Problem, layout: Layout) -> str:
+    ahead = layout.prefetch * problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
+    return f"; {ahead / MIB:,.0f} MiB gathered ahead"
 
 
 def _persistent(problem: Problem, layout: Layout) -> str:
