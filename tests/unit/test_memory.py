@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import held_by_rank
 from partool.cost.in_flight import in_flight as closed
@@ -22,7 +23,6 @@ from partool.cost.peak import (
     peak_memory,
     predict_memory,
 )
-from partool.cost.columns import columns
 from partool.cost.saved import saved_by_layer
 from partool.cost.stacks import STACKS
 from partool.cost.states import HOST_FACTOR, States, states
