@@ -13,12 +13,12 @@ from partool.cost import collective
 from partool.cost.attention import attention_s, keys_seen, sequence_s
 from partool.cost.bound import bound_s
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.columns import columns
 from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
 from partool.cost.gemm import matmul_s
 from partool.cost.layer import kinds, layer
 from partool.cost.micro import micro
 from partool.cost.offload import offload
-from partool.cost.columns import columns
 from partool.cost.predict import predict_time
 from partool.cost.stacks import PARTOOL, STACKS, own_stack
 from partool.cost.traffic import traffic, traffic_bytes
