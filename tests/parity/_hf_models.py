@@ -58,6 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5, "hidden_dropout": 0.3,
         "attention_dropout": 0.3,
     },
+    "llama_dropout": {**_LLAMA, "num_key_value_heads": 2, "attention_dropout": 0.3},
 }  # fmt: skip
 """By model type. Over 3 ranks: Llama's 2 heads of keys lie on three ranks, Mistral's third rank has no head."""
 

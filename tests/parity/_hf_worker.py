@@ -164,30 +164,34 @@ def check_gradients(case: Case, ranks: Ranks, prepared: Prepared, trained: Mappi
         same_pieces(prepared.model, name, ours, theirs, 1e-12, (case, "gradient"))
 
 
-def check_dropout() -> None:
+def check_dropout(name: str, policies: tuple[str, ...]) -> None:
     """Tensor ranks agree on the loss, what is computed again draws again what it drew, and an evaluation draws not."""
     found = []
-    for policy in ("none", "full", "selective"):
-        case = Case("gpt_neox_dropout", tp=2, fields=(("recompute", (policy,) * 2),))
+    for policy in ("none", *policies):
+        case = Case(name, tp=2, fields=(("recompute", (policy,) * 2),))
         plan = case.plan()
         ranks = lay_mesh(plan, torch.device("cpu"))
+        torch.manual_seed(7)
         prepared = prepare(plan, ranks, lambda done, sent: None)
         fill(prepared.model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
         batches = micro_batches(case, 0, ranks)
         evaluated = [prepared.passes.evaluate(iter(batches), lambda: False) for _ in range(2)]
         assert evaluated[0] is not None
         assert evaluated[0] == evaluated[1]
+        torch.manual_seed(8)
         loss = prepared.passes.step(batches, torch.ones(()), lambda term: contextlib.nullcontext())
         assert abs(float(loss - evaluated[0])) > 1e-3, "training must drop something"
+        after = torch.rand(())
         everywhere = [torch.zeros_like(loss) for _ in range(2)]
         torch.distributed.all_gather(everywhere, loss)
         assert everywhere[0] == everywhere[1]
         grads = {name: local(p.grad) for name, p in prepared.model.named_parameters() if p.grad is not None}
-        found.append((loss, grads))
-    for loss, grads in found[1:]:
-        assert loss == found[0][0]
-        for name, grad in grads.items():
-            assert torch.allclose(grad, found[0][1][name], rtol=0, atol=1e-12), name
+        found.append((policy, loss, grads, after))
+    _, loss, grads, after = found[0]
+    for policy, again, grads_again, after_again in found[1:]:
+        assert (again, after_again) == (loss, after), (name, policy)
+        for parameter, grad in grads_again.items():
+            assert torch.allclose(grad, grads[parameter], rtol=0, atol=1e-12), (name, policy, parameter)
 
 
 def micro_batches(case: Case, step: int, ranks: Ranks) -> list[MicroBatch]:
@@ -237,12 +241,25 @@ def cases(world: int, chosen: str) -> list[Case]:
     return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(SHALLOW)]
 
 
+DROPPING = {
+    "": {"llama_dropout": ("full",)},
+    "layouts": dict.fromkeys(("gpt_neox_dropout", "llama_dropout"), ("full", "selective", "attention")),
+}
+"""By what is chosen: models with dropout, and policies of recomputation; for two ranks."""
+
+
+def dropping(world: int, chosen: str) -> dict[str, tuple[str, ...]]:
+    """Return what so many ranks check of dropout."""
+    return DROPPING.get(chosen, {}) if world == 2 else {}
+
+
 def run_rank(chosen: str) -> None:
     """Do what one rank has to do."""
     torch.distributed.init_process_group("gloo")
-    if chosen == "layouts":
-        check_dropout()
-    for case in cases(int(os.environ["WORLD_SIZE"]), chosen):
+    world = int(os.environ["WORLD_SIZE"])
+    for name, policies in dropping(world, chosen).items():
+        check_dropout(name, policies)
+    for case in cases(world, chosen):
         check(case)
     close_ranks()
 
@@ -250,7 +267,7 @@ def run_rank(chosen: str) -> None:
 def main(ranks: int, chosen: str = "") -> int:
     """Write the models and check them with so many ranks."""
     torch.set_num_threads(1)
-    names = {case.model for case in cases(ranks, chosen)} | ({"gpt_neox_dropout"} if chosen == "layouts" else set())
+    names = {case.model for case in cases(ranks, chosen)} | set(dropping(ranks, chosen))
     for name in sorted(names):
         write_model(name, FOLDER)
     return run_forked(ranks, lambda: run_rank(chosen))

@@ -38,7 +38,8 @@ def recompute(blocks: Iterable[nn.Module], policies: Iterable[Recompute], *, dra
     ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
     ``full`` only the block's input. Layers of transformers have no core of attention that could be told apart: of them
     ``attention`` keeps nothing that is inside of an attention module. ``draws``: layers draw random numbers, whose
-    state is kept, too.
+    state is kept, too; such a layer is computed again to its end, since tensor ranks begin and end to draw numbers of
+    their own in the middle of it.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
@@ -61,12 +62,12 @@ def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _full(forward: Callable[..., Any], draws: bool) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws)
+    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
 
 
 def _selective(forward: Callable[..., Any], draws: bool) -> Callable[..., Any]:
     contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts)
+    return partial(_full(forward, draws), context_fn=contexts)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
