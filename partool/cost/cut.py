@@ -42,11 +42,6 @@ def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
     return np.where(kv_heads >= ranks, keys * group, shared), keys
 
 
-def core_heads(job: Job, layouts: Layouts) -> tuple[Column, Column]:
-    """Return the same within the cores of attention, where sequence ranks are left out."""
-    return heads(job.model, layouts.tp)
-
-
 def stream(job: Job, layouts: Layouts) -> Column:
     """Return the tensor ranks that the residual stream is cut over."""
     stack = job.stack

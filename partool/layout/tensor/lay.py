@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from partool.layout.tensor.choice import LINEAR, Choice, head_kind
 from partool.layout.tensor.cutting import fused
 from partool.layout.tensor.heads import HeadRanges, head_ranges
@@ -99,9 +97,3 @@ def _by_heads(
     unit = width // number
     ranges = heads.queries if kind == "query" else heads.keys
     return [(start * unit, stop * unit) for start, stop in ranges], kind == "key"
-
-
-def local_widths(row: Partition, ranks: int) -> Iterator[int]:
-    """Yield per rank how much of the cut dimension it holds."""
-    for rank in range(ranks):
-        yield sum(stop - start for start, stop in row.cuts[0].ranges[rank])

@@ -135,11 +135,6 @@ class HfDecoder(HfPart):
         return cast(nn.ModuleList, self.base.get_submodule(self._blocks))
 
     @property
-    def layers_name(self) -> str:
-        """Name of the list of layers, from here."""
-        return f"{self.base_prefix}.{self._blocks}"
-
-    @property
     def tied(self) -> bool:
         """True if the output matrix is the embedding."""
         return self.head.weight is self.embed.weight
