@@ -273,6 +273,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({UP: TensorPattern(style="column", unit=5)}, "PT441", "56 is no multiple of the unit 5"),
     ({UP: TensorPattern(style="column", parts=[20, 20])}, "PT441", "sum to 40, not to its width of 56"),
     ({"*.k_proj": "column_gathered"}, "PT441", "q_proj stays cut and k_proj beside it is gathered"),
+    ({"*.q_proj": "replicated"}, "PT441", "k_proj stays cut and q_proj beside it is whole"),
+    ({"*.v_proj": "replicated"}, "PT441", "q_proj stays cut and v_proj beside it is whole"),
+    ({"*.gate_proj": "replicated"}, "PT441", "up_proj stays cut and gate_proj beside it is whole"),
+    ({"*.gate_proj": "column_gathered"}, "PT441", "up_proj stays cut and gate_proj beside it is gathered"),
+    ({"*.q_proj": "row"}, "PT441", "k_proj stays cut and o_proj beside it is cut by row"),
     ({"*.q_proj": TensorPattern(style="column", unit=8)}, "PT441", "o_proj after it is cut into other parts"),
     ({"*.norm": "row"}, "PT441", "which a norm cannot be"),
     ({"*.embed_tokens": "column"}, "PT441", "one of: vocabulary, replicated"),
@@ -285,6 +290,40 @@ def test_patterns_that_cannot_be(patterns: dict[str, Any], code: str, text: str)
     found = only(decide(structure("llama"), 2, patterns))
     assert found[0] == code
     assert text in found[1] + found[2]
+
+
+def test_siblings_that_stay_whole_are_told_one_by_one() -> None:
+    found = decide(structure("llama"), 2, {"*.k_proj": "replicated", "*.v_proj": "replicated"}).findings
+    assert [one.code for one in found] == ["PT441", "PT441"]
+    assert [one.message.rpartition("and ")[2] for one in found] == [
+        "k_proj beside it is whole", "v_proj beside it is whole",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("one", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
+def test_matrices_of_experts_are_cut_both_or_none(family: str, one: str) -> None:
+    found = only(decide(structure(family), 2, {f"*.experts.{one}": "replicated"}))
+    assert found[0] == "PT441"
+    assert f"experts is cut in part: {'' if one[0] == 'g' else 'gate_up_proj column, '}{one} replicated" in found[1]
+    code, message, _ = only(decide(structure(family), 2, {"*.experts.gate_up_proj": "column"}))
+    assert (code, "down_proj after it is cut into other parts" in message) == ("PT441", True)
+    both = decide(structure(family), 2, {"*.experts": "replicated"})
+    assert both.findings == ()
+    assert row(both, f"experts.{one}").style == "replicated"
+
+
+def test_low_rank_is_whole_and_its_rotary_part_summed_where_heads_are_cut() -> None:
+    model, kv_a = structure("deepseek_v2"), "kv_a_proj_with_mqa"
+    for style in ("column_gathered", "column"):
+        first = decide(model, 2, {f"*.{kv_a}": TensorPattern(style=style, unit=1)}).findings[0]  # type: ignore[arg-type]
+        assert (first.code, "every head reads all of it" in first.message) == ("PT441", True)
+    asked = decide(model, 2, {f"*.{kv_a}": "replicated", "*.q_a_proj": "column_gathered"})
+    assert asked.findings == ()
+    assert row(asked, f"{kv_a}.weight").summed_outputs == ((12, 16),)
+    whole = decide(model, 2, {"*.q_b_proj": "column_gathered", "*.kv_b_proj": "column_gathered"})
+    assert whole.findings == ()
+    assert row(whole, f"{kv_a}.weight").summed_outputs == ()
 
 
 def changed(model: Structure, ending: str, **update: Any) -> Structure:

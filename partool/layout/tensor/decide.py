@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor.choice import LINEAR, Choice, Group, Subject, Unclear, groups
 from partool.layout.tensor.cutting import collapse, collapsed_name
-from partool.layout.tensor.infer import RULE, infer, infer_norm
+from partool.layout.tensor.infer import RULE, infer, infer_norm, set_summed_outputs
 from partool.layout.tensor.lay import CannotLayError, lay
-from partool.layout.tensor.pairs import check_pairs
+from partool.layout.tensor.pairs import check_experts, check_pairs
 from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched, wanted
 from partool.layout.tensor.plans import planned
 from partool.layout.tensor.presets import preset
@@ -50,11 +50,14 @@ class _Decider:
             for module in structure.modules:
                 if (module.kind == "norm") == norms and module.parameters:
                     self.choose(by_parent.get(module.name.rpartition(".")[0]), module)
+            for group in by_parent.values():
+                set_summed_outputs(group, self.chosen)
         rows: list[Partition] = []
         for module in structure.modules:
             rows += self.laid(module, [name for name in module.parameters if f"{module.name}.{name}" in shapes], ranks)
         if not self.findings:
-            for finding in check_pairs(by_parent, self.chosen, rows):
+            of_experts = check_experts(structure.modules, self.chosen, rows)
+            for finding in (*check_pairs(by_parent, self.chosen, rows), *of_experts):
                 self.report(finding)
         return Decided(collapse(rows), tuple(self.findings.values()))
 

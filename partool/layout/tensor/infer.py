@@ -7,6 +7,7 @@ away from it by columns (Megatron-LM, arXiv 1909.08053, section 3). What does no
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from partool.layout.tensor.choice import LINEAR, Choice, Group, Unclear, head_kind, leaf
 from partool.layout.tensor.structure import Structure, StructureModule
@@ -30,12 +31,18 @@ def infer(structure: Structure, group: Group | None, module: StructureModule) ->
             return Choice("replicated", RULE, "of positions")
         return Unclear("it is an embedding, but not that of the tokens")
     if module.kind in LINEAR and group is not None:
-        if structure.experts and group.linears[module.name][0] in (1, structure.experts) and not group.attention:
+        if is_router(group, module.name):
             return _router()
         return _attention(group, module) if group.attention else _network(group, module)
     sizes = {shape[:1] for shape in module.parameters.values()}
     line = '"NAME": {style: column, heads: query}' if sizes == {(structure.heads,)} else '"NAME": replicated'
     return Unclear(f"nothing is known of the parameters of a {module.class_name}", line)
+
+
+def is_router(group: Group, name: str) -> bool:
+    """Return True if a matrix of a group chooses experts, or weighs them."""
+    experts = group.structure.experts
+    return bool(experts) and group.linears[name][0] in (1, experts) and not group.attention
 
 
 def _router() -> Choice:
@@ -108,6 +115,25 @@ def low_rank(group: Group, module: StructureModule, rule: str = RULE) -> Choice 
     return Choice("replicated", rule, why, summed_outputs=((ranks[0], out),))
 
 
+def latents(group: Group) -> dict[str, Choice]:
+    """Return the choices about all down-projections of a group's latent attention; none of another group."""
+    if not group.attention or row_of(group) is None:
+        return {}
+    found = {module.name: low_rank(group, module) for module in group.members if module.name in group.linears}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def set_summed_outputs(group: Group, chosen: dict[str, Choice]) -> None:
+    """Have gradients of rotary parts of low rank summed over ranks just where each rank computes its own heads.
+
+    Patterns do not tell, and where all heads are everywhere a sum would count them once per rank.
+    """
+    cut = any(name in chosen and chosen[name].style == "column" for name in group.linears)
+    for name, latent in latents(group).items():
+        if name in chosen and chosen[name].style == "replicated":
+            chosen[name] = replace(chosen[name], summed_outputs=latent.summed_outputs if cut else ())
+
+
 def by_heads(group: Group, module: StructureModule, style: Style, rule: str, why: str) -> Choice | Unclear:
     """Return the choice to cut a projection of an attention by whole heads; unclear where its width is not theirs."""
     structure = group.structure
@@ -147,7 +173,7 @@ def infer_norm(group: Group, module: StructureModule, chosen: Mapping[str, Choic
         if kind is not None:
             return Choice("column", RULE, "one row per head", heads=kind)
     whole = {group.linears[name][0] for name, choice in known.items() if choice.style not in ("column", "row")}
-    whole |= {start for choice in known.values() for start, _ in choice.summed_outputs}
+    whole |= {start for choice in latents(group).values() for start, _ in choice.summed_outputs}
     if len(shape) == 1 and shape[0] in whole:
         return Choice("replicated", RULE, "of the latent, which every rank has")
     gathered = ", ".join(f'"*.{leaf(name)}": column_gathered' for name in cut)

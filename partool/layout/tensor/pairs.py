@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor.choice import Choice, Group, leaf
 from partool.layout.tensor.cutting import collapsed_name
+from partool.layout.tensor.infer import is_router, latents
+from partool.layout.tensor.structure import StructureModule
 from partool.layout.tensor.types import Partition
 
 _HELP = "cut what leads away from the hidden size by column, and what leads back by row, in the same parts"
+_STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
+"""What a matrix is beside one whose results stay cut, by its style."""
 
 
 def check_pairs(
@@ -23,18 +27,63 @@ def check_pairs(
         columns = [name for name in names if chosen[name].style == "column"]
         if not columns:
             continue
-        gathered = [name for name in names if chosen[name].style == "column_gathered"]
-        back = [name for name in names if chosen[name].style == "row"] or _row_beside(group, by_parent, chosen)
-        if not back:
+        own = [name for name in names if chosen[name].style == "row"]
+        back = own or _row_beside(group, by_parent, chosen)
+        if back:
+            yield from _beside(group, chosen, columns, own)
+        else:
             text = f"its results stay cut, and no matrix of {collapsed_name(group.name)} is cut by row to sum them"
-            yield _finding(columns[0], chosen, text)
-        elif gathered and group.attention:
-            text = f"{leaf(columns[0])} stays cut and {leaf(gathered[0])} beside it is gathered"
             yield _finding(columns[0], chosen, text)
         for column in columns:
             for row in back:
                 if not _fit(group, chosen[column], chosen[row], laid[column], laid[row]):
                     yield _finding(column, chosen, f"{leaf(row)} after it is cut into other parts")
+
+
+def check_experts(
+    modules: Iterable[StructureModule], chosen: Mapping[str, Choice], rows: Sequence[Partition]
+) -> Iterator[Diagnostic]:
+    """Yield a finding for each module of stacked experts whose parameters are not cut all, or not alike."""
+    laid = {row.name: row for row in rows}
+    for module in modules:
+        names = [f"{module.name}.{name}" for name in module.parameters] if module.kind == "experts" else []
+        columns = [name for name in names if name in chosen and chosen[name].style == "column"]
+        others = [name for name in names if name in chosen and chosen[name].style != "column"]
+        if not columns and all(chosen[name].style == "replicated" for name in others):
+            continue
+        wrong = [name for name in others if chosen[name].style != "row"]
+        if wrong or not columns or not others:
+            message = f"{collapsed_name(module.name)} is cut in part: {_styles(names, chosen)}"
+            yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=f"{_HELP}, or all of it replicated")
+            continue
+        for column in columns:
+            for row in others:
+                if not _aligned(chosen[column], laid[column], laid[row]):
+                    yield _finding(column, chosen, f"{leaf(row)} after it is cut into other parts")
+
+
+def _styles(names: Sequence[str], chosen: Mapping[str, Choice]) -> str:
+    return ", ".join(f"{leaf(name)} {chosen[name].style}" for name in names if name in chosen)
+
+
+def _beside(
+    group: Group, chosen: Mapping[str, Choice], columns: Sequence[str], back: Sequence[str]
+) -> Iterator[Diagnostic]:
+    """Find matrices beside cut ones that every rank has the results of: they would meet parts of other ranks' results.
+
+    What every head reads (low rank) has to be whole; what chooses experts may be.
+    """
+    shared = latents(group)
+    cut = [name for name in columns if name not in shared]
+    for name in group.linears:
+        if name not in chosen or is_router(group, name):
+            continue
+        style = chosen[name].style
+        if name in shared:
+            if style in ("column", "row") or (style == "column_gathered" and shared[name].summed_outputs):
+                yield _finding(name, chosen, "every head reads all of it; it can be replicated")
+        elif cut and style != "column" and name not in back[:1]:
+            yield _finding(cut[0], chosen, f"{leaf(cut[0])} stays cut and {leaf(name)} beside it is {_STAYS[style]}")
 
 
 def _row_beside(group: Group, by_parent: Mapping[str, Group], chosen: Mapping[str, Choice]) -> list[str]:
@@ -54,6 +103,11 @@ def _fit(group: Group, column: Choice, row: Choice, out: Partition, into: Partit
     """
     if group.attention:
         return bool(column.heads) and row.heads == "query"
+    return _aligned(column, out, into)
+
+
+def _aligned(column: Choice, out: Partition, into: Partition) -> bool:
+    """Return True if every rank holds the same share of each part of ``out`` as of the input of ``into``."""
     starts = [sum(column.parts[:index]) for index in range(len(column.parts))] or [0]
     for held, read in zip(out.cuts[0].ranges, into.cuts[0].ranges, strict=True):
         if list(held) != [(start + at, stop + at) for at in starts for start, stop in read]:
@@ -62,5 +116,6 @@ def _fit(group: Group, column: Choice, row: Choice, out: Partition, into: Partit
 
 
 def _finding(name: str, chosen: Mapping[str, Choice], text: str) -> Diagnostic:
-    message = f"{collapsed_name(name)} is cut by column ({chosen[name].rule}), but {text}"
+    style = "row" if chosen[name].style == "row" else "column"
+    message = f"{collapsed_name(name)} is cut by {style} ({chosen[name].rule}), but {text}"
     return Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)
