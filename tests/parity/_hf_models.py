@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**_LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5},
     "mistral": {**_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 3},
+    "mistral_single": {**_LLAMA, "num_attention_heads": 1, "num_key_value_heads": 1},
     "mixtral": {
         **_LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
     },
@@ -68,9 +71,8 @@ def write_model(model_type: str, folder: Path) -> Path:
     import transformers
 
     path = folder / model_type
-    config = transformers.CONFIG_MAPPING[model_type.removesuffix("_deep").removesuffix("_dropout")](
-        **COMMON | MODELS[model_type]
-    )
+    family = re.sub("_(deep|dropout|single)$", "", model_type)
+    config = transformers.CONFIG_MAPPING[family](**COMMON | MODELS[model_type])
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     with torch.no_grad():
@@ -81,12 +83,12 @@ def write_model(model_type: str, folder: Path) -> Path:
     return path
 
 
-def plan_of(base: Plan, path: Path, mesh: Mesh, **fields: Any) -> Plan:
-    """Return a plan that trains the model of a folder in float64."""
+def plan_of(base: Plan, path: Path, mesh: Mesh, patterns: Mapping[str, Any] | None = None, **fields: Any) -> Plan:
+    """Return a plan that trains the model of a folder, its parameters cut as ``patterns`` say."""
     causal = build_causal(path)
     structure: Structure = structure_of(causal)
     config = ModelConfig.model_validate(model_fields(causal, causal.config), strict=False)
-    decided = decide(structure, mesh.tp, {})
+    decided = decide(structure, mesh.tp, patterns or {})
     assert not [f for f in decided.findings if f.severity == "error"], decided.findings
     layout = Layout.model_validate(
         base.layout.model_dump()

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from _hf_models import MODELS, write_model
-from _hf_worker import FOLDER, Case, check
+from _hf_worker import FOLDER, GATHERED, Case, check
 
-from partool.layout.tensor import decide
-from partool.plan.types import Plan
-from partool_runtime.hf.building import build_causal
-from partool_runtime.hf.structure import structure_of
 from partool_runtime.mesh import close_ranks
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -28,30 +21,20 @@ MODELS.update(
 )
 
 
-@dataclass(frozen=True)
-class Cut(Case):
-    """A case whose spec has patterns."""
-
-    patterns: dict[str, Any] = field(default_factory=dict)
-
-    def plan(self) -> Plan:
-        plan = super().plan()
-        decided = decide(structure_of(build_causal(Path(FOLDER / self.model))), self.tp, self.patterns)
-        assert not decided.findings, decided.findings
-        return plan.model_copy(update={"partition": decided.rows})
-
-
-def cases(ranks: int) -> list[Cut]:
+def cases(ranks: int) -> list[Case]:
     """Every style in a place where no rule would put it."""
-    gathered = dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj"), "column_gathered")
+    whole = (("*.layers.0.mlp", "replicated"), ("*.layers.1.self_attn.*", "replicated"))
+    fused = (("*.gate_up_proj", "column_gathered"), ("*.qkv_proj", "column_gathered"))
     return [
-        Cut("gpt2", tp=ranks),
-        Cut("olmo2", tp=ranks),
-        Cut("llama", tp=ranks, patterns={"*.layers.0.mlp": "replicated", "*.layers.1.self_attn.*": "replicated"}),
-        Cut("mistral", tp=ranks, patterns=gathered),
-        Cut("phi3", tp=ranks, patterns=dict.fromkeys(("*.gate_up_proj", "*.qkv_proj"), "column_gathered")),
-        Cut("mixtral", tp=ranks, patterns={"*.experts": "replicated"}),
-        Cut("qwen2", tp=ranks, patterns={"lm_head": "replicated"}),
+        Case("gpt2", tp=ranks),
+        Case("olmo2", tp=ranks),
+        Case("llama", tp=ranks, patterns=whole),
+        Case("mistral", tp=ranks, patterns=GATHERED),
+        Case("mistral_single", tp=ranks),
+        Case("mistral_single", tp=ranks, patterns=GATHERED),
+        Case("phi3", tp=ranks, patterns=fused),
+        Case("mixtral", tp=ranks, patterns=(("*.experts", "replicated"),)),
+        Case("qwen2", tp=ranks, patterns=(("lm_head", "replicated"),)),
     ]
 
 
@@ -60,8 +43,8 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     chosen = cases(int(os.environ["WORLD_SIZE"]))
     if int(os.environ["RANK"]) == 0:
-        for case in chosen:
-            write_model(case.model, FOLDER)
+        for name in sorted({case.model for case in chosen}):
+            write_model(name, FOLDER)
     torch.distributed.barrier()
     for case in chosen:
         check(case)

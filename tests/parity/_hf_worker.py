@@ -45,6 +45,7 @@ class Case:
     dp: int = 1
     pp: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
+    patterns: tuple[tuple[str, Any], ...] = ()
 
     def plan(self) -> Plan:
         base = small_plan(Path("unused"), ranks=self.dp * self.tp * self.pp)
@@ -53,7 +54,7 @@ class Case:
         )
         plan = base.model_copy(update={"training": training})
         mesh = Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
-        return plan_of(plan, FOLDER / self.model, mesh, **dict(self.fields))
+        return plan_of(plan, FOLDER / self.model, mesh, dict(self.patterns), **dict(self.fields))
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,7 +225,8 @@ LAYOUTS = [
 ]
 
 
-SHALLOW = [name for name in MODELS if not name.endswith(("_deep", "_dropout"))]
+GATHERED = tuple(dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj"), "column_gathered").items())
+SHALLOW = [name for name in MODELS if not name.endswith(("_deep", "_dropout", "_single"))]
 
 
 def cases(world: int, chosen: str) -> list[Case]:
@@ -235,7 +237,9 @@ def cases(world: int, chosen: str) -> list[Case]:
         return [Case(name, tp=world, fields=fields) for fields in LAYOUTS for name in ("llama", "deepseek_v2")]
     if world == 2:
         plain = [Case(name, dp=2, fields=(("zero", 3),)) for name in ("llama", "mixtral", "phi")]
-        return [*plain, *(Case(name, tp=2) for name in SHALLOW), *PIPELINES]
+        # One rank has the only head, and the other none.
+        single = Case("mistral_single", tp=2, patterns=GATHERED)
+        return [*plain, *(Case(name, tp=2) for name in SHALLOW), single, *PIPELINES]
     if world == 3:
         return [Case(name, tp=3) for name in SHALLOW]
     return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(SHALLOW)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import build_causal
+from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.hf.structure import describe
@@ -117,6 +119,29 @@ def test_blocks_of_stacked_experts_are_read_alone(folders: dict[str, Path]) -> N
         # Across the seam of gate and up, in the middle of the experts.
         part = files.block(name, shape, (1, 10, 3), (2, 7, 5))
     assert torch.equal(part, whole[1:3, 10:17, 3:8])
+
+
+def test_experts_of_odd_width_train_in_float32(folders: dict[str, Path]) -> None:
+    """torch's grouped product takes rows of multiples of 16 bytes only."""
+    model = decoder(folders["mixtral"])
+    materialise(model, "cpu")
+    fill(model, Weights(source="hf", path=str(folders["mixtral"])), seed=0)
+    post_load(model)
+    tokens = torch.arange(14).view(2, 7)
+    model(tokens, tokens).backward()
+    gradient = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").grad
+    assert gradient is not None
+    assert bool(gradient.isfinite().all() & (gradient != 0).any())
+
+
+@pytest.mark.parametrize(("widths", "implementation"), [((24, 16), "grouped_mm"), ((24, 12), "eager")])
+def test_experts_are_multiplied_in_groups_where_that_can_be(widths: tuple[int, int], implementation: str) -> None:
+    config = SimpleNamespace(_experts_implementation="grouped_mm")
+    module = torch.nn.Module()
+    module.config = config  # type: ignore[assignment]
+    plain_where_odd(module, [(3, *widths), (3, widths[1], widths[0]), (5,)])
+    assert module.config._experts_implementation == implementation  # type: ignore[union-attr]
+    assert config._experts_implementation == "grouped_mm", "other modules have it too"
 
 
 def test_logits_that_are_no_product_are_refused(tmp_path: Path) -> None:

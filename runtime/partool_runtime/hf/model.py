@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import AnyDecoder
@@ -197,12 +198,6 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
     for name, original in names.items():
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
-
-
-def plain_experts(causal: nn.Module, wide: bool) -> None:
-    """Let experts compute one after the other where grouped products cannot: in float64."""
-    if wide and hasattr(causal, "set_experts_implementation"):
-        cast(Any, causal).set_experts_implementation("eager")
 
 
 def refill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:

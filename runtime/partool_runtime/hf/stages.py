@@ -15,6 +15,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import base_name, blocks_name, build_causal
 from partool_runtime.hf.cutting import cut_base, returns_tuples
+from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.model import (
     HfPart,
     LossOfHead,
@@ -22,7 +23,6 @@ from partool_runtime.hf.model import (
     draws_random,
     has_parameters,
     head_loss,
-    plain_experts,
     refill,
     tie,
 )

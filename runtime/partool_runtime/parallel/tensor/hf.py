@@ -6,8 +6,7 @@ modules are told how many heads they have here. Nothing else of a model's code k
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from partool.layout.tensor import Partition, by_name
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfPart
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.tensor.apply import first_row, make_team, place
@@ -38,8 +38,6 @@ _TOGETHER = (
     ("w1", "w3"),
 )
 """Names of matrices beside each other that models give the same input; their parts of its gradient travel as one."""
-_GROUPED_ALIGNMENT_BYTES = 16
-"""Of the rows of matrices that torch's grouped product takes."""
 
 
 def apply_to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> None:
@@ -90,8 +88,9 @@ class _Hooks:
             }
             self._columns(children)
             self._heads(prefix, module, children)
+        styles = _styles(cuts.values())
         for cut in cuts.values():
-            self._put(cut)
+            self._put(cut, styles)
         head = self._model.head_module
         if head is not None and self._rows[self._original(f"{self._model.head_name}.weight")].style == "vocabulary":
             first = first_row(self._model.placements, self._original(f"{self._model.head_name}.weight"))
@@ -110,7 +109,7 @@ class _Hooks:
                 if row_ is not None and own == "weight" and name != self._model.head_name:
                     yield _Cut(name, module, row_)
 
-    def _put(self, cut: _Cut) -> None:
+    def _put(self, cut: _Cut, styles: Mapping[str, set[str]]) -> None:
         module, style = cut.module, cut.row.style
         if isinstance(module, nn.Embedding) and style == "vocabulary":
             first = first_row(self._model.placements, self._original(f"{cut.name}.weight"))
@@ -118,7 +117,8 @@ class _Hooks:
         elif style == "row":
             dim = 0 if _transposed(module) else 1
             spans = self._placement(cut).spans[dim]
-            _set_forward(module, partial(self._row, _matrix(module), cut.row.shape[dim], spans))
+            whole = None if _gets_parts(cut.name, styles) else spans
+            _set_forward(module, partial(self._row, _matrix(module), whole))
         elif cut.row.summed_outputs:
             _set_forward(module, partial(_summed_outputs, module.forward, cut.row.summed_outputs, self._team))
 
@@ -141,9 +141,9 @@ class _Hooks:
                 forward = partial(_gathering, forward, widths, self._team, self._random)
             _set_forward(cut.module, forward)
 
-    def _row(self, matrix: Any, width: int, spans: Sequence[tuple[int, int]], x: torch.Tensor) -> torch.Tensor:
-        """Multiply by columns of a matrix; an input of all widths is cut first."""
-        if x.shape[-1] == width and sum(stop - start for start, stop in spans) < width:
+    def _row(self, matrix: Any, spans: Sequence[tuple[int, int]] | None, x: torch.Tensor) -> torch.Tensor:
+        """Multiply by columns of a matrix; of an input that all ranks have whole, ``spans`` are cut first."""
+        if spans is not None:
             whole = entered(x, self._team)
             parts = [whole[..., start:stop] for start, stop in spans]
             x = torch.cat(parts, dim=-1) if parts else whole[..., :0]
@@ -161,7 +161,7 @@ class _Hooks:
         ]
         if any(self._rows[self._original(name)].cuts for name in stacked):
             _set_forward(module, partial(_experts, module.forward, self._team))
-            _use_plain_products(module, stacked, self._model)
+            plain_where_odd(module, [self._model.placements[self._original(name)].local_shape for name in stacked])
             return
         rows = [cut for cut in children.values() if cut.row.style == "row"]
         if len(rows) == 1 and is_attention(module):
@@ -216,6 +216,29 @@ class _Transposed:
 
 def _transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
+
+
+def _styles(cuts: Iterable[_Cut]) -> dict[str, set[str]]:
+    """Return the styles of the matrices of each parent."""
+    found: dict[str, set[str]] = {}
+    for cut in cuts:
+        if isinstance(cut.module, nn.Linear) or _transposed(cut.module):
+            found.setdefault(cut.name.rpartition(".")[0], set()).add(cut.row.style)
+    return found
+
+
+def _gets_parts(name: str, styles: Mapping[str, set[str]]) -> bool:
+    """Return True if a row-cut matrix reads what is cut already: the results of a matrix beside it.
+
+    Where none is beside it they are of one beside its parent, as in BERT. What a rank holds cannot tell: one may hold
+    all heads, and the others none.
+    """
+    parent = name.rpartition(".")[0]
+    if "column" in styles[parent]:
+        return True
+    above = parent.rpartition(".")[0]
+    beside = (found for group, found in styles.items() if group.rpartition(".")[0] == above)
+    return any("column" in found and "row" not in found for found in beside)
 
 
 def _matrix(module: nn.Module) -> Any:
@@ -280,15 +303,3 @@ def _experts(forward: Callable[..., torch.Tensor], team: Team, hidden: torch.Ten
 
     out = forward(enter(hidden), *map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
     return left(out, team)
-
-
-def _use_plain_products(module: nn.Module, names: Sequence[str], model: HfPart) -> None:
-    """Let experts whose local widths are odd compute one after the other: grouped products want aligned rows."""
-    config = getattr(module, "config", None)
-    if getattr(config, "_experts_implementation", None) is None:
-        return
-    widths = [width for name in names for width in model.placements[name].local_shape[1:]]
-    if any(width * 2 % _GROUPED_ALIGNMENT_BYTES for width in widths):
-        own = copy.copy(config)
-        own._experts_implementation = "eager"  # type: ignore[union-attr]
-        module.config = own  # type: ignore[assignment]

@@ -1,0 +1,34 @@
+"""Experts of transformers, stacked in three dimensions: which of its implementations they compute with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import nn
+
+_ALIGNED = 8
+"""Of widths that torch's grouped product takes: rows of 16 bytes and multiples, of numbers of two bytes or more."""
+
+
+def plain_experts(causal: nn.Module, wide: bool) -> None:
+    """Let experts compute one after the other where grouped products cannot: in float64, and where widths are odd."""
+    if wide and hasattr(causal, "set_experts_implementation"):
+        cast(Any, causal).set_experts_implementation("eager")
+    for module in causal.modules():
+        plain_where_odd(module, (parameter.shape for parameter in module._parameters.values() if parameter is not None))
+
+
+def plain_where_odd(module: nn.Module, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Let a module compute one expert after the other if grouped products do not take stacked matrices of such shapes.
+
+    Backward passes take them transposed, so both widths count.
+    """
+    config = getattr(module, "config", None)
+    if getattr(config, "_experts_implementation", None) is None:
+        return
+    if any(width % _ALIGNED for shape in shapes if len(shape) == 3 for width in shape[1:]):
+        own = copy.copy(config)
+        own._experts_implementation = "eager"  # type: ignore[union-attr]
+        module.config = own  # type: ignore[assignment]
