@@ -7,10 +7,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
+from partool.layout.tensor import Decided, decide
+from partool.layout.tensor.patterns import Patterns
 from partool.layout.tensor.structure import Structure
 from partool.plan.types import HfModel
 from partool.spec.spec import Spec
@@ -37,6 +39,14 @@ class Description(BaseModel):
     """Whether training draws random numbers."""
     auxiliary_loss: bool
     """Whether its configuration asks for a loss that balances experts."""
+    _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
+
+    def decided(self, ranks: int, patterns: Patterns) -> Decided:
+        """Return how so many tensor ranks share the parameters; a second call with the same costs nothing."""
+        key = (ranks, repr(patterns))
+        if key not in self._decided:
+            self._decided[key] = decide(self.structure, ranks, patterns)
+        return self._decided[key]
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:

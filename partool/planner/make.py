@@ -69,7 +69,7 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     lists, unsound = read_schedule(spec, base_dir)
     narrow = spec if described is None else narrowed(spec, described)
     if described is not None:
-        narrow, left_out = without_tensor(narrow, described.structure)
+        narrow, left_out = without_tensor(narrow, described)
         found += left_out
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
     launching = resolve_launch(spec.launch, base_dir)

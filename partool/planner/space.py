@@ -18,6 +18,7 @@ from partool.cost.case import RECOMPUTE, RING, SEQUENCE_METHODS, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
 from partool.planner.schedules import Scheduled, schedules
+from partool.planner.tensor_checks import cuttable
 from partool.planner.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
 
 MOST_STAGES = 128
@@ -186,7 +187,8 @@ class _Builder:
     @cached_property
     def _divided(self) -> bool:
         """True if some open degree of tensor parallelism divides the model; others are then not tried."""
-        return any(tp > 1 and divides(self.problem.model, tp) for tp in self._tensor_axis)
+        problem = self.problem
+        return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
 
     def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
@@ -228,7 +230,11 @@ class _Builder:
             (training.global_batch % dp != 0, "global_batch does not divide by the data-parallel ranks"),
             (self._least % (tp * pp * cp) != 0, "min_nodes: fewer nodes could not hold as many model-parallel ranks"),
         )
-        return next((reason for broken, reason in rules if broken), None)
+        found = next((reason for broken, reason in rules if broken), None)
+        if found is None and open_tensor and not cuttable(problem, tp):
+            # Last, as it takes a while for each degree of a large model.
+            return "modules that so many tensor ranks cannot share"
+        return found
 
     @cached_property
     def _least(self) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.tensor import Decided, Partition, apply_patterns, decide, own_partition
-from partool.layout.tensor.structure import Structure
+from partool.layout.tensor import Decided, Partition, apply_patterns, own_partition
 from partool.plan.types import Layout
+from partool.planner.hf import Description
 from partool.planner.problem import Problem
 from partool.spec.spec import Spec
 
@@ -33,12 +33,19 @@ def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
         yield from _decided(problem, ranks).findings
 
 
-def without_tensor(spec: Spec, structure: Structure) -> tuple[Spec, list[Diagnostic]]:
+def cuttable(problem: Problem, ranks: int) -> bool:
+    """Return False if so many tensor ranks cannot share a model that transformers builds; partool's own always can."""
+    if problem.described is None or ranks == 1:
+        return True
+    return not any(one.severity == "error" for one in _decided(problem, ranks).findings)
+
+
+def without_tensor(spec: Spec, described: Description) -> tuple[Spec, list[Diagnostic]]:
     """Return the spec with ``tensor: 1`` where its degree is open and a module cannot be cut; and a word about it."""
     tensor = spec.parallel.tensor
     if tensor.degree != "auto":
         return spec, []
-    unclear = [one for one in decide(structure, 2, tensor.patterns).findings if one.code == _UNDECIDED]
+    unclear = [one for one in described.decided(2, tensor.patterns).findings if one.code == _UNDECIDED]
     if not unclear:
         return spec, []
     more = f", and {len(unclear) - 1} more" if len(unclear) > 1 else ""
@@ -51,7 +58,7 @@ def without_tensor(spec: Spec, structure: Structure) -> tuple[Spec, list[Diagnos
 def _decided(problem: Problem, ranks: int, inner: int = 1, sequence_norms: bool = False) -> Decided:
     patterns = problem.spec.parallel.tensor.patterns
     if problem.described is not None:
-        return decide(problem.described.structure, ranks, patterns)
+        return problem.described.decided(ranks, patterns)
     rows = own_partition(problem.model, ranks, inner, sequence_norms)
     return Decided(*apply_patterns(problem.model, rows, patterns))
 

@@ -316,7 +316,7 @@ def test_matrices_of_experts_are_cut_both_or_none(family: str, one: str) -> None
 def test_low_rank_is_whole_and_its_rotary_part_summed_where_heads_are_cut() -> None:
     model, kv_a = structure("deepseek_v2"), "kv_a_proj_with_mqa"
     for style in ("column_gathered", "column"):
-        first = decide(model, 2, {f"*.{kv_a}": TensorPattern(style=style, unit=1)}).findings[0]  # type: ignore[arg-type]
+        first = decide(model, 2, {f"*.{kv_a}": TensorPattern(style=style, unit=1)}).findings[0]
         assert (first.code, "every head reads all of it" in first.message) == ("PT441", True)
     asked = decide(model, 2, {f"*.{kv_a}": "replicated", "*.q_a_proj": "column_gathered"})
     assert asked.findings == ()

@@ -17,7 +17,8 @@ from partool.layout.tensor import Structure, decide
 from partool.plan.diff import differences
 from partool.planner.hf import Description
 from partool.planner.make import make_plan, resolve
-from partool.planner.tensor_checks import check_tensor, without_tensor
+from partool.planner.space import build
+from partool.planner.tensor_checks import check_tensor, cuttable, without_tensor
 from partool.report.tensor import held, render_tensor, tensor_data
 from partool.spec import load_text
 from partool.spec.spec import Spec
@@ -141,14 +142,28 @@ def test_a_model_that_cannot_be_cut() -> None:
 
 def test_an_open_degree_leaves_tensor_parallelism_out() -> None:
     text = spec(TEXT)
-    narrow, findings = without_tensor(text, unclear())
+    narrow, findings = without_tensor(text, described(unclear()))
     assert narrow.parallel.tensor.degree == 1
     assert [one.code for one in findings] == ["PT445"]
     assert "qkv_proj cannot be cut" in findings[0].message
     assert "and 1 more" in findings[0].message
-    assert without_tensor(text, structure("phi3")) == (text, [])
+    assert without_tensor(text, described(structure("phi3"))) == (text, [])
     pinned = spec(TEXT + "parallel: {tensor: 2}\n")
-    assert without_tensor(pinned, unclear()) == (pinned, [])
+    assert without_tensor(pinned, described(unclear())) == (pinned, [])
+
+
+def test_an_open_degree_leaves_out_those_that_a_module_cannot_have() -> None:
+    """Phi-3's fused matrix has three heads of keys and values: four ranks would share parts of it."""
+    text = spec(TEXT.replace("heads: 7", "heads: 12, ffn_hidden: 48") + "parallel: {tensor: auto, compile: none}\n")
+    problem = resolve(text, Path("/")).problem
+    assert problem is not None
+    problem = replace(problem, described=described(structure("phi3")))
+    assert not cuttable(problem, 4)
+    space = build(problem)
+    assert 4 not in space.groups.tp
+    assert 2 in space.groups.tp
+    assert "modules that so many tensor ranks cannot share" in space.pruned
+    assert 4 in build(replace(problem, described=described(structure("llama")))).groups.tp
 
 
 def test_plans_that_share_parameters_otherwise_differ_in_one_line_each() -> None:
