@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from _trainer_worker import StopAt, agreed_port
+from _forks import run_forked
+from _trainer_worker import StopAt
 
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import Checkpointer
@@ -77,43 +77,22 @@ def run(plan: Plan, job: dict[str, Any], folder: Path) -> str:
     return "done"
 
 
-def main(jobs: str) -> None:
-    folder, rank = Path(jobs).parent, int(os.environ["RANK"])
-    failed = folder / "failed"
+def main(jobs: str) -> int:
+    """Do one job after the other; each has ranks of its own: torch keeps meshes for as long as a process lives."""
+    folder = Path(jobs).parent
     for name, job in json.loads(Path(jobs).read_text()).items():
         plan = Plan.model_validate_json(json.dumps(job["plan"]))
-        world_size = plan.layout.mesh.world_size
-        if rank >= world_size:
-            continue
-        port = folder / f"{name}.port"
-        while rank and not port.exists():
-            stop_if(failed)
-            time.sleep(0.01)
-        os.environ |= {"WORLD_SIZE": str(world_size), "MASTER_PORT": agreed_port(port)}
-        # In a process of its own: torch keeps meshes for as long as one lives, and with them groups of earlier ranks.
-        child = get_context("fork").Process(target=do, args=(plan, job, folder, folder / f"{name}.rank-{rank}.txt"))
-        child.start()
-        while child.is_alive():
-            child.join(0.2)
-            if failed.exists():
-                child.kill()
-        if child.exitcode:
-            failed.touch()
-        stop_if(failed)
+        if run_forked(plan.layout.mesh.world_size, partial(do, plan, job, folder, name)):
+            return 1
+    return 0
 
 
-def stop_if(failed: Path) -> None:
-    """End this rank where another one ended in an error: it would wait for that one in vain."""
-    if failed.exists():
-        sys.exit("a rank failed")
-
-
-def do(plan: Plan, job: dict[str, Any], folder: Path, ended: Path) -> None:
+def do(plan: Plan, job: dict[str, Any], folder: Path, name: str) -> None:
     if "load" in job:
         save_and_load(plan, job, folder)
     else:
-        ended.write_text(run(plan, job, folder))
+        (folder / f"{name}.rank-{os.environ['RANK']}.txt").write_text(run(plan, job, folder))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu", "qkv_bias": True,
         "out_bias": True, "ffn_bias": True, "tied_embeddings": True,
     },
+    "one head": {"heads": 1, "kv_heads": 1, "head_dim": 8},
     "two dimensions": {"heads": 4, "kv_heads": 4, "head_dim": 10, "ffn_hidden": 38, "qkv_bias": True},
 }  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -43,11 +44,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def plan_of(
-    text: Path, model: str, *, tp: int = 1, pp: int = 1, dp_shard: int = 1, dp_replicate: int = 1, **layout: Any
+    text: Path,
+    model: str,
+    *,
+    precision: str = "fp64",
+    tp: int = 1,
+    pp: int = 1,
+    dp_shard: int = 1,
+    dp_replicate: int = 1,
+    **layout: Any,
 ) -> Plan:
-    """Return a plan in fp64 for some layout; gradients are clipped in every step."""
+    """Return a plan for some layout; gradients are clipped in every step."""
     dp = dp_shard * dp_replicate
-    plan = small_plan(text, precision="fp64", steps=STEPS, model=MODELS[model], training={"log_every": 1})
+    plan = small_plan(text, precision=precision, steps=STEPS, model=MODELS[model], training={"log_every": 1})
     fields = {
         "mesh": Mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp),
         "micro_batch": 2,
@@ -73,8 +82,9 @@ def job(plan: Plan, run: str, *, resume: bool = False, stop_at: int = -1) -> dic
 
 
 def launch(folder: Path, jobs: dict[str, dict[str, Any]]) -> None:
+    """Do jobs one after the other: one process, whose copies are the ranks of each."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_ranks(Path(worker.__file__), 4, str(folder / "jobs.json"), timeout_s=500)
+    run_ranks(Path(worker.__file__), 1, str(folder / "jobs.json"), timeout_s=500)
 
 
 @pytest.mark.timeout(560)
@@ -160,6 +170,14 @@ def test_a_run_goes_on_in_any_layout_as_if_nothing_had_happened(tmp_path: Path, 
     unbroken = job(plan_of(tmp_path / "text", model), "unbroken")
     plans = {stop: plan_of(tmp_path / "text", model, **layout) for stop, layout in CHAINS[model].items()}
     assert_goes_on(tmp_path, {"unbroken": unbroken} | chain(plans))
+
+
+@pytest.mark.timeout(300)
+def test_a_run_in_bf16_goes_on_where_a_rank_has_no_head(tmp_path: Path) -> None:
+    """What such a rank holds of attention is empty and of another type than the weights that others hold."""
+    write_text(tmp_path / "text")
+    plan = plan_of(tmp_path / "text", "one head", tp=2, precision="bf16")
+    assert_goes_on(tmp_path, {"unbroken": job(plan, "unbroken")} | chain({3: plan, STEPS: plan}))
 
 
 def write_mixtral(path: Path) -> None:

@@ -51,6 +51,12 @@ def local_tensor(value: Tensor) -> Tensor:
     return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
+def holds_any(value: Value) -> bool:
+    """Return whether this rank holds an element of a tensor; also true of tensors that have none."""
+    own = local_tensor(value.tensor if isinstance(value, Placed) else value)
+    return own.numel() > 0 or 0 in value.shape
+
+
 def signature(state: State) -> tuple[object, ...]:
     """Return what a plan depends on: names, shapes, types and placements."""
     return tuple(

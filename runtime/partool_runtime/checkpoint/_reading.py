@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
-from partool_runtime.checkpoint._plan import State, blocks_of
+from partool_runtime.checkpoint._plan import State, blocks_of, holds_any
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pieces import Placed, Value
 
@@ -58,7 +58,9 @@ def load_folder(
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     saved = _shapes(metadata)
     own = {
-        name: (tuple(value.shape), _type(name, value, saved) if cast else value.dtype) for name, value in state.items()
+        name: (tuple(value.shape), _type(name, value, saved) if cast else value.dtype)
+        for name, value in state.items()
+        if holds_any(value)  # FSDP2 leaves out what is empty: its type is that of the computation
     }
     whole = {name: entry for part in ranks.gather(own) for name, entry in part.items()}
     ranks.agree(lambda: _check_same_model(path, saved, whole))
