@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -89,7 +90,8 @@ def command(
     elif output == "json":
         typer.echo(_as_json(plan, show), nl=False)
     elif output == "text":
-        _print(plan, source=str(out or spec), show=show, breakdown=breakdown)
+        changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
+        _print(plan, source=f"{out or spec}{changed}", show=show, breakdown=breakdown)
 
 
 def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:

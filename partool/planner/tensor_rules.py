@@ -7,6 +7,7 @@ from math import prod
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import head_ranges
+from partool.plan.types import Layout
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.tensor_forms import busy, divides, inner_widths, shape_problem
 from partool.schedule import SCHEDULES
@@ -23,13 +24,16 @@ def uneven(problem: Problem) -> Iterator[Diagnostic]:
         return
     even = [n for n in divisors(model.heads) if divides(model, n) and n > 1]
     help = (
-        f"{nearest(tensor, even)} would be even" if even else "no degree but 1 is even; others are planned all the same"
+        f"{nearest(tensor, even)} would be even"
+        if even
+        else "no other degree divides heads and widths alike; uneven ones are planned all the same"
     )
     ranges = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, tensor).queries
     most = max(stop - start for start, stop in ranges)
     if most * tensor > model.heads * (1.0 + _UNEVEN):
         source = f" (from preset {problem.spec.model.preset})" if problem.spec.model.preset else ""
-        message = f"{model.heads} attention heads are not even over tensor: {tensor}"
+        keys = f" with {model.kv_heads} of keys and values" if model.heads % tensor == 0 else ""
+        message = f"{model.heads} attention heads{keys} are not even over tensor: {tensor}; the largest rank has {most}"
         label = f"the largest rank has {most} of the {model.heads} heads{source}; the others wait for it"
         yield Diagnostic("PT203", message, severity="warning", path=_PATH, label=label, help=help)
     for what, width in inner_widths(model):
@@ -69,21 +73,23 @@ def norms(problem: Problem) -> Iterator[Diagnostic]:
 
 
 def overlap(problem: Problem) -> Iterator[Diagnostic]:
-    """Find fused kernels where there is no symmetric memory, or no even share of the sequence to exchange."""
+    """Find fused kernels where there is no symmetric memory, or no even share of the sequence to exchange.
+
+    A model that transformers builds has none of them anywhere (PT454).
+    """
     parallel, backend, path = problem.spec.parallel, problem.devices.backend, (*_PATH, "overlap")
     tensor, length, ranks = parallel.tensor, problem.spec.training.sequence_length, problem.tensor_degree
     backward = "use overlap: backward"
-    if tensor.overlap == "symmetric" and backend != "cuda":
+    symmetric = tensor.overlap == "symmetric" and problem.described is None
+    if symmetric and backend != "cuda":
         message = f"overlap: symmetric needs the symmetric memory of CUDA devices; the plan is for {backend}"
         yield Diagnostic("PT458", message, path=path, help=backward)
-    elif tensor.overlap == "symmetric" and (
-        tensor.sequence_norms is False or (tensor.shape != "auto" and tensor.shape[1] > 1)
-    ):
+    elif symmetric and (tensor.sequence_norms is False or (tensor.shape != "auto" and tensor.shape[1] > 1)):
         message = "overlap: symmetric exchanges shares of the sequence, which the spec rules out"
         yield Diagnostic(
             "PT458", message, path=path, help=f"use sequence_norms: true without a shape, or {backward[4:]}"
         )
-    elif tensor.overlap == "symmetric" and ranks != "auto" and length % ranks:
+    elif symmetric and ranks != "auto" and length % ranks:
         message = f"overlap: symmetric cannot share {length} tokens evenly over {ranks} tensor ranks"
         yield Diagnostic("PT458", message, path=path, help=f"use a sequence_length that divides, or {backward[4:]}")
     pieces = tensor.chunks != "auto" and tensor.chunks > 1
@@ -102,4 +108,30 @@ def schedules(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT459", message, path=_PATH, help=help)
 
 
-RULES = (uneven, shape, norms, overlap, schedules)
+def alone(problem: Problem) -> Iterator[Diagnostic]:
+    """Find what is pinned about the work of tensor ranks where the spec has one rank."""
+    if problem.tensor_degree == 1:
+        yield from _unused(problem, "there is one")
+
+
+def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
+    """Find what is pinned about the work of tensor ranks where the planner chose one rank."""
+    if problem.tensor_degree == "auto" and layout.mesh.tp == 1:
+        yield from _unused(problem, "the plan has one")
+
+
+def _unused(problem: Problem, why: str) -> Iterator[Diagnostic]:
+    tensor = problem.spec.parallel.tensor
+    asked = (
+        ("sequence_norms", tensor.sequence_norms is True),
+        ("overlap", tensor.overlap not in ("auto", "none")),
+        ("chunks", tensor.chunks not in ("auto", 1)),
+    )
+    for name, pinned in asked:
+        if pinned:
+            value = str(getattr(tensor, name)).lower()
+            message = f"{name}: {value} is about what several tensor ranks do, and {why}"
+            yield Diagnostic("PT446", message, "warning", (*_PATH, name), help="drop it, or use tensor: 2 or more")
+
+
+RULES = (uneven, shape, norms, overlap, schedules, alone)

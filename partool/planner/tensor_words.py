@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from partool.cost.columns import columns
+from partool.cost.tensor import halves_passes
 from partool.layout.tensor import head_ranges
 from partool.plan.types import Layout
 from partool.planner.price import Priced
@@ -101,7 +103,9 @@ def _norms(problem: Problem, best: Priced) -> str:
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""
     memory = f"{abs(bytes_) / GIB:.2f} GiB {'less' if bytes_ > 0 else 'more'} per rank"
-    time = "and as fast" if abs(ratio) < _CLOSE else f"and {abs(ratio):.1%} {'less' if ratio > 0 else 'more'} time"
+    # As shares of the other way's time, of which there cannot be more than all less.
+    share = 1.0 / (1.0 + ratio) - 1.0
+    time = "and as fast" if abs(ratio) < _CLOSE else f"and {abs(share):.1%} {'less' if ratio > 0 else 'more'} time"
     return f"Norms {where}{asked}: {memory} {time} than the other way."
 
 
@@ -114,6 +118,8 @@ def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
     }
     tensor = problem.spec.parallel.tensor
     why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor_overlap]
+    if layout.tensor_overlap != "none" and halves_passes(problem.job_of(layout.compile), columns(layout)):
+        why += ", but this schedule puts gradients of weights off, so backward passes have none to compute meanwhile"
     if layout.tensor_overlap == "none" and tensor.overlap == "auto":
         on_cores = problem.devices.backend == "cpu"
         why += "; both would work on the same cores" if on_cores else ", as the compiler, or halved passes, order them"
