@@ -73,7 +73,7 @@ def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:
     try:
         described, digest = describe(folder)
     except DescriptionError as error:
-        return ResolvedModel(None, "", (Diagnostic("PT450", str(error), path=("model", "hf"), help=error.help),))
+        return ResolvedModel(None, "", (Diagnostic(error.code, str(error), path=("model", "hf"), help=error.help),))
     findings: list[Diagnostic] = []
     fields = dict(described["fields"])
     config = _validated({**fields, "layer_types": tuple(fields.get("layer_types", ()))}, findings)

@@ -20,17 +20,17 @@ from partool.catalog.profile_file import home
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
-_FORMAT = "1"
+_FORMAT = "2"
 """Of the answer; changing it asks again."""
 _NEEDED = ("torch", "transformers")
 
 
 class DescriptionError(Exception):
-    """The model could not be described; ``help`` says what to do."""
+    """The model could not be described; ``help`` says what to do, ``code`` is that of the rule."""
 
-    def __init__(self, message: str, help: str = "") -> None:
+    def __init__(self, message: str, help: str = "", code: str = "PT450") -> None:
         super().__init__(message)
-        self.help = help
+        self.help, self.code = help, code
 
 
 def describe(folder: Path) -> tuple[dict[str, Any], str]:
@@ -72,7 +72,8 @@ def _asked(folder: Path) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         raise DescriptionError(f"the runtime could not look at the model: {last}") from error
     if "error" in found:
-        raise DescriptionError(found["error"]["message"], found["error"]["help"])
+        said = found["error"]
+        raise DescriptionError(said["message"], said["help"], said["code"])
     return dict(found)
 
 

@@ -1,4 +1,4 @@
-"""Rules about models that transformers builds (PT450 to PT454, PT643 to PT646); the examples are to be read."""
+"""Rules about models that transformers builds (PT450 to PT454, PT643 to PT646, PT649); the examples are to be read."""
 
 from __future__ import annotations
 
@@ -77,5 +77,13 @@ RULES: tuple[Rule, ...] = (
         "Pipeline stages were planned with another version of transformers, or the model's forward pass has changed.",
         "pip install transformers==OTHER && partool launch plan.json",
         "partool plan mine.yaml --out plan.json && partool launch plan.json",
+    ),
+    _rule(
+        "PT649",
+        "The model keeps state in buffers",
+        "Parameters are loaded, saved and exported. A buffer that belongs to a model's state, such as the balance of "
+        "DeepSeek-V3's routers, would keep its first value, and be missing from what is exported.",
+        "model: {hf: ./deepseek-v3}",
+        "model: {hf: ./deepseek-v2-lite}",
     ),
 )

@@ -155,6 +155,24 @@ def test_logits_that_are_no_product_are_refused(tmp_path: Path) -> None:
     assert "capping" in describe(tmp_path)["head_problem"]
 
 
+def test_state_in_buffers_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=16, intermediate_size=8, moe_intermediate_size=8, num_attention_heads=2, num_key_value_heads=2,
+        q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, num_hidden_layers=2, vocab_size=11,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.mlp\.gate\.e_score_correction_bias") as caught:
+        describe(tmp_path)
+    assert caught.value.code == "PT649"
+    hf = HfModel(path=str(tmp_path), model_type="deepseek_v3", architecture="")
+    with pytest.raises(ConfigurationError, match="PT649"):
+        HfDecoder(hf, config_of(describe(folders["llama"])))
+
+
 def test_learned_positions_cannot_be_cut(tmp_path: Path) -> None:
     import transformers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,9 @@ def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("{tensor: {degree: 2, sequence_norms: true}}", {}, "PT454"),
         ("{tensor: {degree: 2, shape: [1, 2]}}", {}, "PT454"),
         ("{pipeline: {stages: 2, schedule: weipipe}}", {}, "PT454"),
+        ("{tensor: {degree: 2, overlap: symmetric}}", {}, "PT454"),
+        ("{data: {zero: 3, leaves: ['*.mpl']}}", {}, "PT461"),
+        ("{pipeline: 2, data: {leaves: ['*.mlp.*_proj', '*.expert']}}", {}, "PT461"),
     ],
 )
 def test_what_such_a_model_cannot_do(
@@ -120,6 +124,20 @@ def test_what_such_a_model_cannot_do(
     result = planned(monkeypatch, tmp_path, parallel, **said)
     assert result.plan is None
     assert [found.code for found in result.diagnostics if found.severity == "error"] == [code]
+
+
+def test_leaves_are_modules_that_are_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    modules = (*structure().modules, StructureModule(name="model.layers", class_name="ModuleList", kind="other"))
+    said = structure().model_copy(update={"modules": modules}).model_dump(mode="json")
+    result = planned(monkeypatch, tmp_path, "{data: {zero: 3, leaves: ['*.mlp', 'model.layers']}}", structure=said)
+    (found,) = [one for one in result.diagnostics if one.severity == "error"]
+    assert (found.code, "'model.layers' is a container" in found.message) == ("PT461", True)
+
+
+def test_leaves_of_a_module_are_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = planned(monkeypatch, tmp_path, "{data: {zero: 3, leaves: ['*.mlp']}}")
+    assert result.plan is not None, result.diagnostics
+    assert result.plan.layout.leaves == ("*.mlp",)
 
 
 def test_fields_beside_the_folder_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -142,6 +160,19 @@ def test_differences_in_size_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert len(told) == 2
     assert "balances experts" in told[0]
     assert "parameters" in told[1]
+
+
+def test_what_the_runtime_says_is_wrong_keeps_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said = {"error": {"code": "PT649", "message": "it keeps state in buffers", "help": "choose another"}}
+    done = subprocess.CompletedProcess([], 78, stdout=json.dumps(said), stderr="")
+    monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(subprocess, "run", lambda *given, **named: done)
+    (tmp_path / "config.json").write_text("{}")
+    loaded = load_text("model: {hf: .}\nhardware: {accelerator: cpu, per_node: 1}\ndata: python-stdlib\n")
+    assert loaded.spec is not None
+    (found,) = make_plan(loaded.spec, base_dir=tmp_path, default_name="x").diagnostics
+    assert (found.code, found.message, found.help) == ("PT649", "it keeps state in buffers", "choose another")
+    assert not (tmp_path / "home" / "models").exists(), "errors are not kept"
 
 
 def test_folders_without_a_model(tmp_path: Path) -> None:

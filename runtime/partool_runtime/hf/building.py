@@ -14,6 +14,9 @@ from torch import nn
 
 from partool_runtime.errors import ConfigurationError
 
+_NAMED = 3
+"""Buffers that a message names."""
+
 
 def build_causal(path: Path) -> nn.Module:
     """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
@@ -85,6 +88,21 @@ def blocks_name(base: nn.Module, layers: int) -> str:
         found = f"{len(lists)} lists" if lists else "no list"
         raise _not_cut(base, f"{found} of {layers} layers")
     return lists[0]
+
+
+def check_buffers(causal: nn.Module) -> None:
+    """Raise ConfigurationError PT649 where the model's state is more than its parameters.
+
+    Checkpoints, exports and loading know parameters; a buffer that belongs to the state, such as the balance that
+    DeepSeek-V3 learns for its routers (arXiv 2412.19437, section 2.1.2), would be lost without a word.
+    """
+    parameters = {name for name, _ in causal.named_parameters(remove_duplicate=False)}
+    buffers = [name for name in causal.state_dict() if name not in parameters]
+    if buffers:
+        more = f" and {len(buffers) - _NAMED} more" if len(buffers) > _NAMED else ""
+        message = f"{type(causal).__name__} keeps state in buffers: {', '.join(buffers[:_NAMED])}{more}"
+        fix = "They would be neither loaded nor saved nor exported; choose a model whose state is all parameters."
+        raise ConfigurationError("PT649", message, fix)
 
 
 def _name_of(wanted: nn.Module, causal: nn.Module) -> str:

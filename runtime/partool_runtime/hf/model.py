@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
@@ -49,7 +49,8 @@ class HfPart(AnyDecoder):
     _loss: LossOfHead
 
     def _describe(self, causal: nn.Module, layers: int) -> None:
-        """Note what is to be known of the whole model."""
+        """Note what is to be known of the whole model; raises ConfigurationError PT644, PT649."""
+        check_buffers(causal)
         self.base_prefix, self.head_name = base_name(causal), head_name(causal)
         self._blocks = blocks_name(causal.get_submodule(self.base_prefix), layers)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in causal.named_parameters()}
@@ -178,12 +179,8 @@ def base_hidden(base: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
 
 
 def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Return the sum of token losses; a bias of the head counts as the weight of one more hidden value, which is 1."""
-    weight_VH = head.weight
-    if head.bias is not None:
-        hidden_BSH = F.pad(hidden_BSH, (0, 1), value=1.0)
-        weight_VH = torch.cat([weight_VH, head.bias[:, None]], dim=1)
-    return loss(hidden_BSH, weight_VH, labels_BS)
+    """Return the sum of token losses."""
+    return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

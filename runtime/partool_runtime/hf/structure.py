@@ -15,7 +15,7 @@ from torch import nn
 
 from partool.layout.tensor.structure import Kind, Structure, StructureModule
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, head_name
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
 from partool_runtime.hf.cutting import head_problem, returns_tuples
 from partool_runtime.hf.model import aliases, draws_random
 from partool_runtime.hf.sizes import expert_count, model_fields
@@ -26,9 +26,10 @@ def describe(path: Path) -> dict[str, Any]:
 
     ``head_problem``, ``pipeline_problem``: why the loss cannot be taken at the seam, why stages cannot be cut; empty:
     they can. ``draws``: whether training draws random numbers. ``fields``: those of a ``ModelConfig`` that the planner
-    prices. Raises ConfigurationError PT643, PT644.
+    prices. Raises ConfigurationError PT643, PT644, PT649.
     """
     causal = build_causal(path)
+    check_buffers(causal)
     config = cast(Any, causal).config
     structure = structure_of(causal)
     tuples = returns_tuples(causal, config.num_hidden_layers)
