@@ -1,4 +1,4 @@
-"""Rules about how tensor-parallel ranks share a model's parameters (PT440 to PT445)."""
+"""Rules about how tensor-parallel ranks share a model's parameters (PT440 to PT446)."""
 
 from __future__ import annotations
 
@@ -61,5 +61,13 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./my-model}\n"
         'parallel: {tensor: {patterns: {"*.q_proj": column_gathered, "*.k_proj": column_gathered}}}',
         "command",
+    ),
+    Rule(
+        "PT446",
+        "There are no tensor ranks to do it",
+        "Where norms work, what overlaps and in how many pieces is about exchanges between several tensor ranks; one "
+        "rank has none.",
+        _MODEL + _TWO_GPUS + "parallel: {tensor: {degree: 1, overlap: backward}}\n",
+        _MODEL + _TWO_GPUS + "parallel: {tensor: {degree: 2, overlap: backward}}\n",
     ),
 )  # fmt: skip

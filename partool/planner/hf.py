@@ -105,6 +105,7 @@ def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
         (parallel.compile == "block", ("parallel", "compile"), "compile: block"),
         (parallel.tensor.sequence_norms is True, (*_TENSOR, "sequence_norms"), "sequence_norms"),
         (_inner(problem) > 1, (*_TENSOR, "shape"), "two-dimensional tensor parallelism"),
+        (parallel.tensor.overlap == "symmetric", (*_TENSOR, "overlap"), "overlap: symmetric"),
         (
             isinstance(schedule, str) and schedule.startswith("weipipe"),
             ("parallel", "pipeline", "schedule"),

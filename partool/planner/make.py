@@ -17,6 +17,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
+from partool.planner import tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
 from partool.planner.hf import Description, hf_model, narrowed
@@ -119,6 +120,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     missing = gaps(needs(problem, best.layout))
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
+    found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
     found += check_duration(resolved.launch, best.time.total_s)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]

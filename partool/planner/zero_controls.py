@@ -20,6 +20,7 @@ from partool.planner.problem import Problem
 
 _PATH = ("parallel", "data")
 MIB = 2**20
+_CONTAINERS = ("ModuleList", "ModuleDict")
 
 
 def under_pressure(problem: Problem) -> Problem | None:
@@ -70,26 +71,54 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         yield from _leaves(problem, tuple(data.leaves))
 
 
+def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
+    """Find controls that are pinned where the planner chose a layout in which they have nothing to control."""
+    data, shared = problem.spec.parallel.data, layout.mesh.dp_shard > 1
+    if data.zero not in ("auto", 3):
+        return  # told already
+    chosen = f"ZeRO-{layout.zero}" if shared else "no ranks that share parameters"
+    for name in ("prefetch", "persistent"):
+        if getattr(data, name) != "auto" and not (layout.zero == 3 and shared):
+            message = f"{name}: {getattr(data, name)} is about parameters that ZeRO-3 gathers; the plan has {chosen}"
+            yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, name), help="drop it, or use zero: 3")
+    if data.gather == "sequential" and not (layout.zero > 0 and shared):
+        message = f"gather: sequential, but the plan has {chosen}, and gathers nothing"
+        yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, "gather"), help="drop it, or use zero: 3")
+
+
 def _leaves(problem: Problem, patterns: tuple[str, ...]) -> Iterator[Diagnostic]:
     path = (*_PATH, "leaves")
     if problem.spec.parallel.compile == "block":
         message = "leaves are gathered inside of blocks, and compile: block makes one program of a block"
         yield Diagnostic("PT462", message, path=path, help="use compile: none, or drop the leaves")
-    if problem.described is not None:
-        return  # transformers names the modules; the runtime looks for them (PT464)
-    names = {".".join(parts[:end]) for parts in _parts(problem) for end in range(1, len(parts))}
+    names = _modules(problem)
+    lists = {
+        module.name
+        for module in (problem.described.structure.modules if problem.described is not None else ())
+        if module.class_name in _CONTAINERS
+    }
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             message = f"leaves: no module of the model is called {pattern!r}"
-            yield Diagnostic("PT461", message, path=path, help=f"modules of a layer are {_some(names)}")
+            yield Diagnostic("PT461", message, path=path, help=f"modules of a layer are {_some(problem, names)}")
+        elif container := next((name for name in sorted(lists) if fnmatchcase(name, pattern)), None):
+            message = f"leaves: {container!r} is a container, which is never called itself"
+            yield Diagnostic("PT461", message, path=path, help="name the module that calls what is in it")
 
 
-def _parts(problem: Problem) -> Iterator[list[str]]:
-    return (info.name.split(".") for info in parameters(problem.model))
+def _modules(problem: Problem) -> set[str]:
+    """Return the names of all modules that have parameters."""
+    if problem.described is None:
+        names = [info.name.split(".")[:-1] for info in parameters(problem.model)]
+    else:
+        names = [module.name.split(".") for module in problem.described.structure.modules if module.name]
+    return {".".join(parts[:end]) for parts in names for end in range(1, len(parts) + 1)}
 
 
-def _some(names: set[str]) -> str:
-    first = sorted(name for name in names if name.startswith("layers.0.") and name.count(".") == 2)
+def _some(problem: Problem, names: set[str]) -> str:
+    blocks = "layers" if problem.described is None else problem.described.structure.blocks
+    start = f"{blocks}.0."
+    first = sorted(name for name in names if name.startswith(start) and "." not in name[len(start) :])
     return ", ".join(first[:4])
 
 

@@ -135,7 +135,7 @@ def test_leaves_are_modules_that_are_called(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_leaves_of_a_module_are_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = planned(monkeypatch, tmp_path, "{data: {zero: 3, leaves: ['*.mlp']}}")
+    result = planned(monkeypatch, tmp_path, "{tensor: 1, pipeline: 1, data: {zero: 3, leaves: ['*.mlp']}}")
     assert result.plan is not None, result.diagnostics
     assert result.plan.layout.leaves == ("*.mlp",)
 

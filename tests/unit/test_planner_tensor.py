@@ -154,3 +154,29 @@ def test_a_plans_own_change_gives_it_again(tensor: Any) -> None:
 def test_fused_collectives_are_planned_not_run() -> None:
     plan = plan_of(gpus("{degree: 8, overlap: symmetric}"))
     assert (plan.not_runnable, plan.layout.sequence_norms) == (("PT401",), True)
+
+
+def told(text: str) -> list[str]:
+    """Return the fields that are said to have no effect, as there is one tensor rank."""
+    spec = load_text(text).spec
+    assert spec is not None
+    found = make_plan(spec, base_dir=Path("/spec-folder"), default_name="spec").diagnostics
+    return [one.path[-1] for one in found if one.code == "PT446"]  # type: ignore[misc]
+
+
+def test_what_one_tensor_rank_has_no_use_for_is_told() -> None:
+    fields = "sequence_norms: true, overlap: backward, chunks: 2"
+    assert told(cpu(2, f"{{degree: 1, {fields}}}")) == ["sequence_norms", "overlap", "chunks"]
+    assert told(cpu(2, "{degree: 1, sequence_norms: false, overlap: none, chunks: 1}")) == []
+    assert told(cpu(2, f"{{degree: 2, {fields}}}")) == []
+    # Chosen: two ranks that share matrices over a CPU's links would be slower.
+    open_degree = cpu(2, f"{{degree: auto, {fields}}}")
+    assert plan_of(open_degree).layout.mesh.tp == 1
+    assert told(open_degree) == ["sequence_norms", "overlap", "chunks"]
+
+
+def test_schedules_that_halve_passes_leave_nothing_to_overlap() -> None:
+    text = gpus("{degree: 2, overlap: backward}", kv=32).replace("pipeline: 1", "pipeline: {stages: 2, schedule: NAME}")
+    whole, halved = (plan_of(text.replace("NAME", name)) for name in ("1f1b", "zb-h1"))
+    assert reason(whole, "Tensor overlap") == "Tensor overlap backward: the spec asks for it."
+    assert "backward passes have none to compute meanwhile" in reason(halved, "Tensor overlap")

@@ -209,3 +209,23 @@ def test_leaves_are_planned_and_exclude_compiled_blocks():
     assert plan.layout.compile == "none"
     assert plan.layout.leaves == ("layers.*.ffn",)
     assert about(plan, "Leaves layers.*.ffn: the spec asks for it")
+
+
+def told(text: str, *overrides: str) -> list[str]:
+    """Return what is said about controls that have nothing to control."""
+    return [found.message for found in plan_of(text, *overrides).diagnostics if found.code == "PT460"]
+
+
+def test_controls_that_the_chosen_layout_has_no_use_for_are_told():
+    small = LARGE.replace("layers: 32", "layers: 2").replace("zero: 3", "zero: ZERO")
+    pinned = [f"parallel.data.{value}" for value in ("prefetch=2", "persistent=100", "gather=sequential")]
+    auto = planned(small.replace("ZERO", "auto"), *pinned).layout
+    assert auto.zero in (1, 2)
+    words = told(small.replace("ZERO", "auto"), *pinned)
+    assert [word.partition(":")[0] for word in words] == ["prefetch", "persistent"]
+    assert all(word.endswith(f"the plan has ZeRO-{auto.zero}") for word in words)
+    assert told(small.replace("ZERO", "3"), *pinned) == []
+    assert len(told(small.replace("ZERO", "1"), *pinned)) == 2
+    alone = told(small.replace("ZERO", "auto").replace("per_node: 8", "per_node: 1"), *pinned)
+    assert [word.partition(":")[0] for word in alone] == ["prefetch", "persistent", "gather"]
+    assert "no ranks that share parameters" in alone[0]
