@@ -11,7 +11,7 @@ from partool.layout.tensor.infer import is_router, latents
 from partool.layout.tensor.structure import StructureModule
 from partool.layout.tensor.types import Partition
 
-_HELP = "cut what leads away from the hidden size by column, and what leads back by row, in the same parts"
+_HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
 """What a matrix is beside one whose results stay cut, by its style."""
 
@@ -54,7 +54,7 @@ def check_experts(
         wrong = [name for name in others if chosen[name].style != "row"]
         if wrong or not columns or not others:
             message = f"{collapsed_name(module.name)} is cut in part: {_styles(names, chosen)}"
-            yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=f"{_HELP}, or all of it replicated")
+            yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)
             continue
         for column in columns:
             for row in others:
