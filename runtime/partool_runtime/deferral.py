@@ -107,9 +107,14 @@ def add_gradients(weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tens
 
 def of_weight(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the weight ``[O, I]`` of ``x @ weight.T``."""
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+    return _rows(grad).T @ _rows(x)
 
 
 def of_bias(grad: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a bias that was added to every row."""
-    return grad.flatten(0, -2).sum(0)
+    return _rows(grad).sum(0)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    # Not reshape(-1, width), which cannot tell how many rows of no width there are.
+    return torch.atleast_2d(x).flatten(0, -2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import head_loss
 from partool_runtime.model import Decoder, loss
 from partool_runtime.model.attention import window_mask
 from partool_runtime.model.norm import RMSNorm
@@ -236,22 +238,51 @@ def test_groups_hold_every_parameter_once(case):
 # --- the loss ---
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 7, 8])
-def test_chunked_loss_is_cross_entropy(rows):
+def test_chunked_loss_is_cross_entropy(rows, biased):
     generator = torch.Generator().manual_seed(2)
     hidden_BSH = torch.randn(3, 7, 5, dtype=torch.float64, generator=generator).requires_grad_()
     head_VH = torch.randn(13, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    bias_V = torch.randn(13, dtype=torch.float64, generator=generator).requires_grad_() if biased else None
+    inputs = (hidden_BSH, head_VH, *([bias_V] if biased else []))
     labels_BS = torch.randint(13, (3, 7), generator=generator)
     labels_BS[1, 2:6] = -100
-    whole = F.cross_entropy((hidden_BSH @ head_VH.T).flatten(0, 1), labels_BS.flatten(), reduction="sum")
-    wanted = torch.autograd.grad(whole * 3.0, (hidden_BSH, head_VH))
+    logits_TV = F.linear(hidden_BSH, head_VH, bias_V).flatten(0, 1)
+    whole = F.cross_entropy(logits_TV, labels_BS.flatten(), reduction="sum")
+    wanted = torch.autograd.grad(whole * 3.0, inputs)
     for chunk_logits in (rows * 13, 10**6):
-        total = loss(hidden_BSH, head_VH, labels_BS, chunk_logits)
+        total = loss(hidden_BSH, head_VH, labels_BS, chunk_logits, bias_V=bias_V)
         torch.testing.assert_close(total, whole, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(
-            torch.autograd.grad(total * 3.0, (hidden_BSH, head_VH)), wanted, rtol=1e-12, atol=1e-13
-        )
-    assert torch.autograd.gradcheck(lambda h, w: loss(h, w, labels_BS, rows * 13), (hidden_BSH, head_VH))
+        torch.testing.assert_close(torch.autograd.grad(total * 3.0, inputs), wanted, rtol=1e-12, atol=1e-13)
+
+    def of(hidden_BSH, head_VH, bias_V=None):
+        return loss(hidden_BSH, head_VH, labels_BS, rows * 13, bias_V=bias_V)
+
+    assert torch.autograd.gradcheck(of, inputs)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", ""])
+@pytest.mark.parametrize("chunk_logits", [4 * 13, 10**6])
+def test_a_biased_head_is_not_copied_and_can_be_frozen_in_part(monkeypatch, chunk_logits, frozen):
+    monkeypatch.setattr("partool_runtime.hf.model.loss", partial(loss, chunk_logits=chunk_logits))
+    head = torch.nn.Linear(5, 13, dtype=torch.float64)
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    hidden_BSH = torch.randn(3, 7, 5, dtype=torch.float64, requires_grad=True)
+    labels_BS = torch.randint(13, (3, 7))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        total = head_loss(hidden_BSH, head, labels_BS)
+    weights = [tensor for tensor in kept if sorted(tensor.shape) in ([5, 13], [6, 13])]
+    assert all(tensor.untyped_storage().data_ptr() == head.weight.data_ptr() for tensor in weights)
+    assert weights
+    total.backward()
+    whole = F.cross_entropy(head(hidden_BSH).flatten(0, 1), labels_BS.flatten(), reduction="sum")
+    trained = {name: parameter for name, parameter in head.named_parameters() if name != frozen}
+    for name, wanted in zip(trained, torch.autograd.grad(whole, list(trained.values())), strict=True):
+        torch.testing.assert_close(trained[name].grad, wanted, rtol=1e-12, atol=1e-13)
+    assert all(parameter.grad is None for name, parameter in head.named_parameters() if name == frozen)
 
 
 def test_chunked_loss_with_frozen_parts_and_nothing_labelled():

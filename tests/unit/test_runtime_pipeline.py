@@ -70,21 +70,24 @@ def test_split_layers_do_whole_backward_passes_too_and_frozen_weights_get_nothin
         assert split(x).grad_fn is None
 
 
-def test_the_heads_gradient_waits_too_but_not_that_of_a_chunked_loss() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_heads_gradient_waits_too_but_not_that_of_a_chunked_loss(biased: bool) -> None:
     hidden, labels = torch.randn(2, 3, 5, dtype=torch.float64), torch.tensor([[1, -100, 4], [0, 2, -100]])
     for chunk_logits, waits in ((2**26, True), (14, False)):
-        head = nn.Parameter(torch.randn(7, 5, dtype=torch.float64))
-        loss(hidden, head, labels).backward()
-        expected, head.grad = head.grad, None
+        head = nn.Linear(5, 7, bias=biased, dtype=torch.float64)
+        loss(hidden, head.weight, labels, bias_V=head.bias).backward()
+        expected = [parameter.grad for parameter in head.parameters()]
+        head.zero_grad()
         sink: list[deferral.Work] = []
         with deferral.splitting():
-            total = loss(hidden.requires_grad_(), head, labels, chunk_logits)
+            total = loss(hidden.requires_grad_(), head.weight, labels, chunk_logits, bias_V=head.bias)
         with deferral.splitting(), deferral.collecting(sink):
             total.backward()
-        assert (head.grad is None) == waits
+        assert all((parameter.grad is None) == waits for parameter in head.parameters())
         for work in sink:
             work()
-        torch.testing.assert_close(head.grad, expected, rtol=1e-12, atol=1e-12)
+        found = [parameter.grad for parameter in head.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_work_is_put_off_only_where_it_is_collected() -> None:

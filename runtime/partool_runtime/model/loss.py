@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -18,7 +18,12 @@ CHUNK_LOGITS = 2**26
 
 
 def loss(
-    hidden_BSH: torch.Tensor, head_weight_VH: torch.Tensor, labels_BS: torch.Tensor, chunk_logits: int = CHUNK_LOGITS
+    hidden_BSH: torch.Tensor,
+    head_weight_VH: torch.Tensor,
+    labels_BS: torch.Tensor,
+    chunk_logits: int = CHUNK_LOGITS,
+    *,
+    bias_V: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of all labelled positions, a scalar in float32 or wider.
 
@@ -29,17 +34,28 @@ def loss(
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
     rows = max(1, chunk_logits // head_weight_VH.shape[0])
     if hidden_TH.shape[0] <= rows:
-        return _cross_entropy(hidden_TH, head_weight_VH, labels_T)
-    total: torch.Tensor = _ChunkedLoss.apply(hidden_TH, head_weight_VH, labels_T, rows)  # type: ignore[no-untyped-call]
+        return _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T)
+    chunks = _Chunks(labels_T, rows)
+    total: torch.Tensor = _ChunkedLoss.apply(hidden_TH, head_weight_VH, bias_V, chunks)  # type: ignore[no-untyped-call]
     return total
 
 
-def _logits(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor) -> torch.Tensor:
-    return linear(hidden_TH, head_weight_VH).to(wide_dtype(hidden_TH.dtype))
+def _logits(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    return linear(hidden_TH, head_weight_VH, bias_V).to(wide_dtype(hidden_TH.dtype))
 
 
-def _cross_entropy(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(_logits(hidden_TH, head_weight_VH), labels_T, ignore_index=IGNORED, reduction="sum")
+def _cross_entropy(
+    hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, bias_V: torch.Tensor | None, labels_T: torch.Tensor
+) -> torch.Tensor:
+    logits_TV = _logits(hidden_TH, head_weight_VH, bias_V)
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+
+
+class _Chunks(NamedTuple):
+    labels: torch.Tensor
+    """``[T]``."""
+    rows: int
+    """Positions whose logits exist at once."""
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -47,41 +63,52 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, labels_T: torch.Tensor, rows: int
+        ctx: FunctionCtx,
+        hidden_TH: torch.Tensor,
+        head_weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        chunks: _Chunks,
     ) -> torch.Tensor:
-        ctx.save_for_backward(hidden_TH, head_weight_VH, labels_T)
-        ctx.rows = rows  # type: ignore[attr-defined]
+        ctx.save_for_backward(hidden_TH, head_weight_VH, bias_V, chunks.labels)  # type: ignore[arg-type]
+        ctx.rows = chunks.rows  # type: ignore[attr-defined]
         total = hidden_TH.new_zeros((), dtype=wide_dtype(hidden_TH.dtype))
-        for hidden_CH, labels_C in zip(torch.split(hidden_TH, rows), torch.split(labels_T, rows), strict=True):
-            total += _cross_entropy(hidden_CH, head_weight_VH, labels_C)
+        parts = (torch.split(tensor, chunks.rows) for tensor in (hidden_TH, chunks.labels))
+        for hidden_CH, labels_C in zip(*parts, strict=True):
+            total += _cross_entropy(hidden_CH, head_weight_VH, bias_V, labels_C)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_TH, head_weight_VH, labels_T = ctx.saved_tensors
-        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        hidden_TH, head_weight_VH, bias_V, labels_T = ctx.saved_tensors
+        needs_hidden, needs_head, needs_bias, _ = ctx.needs_input_grad
         grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
         # Summed over many chunks, hence wide.
         grad_head_VH = torch.zeros_like(head_weight_VH, dtype=grad.dtype) if needs_head else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=grad.dtype) if needs_bias else None
         for start in range(0, hidden_TH.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            grad_logits_CV = _grad_logits(hidden_TH[part], head_weight_VH, labels_T[part], grad)
+            # No name for the logits, which would keep those of two chunks.
+            grad_logits_CV = _grad_logits(_logits(hidden_TH[part], head_weight_VH, bias_V), labels_T[part], grad)
+            grad_logits_CV = grad_logits_CV.to(hidden_TH.dtype)
             if grad_hidden_TH is not None:
                 torch.mm(grad_logits_CV, head_weight_VH, out=grad_hidden_TH[part])
             if grad_head_VH is not None:
                 grad_head_VH += grad_logits_CV.T @ hidden_TH[part]
-        return grad_hidden_TH, None if grad_head_VH is None else grad_head_VH.to(head_weight_VH.dtype), None, None
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits_CV.sum(0)
+        return grad_hidden_TH, _narrow(grad_head_VH, head_weight_VH), _narrow(grad_bias_V, head_weight_VH), None
 
 
-def _grad_logits(
-    hidden_CH: torch.Tensor, head_weight_VH: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
-    """Return (softmax − one-hot) · grad in the type of the hidden state, zero where the label is ignored."""
-    logits_CV = _logits(hidden_CH, head_weight_VH)
+def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+    return None if wide is None else wide.to(like.dtype)
+
+
+def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return (softmax − one-hot) · grad, zero where the label is ignored."""
     counted_C = labels_C != IGNORED
     probabilities_CV = torch.softmax(logits_CV, dim=-1)
     target_C1 = labels_C.where(counted_C, 0)[:, None]
     probabilities_CV.scatter_add_(1, target_C1, probabilities_CV.new_full(target_C1.shape, -1.0))
-    # Scaled before the cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
-    return (probabilities_CV * (grad * counted_C)[:, None]).to(hidden_CH.dtype)
+    # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
+    return probabilities_CV * (grad * counted_C)[:, None]
