@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from _plans import small_plan
 
 from partool.plan.types import Mesh, Plan
 from partool.spec.model import Weights
-from partool.spec.training import LrSchedule, OptimizerSpec
+from partool.spec.training import LrSchedule, OptimizerSpec, Precision
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
@@ -35,6 +36,8 @@ from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 7, 5, 4
 OPTIMIZER = OptimizerSpec(lr=0.02, weight_decay=0.1, clip=0.4, schedule=LrSchedule(warmup_steps=3))
+BF16 = 0.05
+"""Of the largest value: some times the distance of neighbouring numbers, 2^-8."""
 FOLDER = Path(sys.argv[1])
 
 
@@ -46,13 +49,17 @@ class Case:
     pp: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
     patterns: tuple[tuple[str, Any], ...] = ()
+    frozen: tuple[str, ...] = ()
+    precision: Precision = "fp64"
 
     def plan(self) -> Plan:
         base = small_plan(Path("unused"), ranks=self.dp * self.tp * self.pp)
         training = base.training.model_copy(
-            update={"sequence_length": LENGTH, "precision": "fp64", "steps": STEPS, "global_batch": SEQUENCES}
-        )
-        plan = base.model_copy(update={"training": training})
+            update={
+                "sequence_length": LENGTH, "precision": self.precision, "steps": STEPS, "global_batch": SEQUENCES,
+            }
+        )  # fmt: skip
+        plan = base.model_copy(update={"training": training, "frozen": self.frozen})
         mesh = Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
         return plan_of(plan, FOLDER / self.model, mesh, dict(self.patterns), **dict(self.fields))
 
@@ -75,7 +82,7 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor, labels: torch.Tensor) 
 
 
 @functools.cache
-def reference(name: str) -> dict[str, Any]:
+def reference(name: str, frozen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Gradients of one step, and five training steps, of transformers' own model with torch's own optimizer."""
     import transformers
 
@@ -84,7 +91,7 @@ def reference(name: str) -> dict[str, Any]:
     model.train()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    named = dict(model.named_parameters())
+    named = {n: p for n, p in model.named_parameters() if not any(fnmatch(n, pattern) for pattern in frozen)}
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -107,7 +114,7 @@ def reference(name: str) -> dict[str, Any]:
             group["lr"] = OPTIMIZER.lr * lr_factor(OPTIMIZER.schedule, step, STEPS)
         optimizer.step()
         out["losses"].append(float(mean.detach()))
-    out["weights"] = {n: p.detach().clone() for n, p in named.items()}
+    out["weights"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     with torch.no_grad():
         out["validation"] = float(loss_of(model, *batch(99))) / int((batch(99)[1] != -100).sum())
     return out
@@ -131,7 +138,7 @@ def same_pieces(
 
 def check(case: Case) -> None:
     """Gradients of the first step, five optimizer steps, and a validation."""
-    plan, expected = case.plan(), reference(case.model)
+    plan, expected = case.plan(), reference(case.model, case.frozen)
     ranks = lay_mesh(plan, torch.device("cpu"))
     prepared = prepare(plan, ranks, lambda done, sent: None)
     model = prepared.model
@@ -139,7 +146,7 @@ def check(case: Case) -> None:
     optimizer = AdamW(trained, OPTIMIZER, model.copies)
     fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
     post_load(model)
-    assert set(model.whole_shapes()) == set(expected["grads"]), case
+    assert set(model.whole_shapes()) == set(expected["weights"]), case
     stepper = Stepper(
         prepared.passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER
     )
@@ -149,7 +156,7 @@ def check(case: Case) -> None:
         result = stepper.step(step, micro_batches(case, step, ranks), lambda term: contextlib.nullcontext())
         close(result.loss, expected["losses"][step], (case, step, "loss"))
         close(result.grad_norm, expected["norms"][step], (case, step, "norm"))
-    for name, parameter in trained.items():
+    for name, parameter in model.named_parameters():
         same_pieces(model, name, parameter.detach(), expected["weights"][name], 1e-10, case)
     validated = stepper.validate(micro_batches(case, 99, ranks))
     assert validated is not None
@@ -163,6 +170,25 @@ def check_gradients(case: Case, ranks: Ranks, prepared: Prepared, trained: Mappi
         theirs = reference(case.model)["grads"][name]
         ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         same_pieces(prepared.model, name, ours, theirs, 1e-12, (case, "gradient"))
+
+
+def check_bf16(name: str) -> None:
+    """Mixed precision: every gradient is that of float64 up to rounding, and is kept in float32."""
+    case = Case(name, tp=2, fields=(("recompute", ("full", "none")),), precision="bf16")
+    plan, expected = case.plan(), reference(name)
+    ranks = lay_mesh(plan, torch.device("cpu"))
+    prepared = prepare(plan, ranks, lambda done, sent: None)
+    fill(prepared.model, Weights(source="hf", path=str(FOLDER / name)), seed=0)
+    post_load(prepared.model)
+    weight = 1.0 / (batch(0)[1] != -100).sum().double()
+    loss = prepared.passes.step(micro_batches(case, 0, ranks), weight, lambda term: contextlib.nullcontext())
+    assert abs(float(loss * weight) / expected["losses"][0] - 1) < BF16
+    for parameter, value in trained_parameters(prepared.model).items():
+        theirs = expected["grads"][parameter]
+        ours = torch.zeros_like(value) if value.grad is None else value.grad
+        assert ours.dtype == torch.float32
+        largest = theirs.abs().max()
+        same_pieces(prepared.model, parameter, ours / largest, theirs / largest, BF16, (case, "gradient"))
 
 
 def check_dropout(name: str, policies: tuple[str, ...]) -> None:
@@ -226,6 +252,7 @@ LAYOUTS = [
 
 
 GATHERED = tuple(dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj"), "column_gathered").items())
+FROZEN = ("model.layers.0.*", "*.1.self_attn.k_proj.*", "*.1.mlp.down_proj.weight", "model.norm.*")
 SHALLOW = [name for name in MODELS if not name.endswith(("_deep", "_dropout", "_single"))]
 
 
@@ -239,7 +266,8 @@ def cases(world: int, chosen: str) -> list[Case]:
         plain = [Case(name, dp=2, fields=(("zero", 3),)) for name in ("llama", "mixtral", "phi")]
         # One rank has the only head, and the other none.
         single = Case("mistral_single", tp=2, patterns=GATHERED)
-        return [*plain, *(Case(name, tp=2) for name in SHALLOW), single, *PIPELINES]
+        frozen = Case("qwen2", tp=2, frozen=FROZEN)
+        return [*plain, *(Case(name, tp=2) for name in SHALLOW), single, frozen, *PIPELINES]
     if world == 3:
         return [Case(name, tp=3) for name in SHALLOW]
     return [Case(name, tp=2, dp=2, fields=(("zero", number % 4),)) for number, name in enumerate(SHALLOW)]
@@ -263,6 +291,8 @@ def run_rank(chosen: str) -> None:
     world = int(os.environ["WORLD_SIZE"])
     for name, policies in dropping(world, chosen).items():
         check_dropout(name, policies)
+    if world == 2 and not chosen:
+        check_bf16("llama")
     for case in cases(world, chosen):
         check(case)
     close_ranks()
