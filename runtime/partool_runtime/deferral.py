@@ -117,4 +117,4 @@ def of_bias(grad: torch.Tensor) -> torch.Tensor:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     # Not reshape(-1, width), which cannot tell how many rows of no width there are.
-    return torch.atleast_2d(x).flatten(0, -2)
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
