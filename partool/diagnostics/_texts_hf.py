@@ -1,4 +1,4 @@
-"""Rules about models that transformers builds (PT450 to PT454, PT643 to PT646, PT649); the examples are to be read."""
+"""Rules about models that transformers builds (PT447, PT450 to PT454, PT643 to PT646, PT649); the examples are to be read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT447",
+        "Weights beside the model are not used",
+        "Without a word about weights a model starts from numbers drawn from the seed, whatever its folder holds. Who "
+        "names a folder with weights mostly means to go on from them.",
+        "model: {hf: ./my-llama}   # with model.safetensors",
+        "model: {hf: ./my-llama, weights: {source: hf}}",
+    ),
     _rule(
         "PT450",
         "The runtime cannot look at the model",

@@ -58,6 +58,16 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
     return HfModel(path=str(path), model_type=structure.model_type, architecture=structure.architecture)
 
 
+def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:
+    """Find weights that lie beside a model and are not asked for, where the spec does not say what is."""
+    folder, weights = base_dir / (spec.model.hf or ""), spec.model.weights
+    if "source" in weights.model_fields_set or not any(folder.glob("*.safetensors")):
+        return
+    message = f"{folder} holds weights, but the first weights are drawn from the seed"
+    help = "write weights: {source: hf} to go on from them, or {source: init}"
+    yield Diagnostic("PT447", message, "warning", ("model", "hf"), help=help)
+
+
 def narrowed(spec: Spec, described: Description) -> Spec:
     """Return the spec with what such a model leaves no choice of: no compiled blocks, and one stage if it has to be."""
     changes: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from partool.plan.types import Finding, Plan, Prediction
 from partool.planner import tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
-from partool.planner.hf import Description, hf_model, narrowed
+from partool.planner.hf import Description, hf_model, narrowed, unused_weights
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
@@ -71,7 +71,7 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     narrow = spec if described is None else narrowed(spec, described)
     if described is not None:
         narrow, left_out = without_tensor(narrow, described)
-        found += left_out
+        found += [*left_out, *unused_weights(spec, base_dir)]
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
     launching = resolve_launch(spec.launch, base_dir)
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]

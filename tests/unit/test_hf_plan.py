@@ -54,7 +54,7 @@ def planned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str = "{}", model: str = "", **said: Any
 ) -> PlanResult:
     """Plan a spec whose model the runtime describes as a Llama, but for what is ``said``."""
-    (tmp_path / "m").mkdir()
+    (tmp_path / "m").mkdir(exist_ok=True)
     (tmp_path / "m" / "config.json").write_text("{}")
     found = {
         "structure": structure().model_dump(mode="json"),
@@ -138,6 +138,16 @@ def test_leaves_of_a_module_are_planned(monkeypatch: pytest.MonkeyPatch, tmp_pat
     result = planned(monkeypatch, tmp_path, "{tensor: 1, pipeline: 1, data: {zero: 3, leaves: ['*.mlp']}}")
     assert result.plan is not None, result.diagnostics
     assert result.plan.layout.leaves == ("*.mlp",)
+
+
+def test_weights_beside_the_model_that_nobody_asks_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert "PT447" not in codes(planned(monkeypatch, tmp_path))
+    (tmp_path / "m" / "model.safetensors").touch()
+    assert "PT447" in codes(planned(monkeypatch, tmp_path))
+    assert "PT447" not in codes(planned(monkeypatch, tmp_path, model=", weights: {source: init}"))
+    assert "PT447" not in codes(planned(monkeypatch, tmp_path, model=", weights: {source: hf}"))
 
 
 def test_fields_beside_the_folder_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
