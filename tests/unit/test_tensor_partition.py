@@ -307,10 +307,30 @@ def test_matrices_of_experts_are_cut_both_or_none(family: str, one: str) -> None
     assert found[0] == "PT441"
     assert f"experts is cut in part: {'' if one[0] == 'g' else 'gate_up_proj column, '}{one} replicated" in found[1]
     code, message, _ = only(decide(structure(family), 2, {"*.experts.gate_up_proj": "column"}))
-    assert (code, "down_proj after it is cut into other parts" in message) == ("PT441", True)
+    assert (code, "experts is cut into parts that do not fit" in message) == ("PT441", True)
     both = decide(structure(family), 2, {"*.experts": "replicated"})
     assert both.findings == ()
     assert row(both, f"experts.{one}").style == "replicated"
+
+
+def test_experts_whose_code_has_their_matrices_transposed() -> None:
+    """As Aria and Llama 4 have them."""
+    model = structure("mixtral")
+    up = TensorPattern(style="row", parts=[56, 56])
+    modules = [
+        module.model_copy(update={"parameters": {"gate_up_proj": (5, 48, 112), "down_proj": (5, 56, 48)}})
+        if module.kind == "experts"
+        else module
+        for module in model.modules
+    ]
+    model = model.model_copy(update={"modules": tuple(modules), "tp_plan": {}})
+    for ranks in (2, 3):
+        found = decide(model, ranks, {"*.experts.gate_up_proj": up, "*.experts.down_proj": "column"})
+        assert found.findings == ()
+        plain = decide(structure("mixtral"), ranks, {})
+        for name, dim in (("gate_up_proj", 2), ("down_proj", 1)):
+            (cut,) = row(found, f"experts.{name}").cuts
+            assert (cut.dim, cut.ranges) == (dim, row(plain, f"experts.{name}").cuts[0].ranges)
 
 
 def test_low_rank_is_whole_and_its_rotary_part_summed_where_heads_are_cut() -> None:

@@ -9,7 +9,7 @@ from partool.layout.tensor.choice import Choice, Group, leaf
 from partool.layout.tensor.cutting import collapsed_name
 from partool.layout.tensor.infer import is_router, latents
 from partool.layout.tensor.structure import StructureModule
-from partool.layout.tensor.types import Partition
+from partool.layout.tensor.types import Partition, Range
 
 _HELP = "cut what leads away from the hidden size by column, what leads back by row, in the same parts; or none of it"
 _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "replicated": "whole"}
@@ -43,23 +43,34 @@ def check_pairs(
 def check_experts(
     modules: Iterable[StructureModule], chosen: Mapping[str, Choice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
-    """Yield a finding for each module of stacked experts whose parameters are not cut all, or not alike."""
+    """Yield a finding for each module of stacked experts of which some is cut, and not all of it alike.
+
+    Which of column and row leads to the inner width depends on whether a model's code has its matrices transposed.
+    """
     laid = {row.name: row for row in rows}
     for module in modules:
-        names = [f"{module.name}.{name}" for name in module.parameters] if module.kind == "experts" else []
-        columns = [name for name in names if name in chosen and chosen[name].style == "column"]
-        others = [name for name in names if name in chosen and chosen[name].style != "column"]
-        if not columns and all(chosen[name].style == "replicated" for name in others):
+        own = [f"{module.name}.{name}" for name in module.parameters] if module.kind == "experts" else []
+        names = [name for name in own if name in chosen]
+        styles = {chosen[name].style for name in names}
+        if styles <= {"replicated"}:
             continue
-        wrong = [name for name in others if chosen[name].style != "row"]
-        if wrong or not columns or not others:
-            message = f"{collapsed_name(module.name)} is cut in part: {_styles(names, chosen)}"
-            yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)
+        if styles != {"column", "row"}:
+            text = "is cut in part"
+        elif len({_share(chosen[name], laid[name]) for name in names}) > 1:
+            text = "is cut into parts that do not fit"
+        else:
             continue
-        for column in columns:
-            for row in others:
-                if not _aligned(chosen[column], laid[column], laid[row]):
-                    yield _finding(column, chosen, f"{leaf(row)} after it is cut into other parts")
+        message = f"{collapsed_name(module.name)} {text}: {_styles(names, chosen)}"
+        yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)
+
+
+def _share(choice: Choice, row: Partition) -> tuple[tuple[Range, ...], ...]:
+    """Return what every rank holds of each fused part, if that is the same of all parts; else all of the ranges."""
+    starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
+    ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
+    first = tuple(tuple((a, b) for a, b in held if b <= choice.parts[0]) for held in ranges) if choice.parts else ranges
+    whole = tuple(tuple((at + a, at + b) for at in starts for a, b in held) for held in first)
+    return first if whole == ranges else ranges
 
 
 def _styles(names: Sequence[str], chosen: Mapping[str, Choice]) -> str:
@@ -103,11 +114,6 @@ def _fit(group: Group, column: Choice, row: Choice, out: Partition, into: Partit
     """
     if group.attention:
         return bool(column.heads) and row.heads == "query"
-    return _aligned(column, out, into)
-
-
-def _aligned(column: Choice, out: Partition, into: Partition) -> bool:
-    """Return True if every rank holds the same share of each part of ``out`` as of the input of ``into``."""
     starts = [sum(column.parts[:index]) for index in range(len(column.parts))] or [0]
     for held, read in zip(out.cuts[0].ranges, into.cuts[0].ranges, strict=True):
         if list(held) != [(start + at, stop + at) for at in starts for start, stop in read]:
