@@ -1,4 +1,4 @@
-"""Rules about models that transformers builds (PT447, PT450 to PT454, PT643 to PT646, PT649); the examples are to be read."""
+"""Rules about models that transformers builds (PT447 to PT454, PT643 to PT649); the examples are to be read."""
 
 from __future__ import annotations
 
