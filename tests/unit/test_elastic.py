@@ -165,8 +165,10 @@ def test_host_memory_counts_too() -> None:
 
 
 def test_a_size_that_the_runtime_cannot_run_is_refused(plan: Plan) -> None:
-    uneven = with_layout(plan, Mesh(tp=2, dp_shard=16), accumulation=12, micro_batch=1)
-    assert resized(uneven.model_copy(update={"runnable": True}), 2) == "the runtime does not run tensor parallelism yet"
+    uneven = with_layout(plan, Mesh(cp=2, dp_shard=16), accumulation=12, micro_batch=1)
+    assert (
+        resized(uneven.model_copy(update={"runnable": True}), 2) == "the runtime does not run sequence parallelism yet"
+    )
 
 
 def diagnosed(nodes: int, batch: int, more: str) -> dict[str, tuple[str, str]]:

@@ -178,7 +178,10 @@ def test_hash_follows_what_runs() -> None:
     assert planned(SMALL, ["training.seed=1"]).hash != base.hash
 
 
-RUNNABLE = ("quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config", "llama3-8b", "llama3-70b", "hanayo", "weipipe")
+RUNNABLE = (
+    "quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config", "llama3-8b", "llama3-70b", "hanayo", "weipipe",
+    "tensor",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
