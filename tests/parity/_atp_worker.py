@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
-import os
-import signal
 import sys
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _forks import run_forked
 from _plans import small_plan
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
@@ -257,9 +254,8 @@ def check_compiled() -> None:
         assert len(graphs) == 2 * kinds, (name, len(graphs))
 
 
-def run_rank(rank: int, ranks: int, only: str) -> None:
+def run_rank(ranks: int, only: str) -> None:
     """Do what one rank has to do."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     dist.init_process_group("gloo")
     if only == "compiled":
         check_compiled()
@@ -270,37 +266,9 @@ def run_rank(rank: int, ranks: int, only: str) -> None:
     dist.destroy_process_group()
 
 
-def forked(rank: int, ranks: int, only: str) -> int:
-    """Start a rank as a copy of this process, which has loaded everything already; return its id."""
-    parent = os.getpid()
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        # It must not outlive a parent that is killed.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            run_rank(rank, ranks, only)
-            code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def main(ranks: int, only: str = "") -> int:
-    """Run all ranks and return 0 if all went well; one that fails ends the others, which would wait for it."""
-    waiting = {forked(rank, ranks, only) for rank in range(ranks)}
-    failed = 0
-    while waiting:
-        pid, status = os.wait()
-        waiting.discard(pid)
-        if status:
-            failed += 1
-            for other in waiting:
-                os.kill(other, signal.SIGKILL)
-    return min(failed, 1)
+    """Run all ranks and return 0 if all went well."""
+    return run_forked(ranks, functools.partial(run_rank, ranks, only))
 
 
 if __name__ == "__main__":
