@@ -41,7 +41,8 @@ def describe(folder: Path) -> tuple[dict[str, Any], str]:
     try:
         content = (folder / "config.json").read_bytes()
     except OSError as error:
-        raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from error
+        help = "give a folder on this machine; names of a model hub are not looked up"
+        raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}", help) from error
     kept = home() / "models" / f"{_key(content)}.json"
     found = _read(kept)
     if found is None:

@@ -190,3 +190,11 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     assert loaded.spec is not None
     result = make_plan(loaded.spec, base_dir=tmp_path, default_name="x")
     assert codes(result) == {"PT450"}
+
+
+def test_a_folder_that_is_not_there_is_told_with_what_it_must_be(tmp_path: Path) -> None:
+    loaded = load_text("model: {hf: Qwen/none}\nhardware: {accelerator: cpu, per_node: 1}\ndata: python-stdlib\n")
+    assert loaded.spec is not None
+    (found,) = make_plan(loaded.spec, base_dir=tmp_path, default_name="x").diagnostics
+    assert found.code == "PT450"
+    assert "not looked up" in found.help
