@@ -9,8 +9,10 @@ import torch
 
 from partool.layout.tensor import own_partition
 from partool.spec.model import ModelConfig
+from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import loss
+from partool_runtime.parallel.tensor import columns as of_columns
 from partool_runtime.parallel.tensor.apply import apply_tensor, placements
 from partool_runtime.parallel.tensor.ops import Team, by_rank
 from partool_runtime.parallel.tensor.symmetric import check_symmetric
@@ -103,3 +105,29 @@ def test_fused_exchanges_say_what_they_lack(length: int | None, device: str, rea
 def test_fused_exchanges_are_for_ranks_that_all_hold_something() -> None:
     with pytest.raises(ConfigurationError, match=r"PT647.*attention\.q"):
         check_symmetric(Team("unused", 0, 4, length=8), torch.device("cuda"), own_partition(FEW, 4))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "order"),
+    [(True, ["start", "weight", "weight", "finish"]), (False, ["start", "finish", "weight", "weight"])],
+)
+def test_the_inputs_gradient_travels_while_the_weights_are_computed(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, order: list[str]
+) -> None:
+    seen: list[str] = []
+    of_weight = deferral.of_weight
+
+    def noted(what: str, value: torch.Tensor) -> torch.Tensor:
+        seen.append(what)
+        return value
+
+    monkeypatch.setattr(of_columns, "start_tokens", lambda x, team: x)
+    monkeypatch.setattr(of_columns, "tokens", lambda x, team: x)
+    monkeypatch.setattr(of_columns, "start_leaving", lambda x, team, fresh: noted("start", x))
+    monkeypatch.setattr(of_columns, "finished", lambda x: noted("finish", x))
+    monkeypatch.setattr(deferral, "of_weight", lambda x, grad: noted("weight", of_weight(x, grad)))
+    x_BSH = torch.randn(2, 4, 3, requires_grad=True)
+    linears = [torch.nn.Linear(3, 5), torch.nn.Linear(3, 2)]
+    outputs = of_columns.columns(x_BSH, linears, Team("unused", 0, 1, length=4, overlap=overlap))
+    sum(output.sum() for output in outputs).backward()
+    assert seen == order
