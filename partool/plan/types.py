@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from partool.layout.sequence import Order, Spans, shares
 from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.parallel import Compile, Gather, Recompute, TensorOverlap, ZeroStage
+from partool.spec.parallel import Compile, Gather, Inside, Recompute, SequenceMethod, TensorOverlap, ZeroStage
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
@@ -92,7 +93,19 @@ class Layout(Record):
     """With ZeRO-3, parameters of at most so many elements stay gathered."""
     leaves: tuple[str, ...] = ()
     """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
-    sequence_method: Literal["ulysses", "ring"] = "ulysses"
+    sequence_method: SequenceMethod = "ulysses"
+    sequence_order: Order = "contiguous"
+    """Which tokens a sequence-parallel rank holds (:func:`partool.layout.sequence.shares`)."""
+    sequence_inner: int = 1
+    """With ``usp``: neighbouring ranks that trade sequence for heads, of the ``cp`` of the mesh."""
+    sequence_teams: int = 1
+    """With ``startrail``: ranks of a team (C)."""
+    sequence_inside: Inside = "teams"
+    """With ``startrail``: which of both neighbouring ranks form."""
+    mlp_tile_tokens: int = 0
+    """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+    loss_tile_tokens: int = 0
+    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     gpu_fraction: float = 0.0
     """Share of the optimizer state that stays on the device while ``offload_optimizer`` is cpu."""
@@ -278,6 +291,18 @@ class Plan(Record):
     """The spec as the user wrote it, overrides applied."""
     inputs: dict[str, str] = {}
     """SHA-256 of every input: spec, catalog, model configuration."""
+
+    @property
+    def shares(self) -> tuple[Spans, ...]:
+        """Tokens of a sequence that each sequence-parallel rank holds."""
+        layout, grid = self.layout, self.model.grid
+        return shares(
+            self.training.sequence_length,
+            layout.mesh.cp,
+            layout.sequence_order,
+            inner=layout.sequence_inner,
+            columns=grid[1] if grid else 0,
+        )
 
     def to_json(self) -> str:
         """Return the plan as JSON with sorted keys, ending in a newline."""

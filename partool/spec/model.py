@@ -8,7 +8,9 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from partool.spec._base import Section
 
-AttentionKind = Literal["full", "sliding"]
+AttentionKind = Literal["full", "sliding", "row", "column"]
+"""full: all earlier tokens; sliding: a window of them; row and column: earlier ones of a token's row or column, where
+tokens lie on a grid (arXiv 1912.12180)."""
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "none"]
@@ -37,6 +39,8 @@ class Attention(Section):
 
     window: PositiveInt | None = None
     """Tokens a sliding layer sees, itself included."""
+    grid: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    """[rows, columns] in which a sequence's tokens lie, row by row: frames and patches of a video."""
     layer_types: list[AttentionKind] | LayerPattern | None = None
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
 
@@ -139,6 +143,8 @@ class ModelConfig(Section):
     window: PositiveInt | None = None
     layer_types: tuple[AttentionKind, ...] = ()
     """One per layer; empty means all full."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns in which a sequence's tokens lie."""
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: PositiveFloat = 0.02

@@ -8,13 +8,15 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from partool.spec._base import Auto, Section, shorthand
 
-Recompute = Literal["none", "attention", "selective", "full"]
+Recompute = Literal["none", "attention", "selective", "keep_attention", "full"]
 Compile = Literal["none", "block"]
 ZeroStage = Literal[0, 1, 2, 3]
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "weipipe", "weipipe-naive", "weipipe-zb"
 ]  # fmt: skip
-SequenceMethod = Literal["ulysses", "ring"]
+SequenceMethod = Literal["ulysses", "ring", "usp", "startrail", "all_gather", "dsp"]
+SequenceOrder = Literal["contiguous", "zigzag"]
+Inside = Literal["teams", "rings"]
 Host = Literal["none", "cpu"]
 Gather = Literal["coalesced", "sequential"]
 TensorOverlap = Literal["none", "backward", "symmetric"]
@@ -100,9 +102,29 @@ class Sequence(Section):
     """Sequence (context) parallelism."""
 
     method: SequenceMethod | Auto = "auto"
-    """ulysses: ranks trade sequence for heads around attention; ring: keys and values travel."""
+    """ulysses: ranks trade sequence for heads around attention; ring: keys and values travel; usp: ulysses within
+    groups that form a ring; startrail: several rings, each of which meets a part of the keys; all_gather: keys and
+    values of all ranks come to each; dsp: the axis that is cut changes with the axis that a layer attends along."""
     degree: PositiveInt | Auto = "auto"
     """Ranks that share one sequence."""
+    ulysses: PositiveInt | Auto = "auto"
+    """With ``usp``: ranks that trade sequence for heads; the others form the ring."""
+    teams: PositiveInt | Auto = "auto"
+    """With ``startrail``: ranks of a team (C), whose square divides the degree."""
+    inside: Inside | Auto = "auto"
+    """With ``startrail``: which of both neighbouring ranks form, and so the faster links carry."""
+    order: SequenceOrder | Auto = "auto"
+    """contiguous: a rank holds one stretch of the sequence; zigzag: one from the front and one from the back."""
+
+
+class Tiles(Section):
+    """Pieces in which a micro-batch passes what needs much memory per token."""
+
+    mlp: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """Tokens of a sequence that pass a feed-forward network at once and are computed again one after the other in the
+    backward pass; 0: all, kept."""
+    loss: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """Tokens whose logits exist at once; 0: as many as keep them under 2**26 numbers."""
 
 
 class Offload(Section):
@@ -125,6 +147,7 @@ class ParallelSpec(Section):
     tensor: Annotated[Tensor, BeforeValidator(shorthand("degree", int, str))] = Tensor()
     pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int, str))] = Pipeline()
     sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
+    tiles: Tiles = Tiles()
     expert: PositiveInt | Auto = "auto"
     """Ranks that share the experts of a layer."""
     offload: Offload = Offload()

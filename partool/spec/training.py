@@ -78,6 +78,8 @@ class DataSpec(Section):
     """Key of the text in JSONL records."""
     pack: bool = True
     """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
+    attend: Literal["sequence", "document"] = "sequence"
+    """What a token may see: all of its sequence before it, or with ``pack`` only its own document of it."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
     cache: str | None = None

@@ -25,13 +25,16 @@ class Ranks:
     world_size: int
     device: torch.device
     state: DeviceMesh
-    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy."""
+    """Axes ``dp_replicate`` and ``dp_shard``: copies of the training state, and ranks that share one copy, among them
+    those that share sequences."""
     dp: DeviceMesh
     """Axis ``dp``: all data-parallel ranks of this rank's pipeline position, in the same order."""
     pp: DeviceMesh
     """Axis ``pp``: the ranks of one pipeline, which share their data."""
     tp: DeviceMesh
     """Axis ``tp``: the ranks that share every matrix and their data."""
+    cp: DeviceMesh
+    """Axis ``cp``: the ranks that share sequences and their data; tensor ranks lie within."""
     tp2: DeviceMesh
     """Axes ``tp0`` and ``tp1`` of the same ranks, in two-dimensional tensor parallelism; else of sizes tp and 1."""
 
@@ -83,16 +86,19 @@ def open_ranks(plan: Plan, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
 def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
     """Lay the plan's axes over the process group in use, the pipeline outermost, tensor ranks innermost.
 
-    ZeRO-0 keeps a whole copy of the training state on every data-parallel rank.
+    Ranks that share sequences have the same parameters, so they share the training state, too. ZeRO-0 keeps a whole
+    copy of it on every rank.
     """
     mesh = plan.layout.mesh
-    axes = (mesh.dp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard)
+    axes = (mesh.dp * mesh.cp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard * mesh.cp)
     inner = plan.layout.tensor_inner
     copies = init_device_mesh(
         device.type, (mesh.pp, *axes, mesh.tp), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
     )
     flat = init_device_mesh(
-        device.type, (mesh.pp, mesh.dp, mesh.tp // inner, inner), mesh_dim_names=("pp", "dp", "tp0", "tp1")
+        device.type,
+        (mesh.pp, mesh.dp, mesh.cp, mesh.tp // inner, inner),
+        mesh_dim_names=("pp", "dp", "cp", "tp0", "tp1"),
     )
     return Ranks(
         rank=dist.get_rank(),
@@ -101,6 +107,7 @@ def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
         state=copies["dp_replicate", "dp_shard"],
         dp=flat["dp"],
         pp=flat["pp"],
+        cp=flat["cp"],
         tp=copies["tp"],
         tp2=flat["tp0", "tp1"],
     )

@@ -135,7 +135,7 @@ def _chain(case: Case, count: int) -> Found:
             for block in blocks:
                 x_BSH = block(x_BSH, context)
         return alive.found(x_BSH)
-    shared = [*(context.rope or ()), *([context.window_mask_SS] if context.window_mask_SS is not None else ())]
+    shared = [*(context.rope or ()), *context.tokens.masks.values()]
     handed = _Handed([*model.parameters(), *shared, x_BSH])
     with saved_tensors_hooks(handed, lambda tensor: tensor):
         for block in blocks:
@@ -157,7 +157,8 @@ def _built(case: Case) -> tuple[Decoder, Context]:
         for block in model.layers:
             compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition")
             setattr(block, "forward", compiled)  # noqa: B010 - mypy forbids assigning a method
-    return model, model.contexts(torch.empty(1, LENGTH, 1, dtype=dtype))
+    x_BSH = torch.empty(1, LENGTH, 1, dtype=dtype)
+    return model, model.contexts(x_BSH, model.contexts.tokens(LENGTH, x_BSH.device))
 
 
 def head_storages(case: Case) -> Found:

@@ -18,7 +18,7 @@ from torch import nn
 from partool.spec.model import ModelConfig
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.model.attention import Context
+from partool_runtime.model.attention import Context, Tokens
 from partool_runtime.model.decoder import Block, Head
 from partool_runtime.model.norm import make_norm
 from partool_runtime.model.rope import tables
@@ -90,7 +90,7 @@ class RealStage(nn.Module):
         self.norm = make_norm(config) if stage == stages - 1 else None
         self.head = Head(config) if stage == stages - 1 else None
         self.to(dtype)
-        self.context = Context(tables(config, shape.length, dtype, torch.device("cpu")), None)
+        self.context = Context(tables(config, shape.length, dtype, torch.device("cpu")), Tokens(shape.length))
 
     @property
     def module(self) -> nn.Module:

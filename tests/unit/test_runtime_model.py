@@ -14,7 +14,7 @@ from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import head_loss
 from partool_runtime.model import Decoder, loss
-from partool_runtime.model.attention import window_mask
+from partool_runtime.model.attention import AttentionLayout, masks
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import frequencies, rotate, tables
 
@@ -319,7 +319,8 @@ def test_chunked_loss_in_narrow_types(dtype):
 
 
 def test_window_mask_and_full_attention_beyond_it():
-    assert window_mask(4, 2, torch.device("cpu")).tolist() == [
+    window = AttentionLayout(2)
+    assert masks([window, AttentionLayout(None)], 4, torch.device("cpu"))[window].tolist() == [
         [True, False, False, False],
         [True, True, False, False],
         [False, True, True, False],
@@ -329,10 +330,10 @@ def test_window_mask_and_full_attention_beyond_it():
     model = make(config)
     short, _ = batch(config, length=20)
     model.hidden(short)
-    assert not model.contexts._masks  # all positions fit into the window: the mask-free path
+    assert not any(model.contexts._masks.values())  # all positions fit into the window: the mask-free path
     model.hidden(torch.cat((short, short), 1))
     model.hidden(torch.cat((short, short), 1))
-    assert len(model.contexts._masks) == 1
+    assert sum(map(len, model.contexts._masks.values())) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

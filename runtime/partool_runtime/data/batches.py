@@ -25,6 +25,8 @@ class MicroBatch:
 
     tokens_BS: torch.Tensor  # noqa: N815
     labels_BS: torch.Tensor  # noqa: N815
+    documents_BL: torch.Tensor | None = None  # noqa: N815
+    """Number of each token's document, int32, of whole sequences even where ranks share these; None: one document."""
 
 
 @dataclass(frozen=True, slots=True)

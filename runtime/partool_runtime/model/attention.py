@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,18 +18,97 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class AttentionLayout(NamedTuple):
-    """Which positions see which, for implementations of :func:`attend` that need no mask."""
+    """Which tokens see which, of a layer: all earlier ones, but for what this leaves out."""
 
     window: int | None
-    """Positions that one sees, itself included; None sees all earlier ones."""
+    """Tokens that one sees, itself included; None sees all earlier ones."""
+    axis: Literal["row", "column"] | None = None
+    """Where tokens lie on a grid: those of its row, or of its column."""
+
+
+def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
+    """Return that of a layer, counted from 0."""
+    kind = config.attention_kind(layer)
+    return AttentionLayout(config.window if kind == "sliding" else None, kind if kind in ("row", "column") else None)
+
+
+class Tokens:
+    """Which tokens a pass holds, and which of them belong together.
+
+    Masks are made from this, never from places in a shard. An opaque object, so that no wrapper casts its tensors.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        index_S: torch.Tensor | None = None,
+        documents_BL: torch.Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+        masks: Mapping[AttentionLayout, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.length = length
+        """Tokens of the whole sequence (L)."""
+        self.index_S = index_S
+        """Places in the sequence, int64, of the S tokens that this rank holds; None: it holds all, in order."""
+        self.documents_BL = documents_BL
+        """Number of the document of every token of the whole sequence, int32; None: all are of one."""
+        self.grid = grid
+        """Rows and columns of the sequence."""
+        self.masks = masks
+        """Where this rank holds all tokens, by layout: see :func:`visible`. What is missing sees all earlier tokens."""
 
 
 class Context:
     """What all layers share in one pass. An opaque object, so that no wrapper casts its tensors to a narrow type."""
 
-    def __init__(self, rope: Tables | None, window_mask_SS: torch.Tensor | None) -> None:
+    def __init__(self, rope: Tables | None, tokens: Tokens) -> None:
         self.rope = rope
-        self.window_mask_SS = window_mask_SS
+        """Of the tokens that this rank holds."""
+        self.tokens = tokens
+
+
+def masks(
+    layouts: Iterable[AttentionLayout],
+    length: int,
+    device: torch.device,
+    documents_BL: torch.Tensor | None = None,
+    grid: tuple[int, int] | None = None,
+) -> dict[AttentionLayout, torch.Tensor]:
+    """Return the masks of whole sequences of some layouts, less those in which a token sees all earlier ones."""
+    places = torch.arange(length, device=device)
+    documents = None if documents_BL is None else (documents_BL.to(device),) * 2
+    return {
+        layout: visible(places, places, layout, documents=documents, columns=grid[1] if grid else 0)
+        for layout in layouts
+        if documents is not None or layout.axis is not None or (layout.window is not None and layout.window < length)
+    }
+
+
+def visible(
+    queries_Q: torch.Tensor,
+    keys_K: torch.Tensor,
+    layout: AttentionLayout,
+    *,
+    documents: tuple[torch.Tensor, torch.Tensor] | None = None,
+    columns: int = 0,
+) -> torch.Tensor:
+    """Return which keys each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
+
+    Queries and keys are given by their places in the sequence, ``documents`` by the numbers of theirs, ``[B, Q]`` and
+    ``[B, K]``; ``columns`` is the length of a row of the grid.
+    """
+    distance_QK = queries_Q[:, None] - keys_K[None, :]
+    seen = distance_QK >= 0
+    if layout.window is not None:
+        seen &= distance_QK < layout.window
+    if layout.axis == "row":
+        seen &= (queries_Q // columns)[:, None] == (keys_K // columns)[None, :]
+    elif layout.axis == "column":
+        seen &= distance_QK % columns == 0
+    if documents is None:
+        return seen
+    of_queries_BQ, of_keys_BK = documents
+    return (seen & (of_queries_BQ[:, :, None] == of_keys_BK[:, None, :]))[:, None]
 
 
 def attend(
@@ -35,36 +116,23 @@ def attend(
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     layout: AttentionLayout,
-    mask_SS: torch.Tensor | None,
+    tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``.
+    """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, of queries and keys of a whole sequence.
 
-    K key-value heads serve N query heads, N a multiple of K. ``mask_SS`` (boolean, True is seen) stands
-    for the window of ``layout``; None means plain causal attention.
+    K key-value heads serve N query heads, N a multiple of K. Sequence parallelism puts its own in the place of this.
     """
-    del layout
+    mask = None if tokens is None else tokens.masks.get(layout)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-    if grouped and q_BNSD.is_cuda and (mask_SS is not None or q_BNSD.dtype not in _HALF):
+    if grouped and q_BNSD.is_cuda and (mask is not None or q_BNSD.dtype not in _HALF):
         # Only the flash kernel takes fewer key heads, and it takes neither masks nor wide types: without copies the
         # fallback would hold all N·S·S scores.
         copies = q_BNSD.shape[1] // k_BKSD.shape[1]
         k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
         grouped = False
     return F.scaled_dot_product_attention(
-        q_BNSD,
-        k_BKSD,
-        v_BKSD,
-        attn_mask=mask_SS,
-        is_causal=mask_SS is None,
-        enable_gqa=grouped,
+        q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
-
-
-def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the boolean ``[S, S]`` mask in which each position sees the last ``window`` ones, itself included."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -80,7 +148,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.core = attend
         """What computes attention; recomputation wraps it."""
-        self.layout = AttentionLayout(config.window if config.attention_kind(layer) == "sliding" else None)
+        self.layout = attention_layout(config, layer)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = nn.Linear(config.hidden, queries, bias=config.qkv_bias)
         self.k = nn.Linear(config.hidden, keys, bias=config.qkv_bias)
@@ -100,8 +168,7 @@ class SelfAttention(nn.Module):
         q_BNSD, k_BKSD, v_BKSD = (heads.transpose(1, 2) for heads in (q_BSND, k_BSKD, v_BSKD))
         if context.rope is not None:
             q_BNSD, k_BKSD = rotate(q_BNSD, context.rope), rotate(k_BKSD, context.rope)
-        mask_SS = context.window_mask_SS if self.layout.window is not None else None
-        out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, mask_SS)
+        out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, context.tokens)
         return self.output(out_BNSD.transpose(1, 2).flatten(-2))
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

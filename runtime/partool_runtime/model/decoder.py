@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.attention import Context, SelfAttention, window_mask
+from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens, attention_layout, masks
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
@@ -62,46 +62,80 @@ class Contexts:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self.length: int | None = None
-        """Tokens of a sequence, where the hidden state holds a share of them."""
+        """Tokens that attention sees on this rank, where the hidden state holds a share of them."""
+        self.share: tuple[int, tuple[int, ...]] | None = None
+        """Tokens of a whole sequence, and the places in it of those of this rank, where ranks share sequences."""
+        self._layouts = {attention_layout(config, layer) for layer in range(config.layers)}
+        self._masks: dict[tuple[int, torch.device], dict[AttentionLayout, torch.Tensor]] = {}
+        self._index: dict[torch.device, torch.Tensor] = {}
         self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
-        self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
 
-    def __call__(self, x_BSH: torch.Tensor) -> Context:
-        """Return what the layers need besides ``x_BSH``, of its length (or ``length``), type and device."""
-        length, device = self.length or x_BSH.shape[1], x_BSH.device
-        return Context(self._rope_tables(length, x_BSH.dtype, device), self._window_mask(length, device))
+    def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
+        """Return what the layers need besides ``x_BSH``, of its type and device; all of its tokens, unless told."""
+        tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
+        return Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
 
-    def _rope_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> Tables | None:
-        if self._config.position != "rope":
-            return None
-        key = (length, dtype, device)
-        if key not in self._rope:
-            # Also used by later passes with gradients, for which inference tensors are of no use.
+    def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
+        """Return which tokens a pass holds; ``length`` of them, where ranks do not share sequences.
+
+        ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
+        """
+        grid = self._config.grid
+        if self.share is None:
+            return Tokens(length, None, documents_BL, grid, self._masks_of(length, device, documents_BL))
+        if device not in self._index:
             with torch.inference_mode(False):
-                self._rope[key] = tables(self._config, length, dtype, device)
-        return self._rope[key]
+                self._index[device] = torch.tensor(self.share[1], dtype=torch.int64, device=device)
+        return Tokens(self.share[0], self._index[device], documents_BL, grid)
 
-    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        window = self._config.window
-        if window is None or length <= window or "sliding" not in self._config.layer_types:
-            return None
+    def _masks_of(
+        self, length: int, device: torch.device, documents_BL: torch.Tensor | None
+    ) -> dict[AttentionLayout, torch.Tensor]:
+        if documents_BL is not None:
+            return masks(self._layouts, length, device, documents_BL, self._config.grid)
         key = (length, device)
         if key not in self._masks:
             with torch.inference_mode(False):
-                self._masks[key] = window_mask(length, window, device)
+                self._masks[key] = masks(self._layouts, length, device, grid=self._config.grid)
         return self._masks[key]
 
+    def _rope_tables(self, tokens: Tokens, dtype: torch.dtype, device: torch.device) -> Tables | None:
+        if self._config.position != "rope":
+            return None
+        key = (tokens.length, dtype, device)
+        if key not in self._rope:
+            # Also used by later passes with gradients, for which inference tensors are of no use.
+            with torch.inference_mode(False):
+                cos_SD, sin_SD = tables(self._config, tokens.length, dtype, device)
+                mine = tokens.index_S
+                self._rope[key] = (cos_SD, sin_SD) if mine is None else (cos_SD[mine], sin_SD[mine])
+        return self._rope[key]
 
-def embedded(tokens_BS: torch.Tensor, embed: nn.Embedding, position: nn.Embedding | None) -> torch.Tensor:
+
+def embedded(
+    tokens_BS: torch.Tensor, embed: nn.Embedding, position: nn.Embedding | None, where: Tokens | None = None
+) -> torch.Tensor:
     """Return the first hidden state, ``[B, S, H]``; raises PT257 for more tokens than there are learned positions."""
     x_BSH: torch.Tensor = embed(tokens_BS)
     if position is None:
         return x_BSH
-    length = tokens_BS.shape[1]
+    length = tokens_BS.shape[1] if where is None else where.length
     if length > position.num_embeddings:
         message = f"{length} tokens are more than the {position.num_embeddings} learned positions"
         raise ConfigurationError("PT257", message, "Raise model.max_position or shorten training.sequence_length.")
-    return cast(torch.Tensor, x_BSH + position(torch.arange(length, device=tokens_BS.device)))
+    return cast(torch.Tensor, x_BSH + position(_positions(tokens_BS, where)))
+
+
+def _positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
+    """Return the learned position of each token, ``[S]``, or ``[B, S]`` where they start anew in each document."""
+    if where is None:
+        return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    index = torch.arange(where.length, device=tokens_BS.device)
+    if where.documents_BL is not None:
+        documents = where.documents_BL.to(tokens_BS.device)
+        starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        index = index - torch.where(starts, index, 0).cummax(dim=1).values
+    return index if where.index_S is None else index[..., where.index_S]
 
 
 class AnyDecoder(nn.Module):
@@ -156,18 +190,24 @@ class Decoder(AnyDecoder):
             return [*blocks, [*inputs, self.final_norm]]
         return [inputs, *blocks, [self.final_norm, self.head]]
 
-    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
-        hidden_BSH = self.hidden(tokens_BS)
+    def forward(
+        self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
+
+        ``documents_BL`` numbers the documents of the whole sequences, whose tokens do not see each other; None: one.
+        """
+        hidden_BSH = self.hidden(tokens_BS, documents_BL)
         if self.head is None:
             return self.loss(hidden_BSH, self.embed.weight, labels_BS)
         total: torch.Tensor = self.head(hidden_BSH, labels_BS)
         return total
 
-    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens_BS: torch.Tensor, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
-        x_BSH = embedded(tokens_BS, self.embed, self.position)
-        context = self.contexts(x_BSH)
+        where = self.contexts.tokens(tokens_BS.shape[1], tokens_BS.device, documents_BL)
+        x_BSH = embedded(tokens_BS, self.embed, self.position, where)
+        context = self.contexts(x_BSH, where)
         for layer in self.layers:
             x_BSH = layer(x_BSH, context)
         return cast(torch.Tensor, self.final_norm(x_BSH))

@@ -50,15 +50,20 @@ class StageModule(nn.Module):
         self.shared: tuple[TiedEmbedding, ...] = ()
         """The embedding, where another stage of this rank uses it too."""
 
-    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, labels_BS: torch.Tensor | None = None, documents_BL: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Map tokens ``[B, S]`` (first stage) or ``[B, S, H]`` to ``[B, S, H]``, or on the last stage to the loss.
 
-        Only the last stage takes labels.
+        Only the last stage takes labels; all take the documents of the whole sequences, where these matter.
         """
         embedding = self.shared[0] if self.shared else self.embed
+        where = self.contexts.tokens(
+            x.shape[1] if self.first else self.contexts.length or x.shape[1], x.device, documents_BL
+        )
         if self.first and embedding is not None:
-            x = embedded(x, embedding, self.position)
-        context = self.contexts(x)
+            x = embedded(x, embedding, self.position, where)
+        context = self.contexts(x, where)
         for block in self.layers.values():
             x = block(x, context)
         if self.final_norm is None:

@@ -16,7 +16,7 @@ from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.model.attention import AttentionLayout, SelfAttention
+from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.ops import Team
@@ -118,10 +118,10 @@ def _no_heads(
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,
     layout: AttentionLayout,
-    mask_SS: torch.Tensor | None,
+    tokens: Tokens | None = None,
 ) -> torch.Tensor:
     """Do what :func:`partool_runtime.model.attend` does, of no heads, which kernels of devices need not expect."""
-    del layout, mask_SS
+    del layout, tokens
     return q_BNSD + k_BKSD + v_BKSD
 
 
@@ -178,8 +178,8 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
 def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:
     """Return the learned positions of this rank's share of the tokens, zeros where it has more than there are."""
     share, first = team.share, team.rank * team.share
-    rows_XH = F.embedding(positions_S[first : first + share], position.weight)
-    return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[0]))
+    rows_XH = F.embedding(positions_S[..., first : first + share], position.weight)
+    return F.pad(rows_XH, (0, 0, 0, share - rows_XH.shape[-2]))
 
 
 def _loss(

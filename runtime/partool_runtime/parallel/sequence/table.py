@@ -1,0 +1,8 @@
+"""The methods of sequence parallelism by name; a new one is one module and one line."""
+
+from __future__ import annotations
+
+from partool.spec.parallel import SequenceMethod
+from partool_runtime.parallel.sequence.types import Put
+
+METHODS: dict[SequenceMethod, Put] = {}
