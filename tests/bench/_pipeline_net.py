@@ -1,6 +1,6 @@
 """Ranks in network namespaces of their own, joined by a bridge, with links of a given rate (Linux, root, iproute2).
 
-Both ends of every rank's cable are shaped with ``tc tbf``, so a rank sends and receives at most at the link's rate,
+Both ends of every cable are shaped with ``tc tbf``, so a rank, or a node of ranks, sends and receives at most at its rate,
 both at once, as with a full-duplex network card. Nothing outside the namespaces is touched but the bridge.
 """
 
@@ -23,27 +23,27 @@ def unavailable() -> str | None:
 
 
 class Cables:
-    """A bridge and one namespace per rank; removed again on exit."""
+    """A bridge and one namespace per rank, or per node of several ranks; removed again on exit."""
 
-    def __init__(self, ranks: int, rate_mbit: float) -> None:
-        self.ranks, self.rate_mbit = ranks, rate_mbit
+    def __init__(self, ranks: int, rate_mbit: float, *, per_node: int = 1) -> None:
+        self.nodes, self.rate_mbit, self.per_node = ranks // per_node, rate_mbit, per_node
         self._tag = f"pt{os.getpid() % 100000}"
         self.environment = {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
 
     def address(self, rank: int) -> str:
-        """Return the address of a rank."""
-        return f"10.213.7.{rank + 1}"
+        """Return the address of a rank; those of a node have one address, and reach each other without a cable."""
+        return f"10.213.7.{rank // self.per_node + 1}"
 
     def inside(self, rank: int) -> list[str]:
         """Return what starts a command in a rank's namespace."""
-        return ["ip", "netns", "exec", self._space(rank)]
+        return ["ip", "netns", "exec", self._space(rank // self.per_node)]
 
     def __enter__(self) -> Cables:
         try:
             _do(f"ip link add {self._tag}b type bridge")
             _do(f"ip link set {self._tag}b up")
-            for rank in range(self.ranks):
-                self._lay(rank)
+            for node in range(self.nodes):
+                self._lay(node)
         except BaseException:
             self._remove()
             raise
@@ -54,15 +54,15 @@ class Cables:
     ) -> None:
         self._remove()
 
-    def _space(self, rank: int) -> str:
-        return f"{self._tag}n{rank}"
+    def _space(self, node: int) -> str:
+        return f"{self._tag}n{node}"
 
-    def _lay(self, rank: int) -> None:
-        space, here = self._space(rank), f"{self._tag}v{rank}"
+    def _lay(self, node: int) -> None:
+        space, here = self._space(node), f"{self._tag}v{node}"
         _do(f"ip netns add {space}")
         _do(f"ip link add {here} type veth peer name {INTERFACE} netns {space}")
         _do(f"ip link set {here} master {self._tag}b up")
-        _do(f"ip -n {space} address add {self.address(rank)}/24 dev {INTERFACE}")
+        _do(f"ip -n {space} address add {self.address(node * self.per_node)}/24 dev {INTERFACE}")
         _do(f"ip -n {space} link set {INTERFACE} up")
         _do(f"ip -n {space} link set lo up")
         # The bucket holds one large segment of the virtual card and the queue some milliseconds of traffic.
@@ -72,8 +72,8 @@ class Cables:
 
     def _remove(self) -> None:
         # Deleting one end of a cable deletes the other, and with it what hangs on it.
-        for rank in range(self.ranks):
-            for command in (f"ip link del {self._tag}v{rank}", f"ip netns del {self._space(rank)}"):
+        for node in range(self.nodes):
+            for command in (f"ip link del {self._tag}v{node}", f"ip netns del {self._space(node)}"):
                 subprocess.run(command.split(), check=False, capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self._tag}b"], check=False, capture_output=True)
 
