@@ -1,6 +1,6 @@
 """Ranks in network namespaces of their own, joined by a bridge, with links of a given rate (Linux, root, iproute2).
 
-Both ends of every cable are shaped with ``tc tbf``, so a rank, or a node of ranks, sends and receives at most at its rate,
+Both ends of every cable are shaped with ``tc tbf``: a rank, or a node of ranks, sends and receives at most at its rate,
 both at once, as with a full-duplex network card. Nothing outside the namespaces is touched but the bridge.
 """
 
