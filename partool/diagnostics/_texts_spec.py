@@ -203,4 +203,19 @@ RULES: tuple[Rule, ...] = (
         BASE + "parallel: {pipeline: {schedule: 1f1b, in_flight: 2}}\n",
         BASE + "parallel: {pipeline: {schedule: 1f1b}}\n",
     ),
+    Rule(
+        "PT465",
+        "A field of another sequence method",
+        "ulysses sizes the inner groups of usp; teams and inside lay out startrail; an order belongs to methods whose "
+        "ranks may hold any tokens, and zigzag to those whose keys travel.",
+        BASE + "parallel: {sequence: {method: ring, degree: 1, teams: 2}}\n",
+        BASE + "parallel: {sequence: {method: ring, degree: 1, order: zigzag}}\n",
+    ),
+    Rule(
+        "PT472",
+        "Documents that share no sequence",
+        "Without packing a sequence is one document, cut or padded, so there is nothing to keep apart.",
+        BASE.replace("data: python-stdlib", "data: {source: python-stdlib, pack: false, attend: document}"),
+        BASE.replace("data: python-stdlib", "data: {source: python-stdlib, attend: document}"),
+    ),
 )

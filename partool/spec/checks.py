@@ -9,6 +9,7 @@ from partool.spec.duration import duration_s
 from partool.spec.launch_checks import check_errors
 from partool.spec.model import LayerPattern
 from partool.spec.pipeline_checks import check_pipeline
+from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 
 Check = Callable[[Spec], Iterator[Diagnostic]]
@@ -147,6 +148,10 @@ def _pipeline(spec: Spec) -> Iterator[Diagnostic]:
     yield from check_pipeline(spec)
 
 
+def _sequence(spec: Spec) -> Iterator[Diagnostic]:
+    yield from check_sequence(spec)
+
+
 def _offload(spec: Spec) -> Iterator[Diagnostic]:
     offload, zero = spec.parallel.offload, spec.parallel.data.zero
     if offload.gpu_fraction != "auto" and offload.optimizer == "none":
@@ -192,6 +197,7 @@ CHECKS: tuple[Check, ...] = (
     _validation,
     _sharding,
     _pipeline,
+    _sequence,
     _offload,
     _sources,
     _launch,

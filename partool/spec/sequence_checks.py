@@ -1,0 +1,60 @@
+"""Rules of ``parallel.sequence`` and of packed documents that need neither the model nor the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.parallel import Sequence, SequenceMethod
+from partool.spec.spec import Spec
+
+OWNERS: dict[str, tuple[str, ...]] = {"ulysses": ("usp",), "teams": ("startrail",), "inside": ("startrail",)}
+"""Fields of ``parallel.sequence``, and the methods that read them."""
+RINGS = ("ring", "usp", "startrail")
+"""Methods whose keys travel: each of their ranks may hold a stretch from the front and one from the back."""
+_PATH = ("parallel", "sequence")
+
+
+def methods_of(sequence: Sequence) -> tuple[str, ...]:
+    """Return the methods that a spec's fields leave, in the order of the spec's own words for them."""
+    found: tuple[str, ...] = get_args(SequenceMethod) if sequence.method == "auto" else (sequence.method,)
+    for name, owners in OWNERS.items():
+        if getattr(sequence, name) != "auto":
+            found = tuple(method for method in found if method in owners)
+    if sequence.order == "zigzag":
+        found = tuple(method for method in found if method in RINGS)
+    elif sequence.order == "contiguous":
+        found = tuple(method for method in found if method != "dsp")
+    return found
+
+
+def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
+    """Yield fields that belong to another method, and documents that are not packed."""
+    sequence = spec.parallel.sequence
+    if not methods_of(sequence):
+        yield from _foreign(sequence)
+    if spec.data.attend == "document" and not spec.data.pack:
+        message = "attend: document separates documents that share a sequence; with pack: false none do"
+        yield Diagnostic("PT472", message, path=("data", "attend"), help="set pack: true, or drop attend")
+
+
+def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
+    """Yield one finding for the first field that goes with no method that the others leave."""
+    given = [name for name in (*OWNERS, "order") if getattr(sequence, name) != "auto"]
+    alone = sequence.model_copy(update=dict.fromkeys(given, "auto"))
+    for name in given:
+        alone = alone.model_copy(update={name: getattr(sequence, name)})
+        if methods_of(alone):
+            continue
+        value = getattr(sequence, name)
+        owners = OWNERS.get(name) or (RINGS if value == "zigzag" else ("any method but dsp",))
+        message = f"{name}: {value} belongs to {_listed(owners)}"
+        message += f", not to {sequence.method}" if sequence.method != "auto" else f", and {given[0]} to another method"
+        help = f"drop {name}" + ("" if owners[0].startswith("any") else f", or set method: {owners[0]}")
+        yield Diagnostic("PT465", message, path=(*_PATH, name), help=help)
+        return
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
