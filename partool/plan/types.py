@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from partool.layout.sequence import Order, Spans, shares
+from partool.layout.startrail import Trails
 from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
@@ -296,13 +297,16 @@ class Plan(Record):
     def shares(self) -> tuple[Spans, ...]:
         """Tokens of a sequence that each sequence-parallel rank holds."""
         layout, grid = self.layout, self.model.grid
-        return shares(
+        found = shares(
             self.training.sequence_length,
             layout.mesh.cp,
             layout.sequence_order,
             inner=layout.sequence_inner,
             columns=grid[1] if grid else 0,
         )
+        if layout.sequence_method == "startrail" and layout.mesh.cp > 1:
+            return Trails(layout.mesh.cp, layout.sequence_teams, layout.sequence_inside).dealt(found)
+        return found
 
     def to_json(self) -> str:
         """Return the plan as JSON with sorted keys, ending in a newline."""
