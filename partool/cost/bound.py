@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import collective, cut, tensor_time
-from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
+from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
 from partool.cost.pipeline import boundary_elements
@@ -182,6 +182,6 @@ def saved_bytes(job: Job, layouts: Layouts) -> Column:
     stream, (queries, _) = model.hidden / cut.stream(job, layouts), cut.heads(model, layouts.tp)
     inner = 4.0 * queries * model.head_dim + 8.0 * cut.width(model.ffn_hidden, cut.outer(layouts))
     whole = 8.0 * stream + inner / 2
-    kept = np.where(layouts.recompute == 3, stream, np.where(layouts.recompute == 2, 0.6 * whole, whole))
+    kept = np.where(layouts.recompute == FULL, stream, np.where(layouts.recompute >= SELECTIVE, 0.6 * whole, whole))
     kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
     return rows * kept * job.compute_bytes * model.layers / layouts.pp

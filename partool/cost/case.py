@@ -22,10 +22,17 @@ from partool.spec.training import Precision
 Column = Any
 """A number, or a numpy array with one entry per layout."""
 
-RECOMPUTE = ("none", "attention", "selective", "full")
-"""Values of ``Layouts.recompute`` by index: nothing, the core of attention, all but matrix products, whole layers."""
-SEQUENCE_METHODS = ("ulysses", "ring")
+RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
+"""Values of ``Layouts.recompute`` by index, in the order of what they keep: nothing is computed again, the core of
+attention is, all but matrix products and attention, all but attention, whole layers."""
+ATTENTION, SELECTIVE, KEEP_ATTENTION, FULL = range(1, len(RECOMPUTE))
+SEQUENCE_METHODS = ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
 """Values of ``Layouts.sequence_method`` by index."""
+ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = range(len(SEQUENCE_METHODS))
+ORDERS = ("contiguous", "zigzag", "grid")
+"""Values of ``Layouts.sequence_order`` by index."""
+INSIDES = ("teams", "rings")
+"""Values of ``Layouts.sequence_inside`` by index."""
 SCHEDULES = (
     "gpipe",
     "1f1b",
@@ -138,6 +145,18 @@ class Layouts:
     """Most micro-batches that the schedule may hold on a rank; 0: as many as it wants."""
     sequence_method: Column = 0
     """Index in :data:`SEQUENCE_METHODS`."""
+    sequence_order: Column = 0
+    """Index in :data:`ORDERS`: which tokens a sequence-parallel rank holds."""
+    sequence_inner: Column = 1
+    """With ``usp``: neighbouring ranks that trade sequence for heads; ``cp / sequence_inner`` form the ring."""
+    sequence_teams: Column = 1
+    """With ``startrail``: ranks of a team (C), whose square divides ``cp``."""
+    sequence_inside: Column = 0
+    """Index in :data:`INSIDES`: which of both neighbouring ranks form."""
+    mlp_tile_tokens: Column = 0
+    """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+    loss_tile_tokens: Column = 0
+    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
     host_optimizer: Column = 0.0
     """Share of the optimizer state in host memory."""
     host_parameters: Column = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
+from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.plan.types import Layout
 from partool.spec.parallel import Recompute
 
@@ -32,6 +32,12 @@ def columns(layout: Layout, policy: Recompute | None = None) -> Layouts:
         chunks=layout.chunks,
         in_flight=layout.in_flight,
         sequence_method=SEQUENCE_METHODS.index(layout.sequence_method),
+        sequence_order=ORDERS.index(layout.sequence_order),
+        sequence_inner=layout.sequence_inner,
+        sequence_teams=layout.sequence_teams,
+        sequence_inside=INSIDES.index(layout.sequence_inside),
+        mlp_tile_tokens=layout.mlp_tile_tokens,
+        loss_tile_tokens=layout.loss_tile_tokens,
         host_optimizer=1.0 - layout.gpu_fraction if layout.offload_optimizer == "cpu" else 0.0,
         host_parameters=int(layout.offload_parameters == "cpu"),
         host_activations=int(layout.offload_activations == "cpu"),

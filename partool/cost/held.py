@@ -150,8 +150,9 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
     # Of each stage the first layers follow the policy, as many as the share rounded up.
     under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
     kept: dict[tuple[int, int], Column] = {}
+    policies = sorted({0, *np.unique(layouts.recompute).tolist()})
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
-        for policy in range(len(RECOMPUTE)):
+        for policy in policies:
             chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)
             if policy == 0:
                 chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)

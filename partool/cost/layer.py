@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from partool.cost import attention, collective, cut, tensor_time
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.spec.model import ModelConfig
 
@@ -137,16 +137,18 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
 
 
 def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
-    """Return what is run again: nothing, attention's core, all but (a share of) the products, or the whole layer."""
+    """Return what is run again: nothing, attention's core, all but products and attention, all but attention, all."""
     policy, share = layouts.recompute, layouts.recompute_share
-    core = np.where(policy >= 1, share, 0.0)
-    light = np.where(policy >= 2, share, 0.0)
-    whole = np.where(policy == 3, share, 0.0)
+    core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
+    light = np.where(policy >= SELECTIVE, share, 0.0)
+    whole = np.where(policy >= KEEP_ATTENTION, share, 0.0)
     flash = job.stack.attention != "unfused"
     # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
-    attends = np.where(policy == 2, 0.0 if flash else share, core)
-    matmuls = np.where(policy == 2, job.stack.selective_matmul * share, whole)
+    attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
+    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
     shown = {name: whole * value for name, value in forward.exposed.items()}
+    # Ranks that share a sequence exchange keys once more where attention runs once more.
+    shown["sequence_parallel"] = core * forward.exposed["sequence_parallel"]
     # What is sent once more shows as much of as in the forward pass.
     shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
     return Pass(
@@ -154,9 +156,9 @@ def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
         attention_s=attends * forward.attention_s,
         elementwise_s=light * forward.elementwise_s,
         tensor_s=whole * sent_s,
-        sequence_s=whole * forward.sequence_s,
+        sequence_s=core * forward.sequence_s,
         expert_s=whole * forward.expert_s,
-        host_s=(0.15 * core + 0.35 * light + 0.5 * whole) * forward.host_s,
+        host_s=(0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole) * forward.host_s,
         exposed=shown,
     )
 

@@ -98,7 +98,8 @@ def micro(job: Job, layouts: Layouts) -> Micro:
 _FEW = 512
 """Layouts from which the search for equal cases pays."""
 _CASE = (
-    "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "tensor_inner",
+    "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
+    "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens", "tensor_inner",
     "sequence_norms", "tensor_overlap", "tensor_chunks",
 )  # fmt: skip
 """Columns that a micro-batch's cost depends on."""

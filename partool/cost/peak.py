@@ -14,7 +14,7 @@ import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
-from partool.cost.case import RECOMPUTE, Column, Job, Layouts
+from partool.cost.case import Column, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
@@ -81,10 +81,10 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
     """
     last = layouts.pp - 1
     uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
-    layers = _layers(job, layouts, memory_stack(job.stack.name))
     ranks = (0 * last, last, *((np.minimum(1, last),) if uneven else ()))
     ranks = ranks if np.max(layouts.pp) > 1 else (last,)
     held = [held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)) for rank in ranks]
+    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
     found = [_memory(job, layouts, each, layers) for each in held]
     if len(found) == 1:
         return found[0]
@@ -140,7 +140,7 @@ def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     held = [
         held_by_layout(job, layout, stages, count, ring) for (stages, count), ring in zip(ranks, rings, strict=True)
     ]
-    layers = _layers(job, layouts, memory_stack(job.stack.name))
+    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
     return [_memory(job, layouts, each, layers) for each in held]
 
 
@@ -236,8 +236,9 @@ def _fullest_phase(
     return chosen(0), chosen(1), chosen(2)
 
 
-def _layers(job: Job, layouts: Layouts, stack: MemoryStack) -> Layers:
+def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]) -> Layers:
     """Return the bytes that one layer saves and takes at work, by kind and policy."""
+    policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
     tokens = micro_batch_tokens(job, layouts)
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
@@ -245,7 +246,7 @@ def _layers(job: Job, layouts: Layouts, stack: MemoryStack) -> Layers:
         backward: Column = 0.0
         if job.devices.backend != "cpu":
             backward = gradients_per_token(job, layouts, stack, kind) * tokens
-        for policy in range(len(RECOMPUTE)):
+        for policy in policies:
             there = whole if policy == 0 else saved_by_layer(job, layouts, stack, kind, policy)
             # One layer's tensors are rebuilt while its backward pass runs.
             found[kind, policy] = there, np.maximum(0.0, whole - there) + backward

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import cut
-from partool.cost.case import RECOMPUTE, Column, Job, Layouts
+from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Job, Layouts
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.tensor import keeps_gathered
@@ -22,7 +22,7 @@ from partool.cost.traced import Coefficients, coefficients
 
 IMBALANCE = 1.1
 """Tokens of the fullest expert rank against an even share: 1.0 to 1.3 with a balancing loss."""
-NONE, SELECTIVE, FULL = (RECOMPUTE.index(name) for name in ("none", "selective", "full"))
+NONE = RECOMPUTE.index("none")
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,8 @@ def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, po
     small = job.compute_bytes
     if policy == FULL:
         return sizes.hidden * small * tokens
+    if policy == KEEP_ATTENTION:
+        return ((sizes.hidden + sizes.attention) * small + _core(job, stack, sizes)) * tokens
     compiled = 1 if stack.recompiles else layouts.compiled
     if policy == SELECTIVE and stack.selective != "attention":
         return _matmuls(job, stack, sizes, compiled) * tokens

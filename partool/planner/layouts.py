@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
 from partool.cost.layer import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
@@ -52,6 +52,12 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         in_flight=int(row.in_flight),
         schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
         sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],  # type: ignore[arg-type]
+        sequence_order=ORDERS[int(row.sequence_order)],  # type: ignore[arg-type]
+        sequence_inner=int(row.sequence_inner),
+        sequence_teams=int(row.sequence_teams),
+        sequence_inside=INSIDES[int(row.sequence_inside)],  # type: ignore[arg-type]
+        mlp_tile_tokens=int(row.mlp_tile_tokens),
+        loss_tile_tokens=int(row.loss_tile_tokens),
         tensor_inner=int(row.tensor_inner),
         sequence_norms=bool(row.sequence_norms),
         tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]

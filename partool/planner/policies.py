@@ -14,6 +14,8 @@ from partool.spec.parallel import Recompute
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the layers that recompute, where the policy is open."""
+_OPEN = tuple(RECOMPUTE.index(policy) for policy in ("attention", "selective", "full"))
+"""Policies that are tried where the spec leaves them open."""
 GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """Shares of an offloaded optimizer's state that may stay on the device."""
 
@@ -47,7 +49,7 @@ def policies_of(problem: Problem) -> Policies:
     elif pinned != "auto":
         recompute = [(RECOMPUTE.index(pinned), 1.0)]
     else:
-        recompute = [(0, 1.0), *((index, share) for index in (1, 2, 3) for share in SHARES)]
+        recompute = [(0, 1.0), *((index, share) for index in _OPEN for share in SHARES)]
     fractions = GPU_FRACTIONS if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     may = problem.host_link

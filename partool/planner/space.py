@@ -260,7 +260,7 @@ class _Builder:
         return cache(partial(forms, self.problem))
 
     def _all_methods(self, cp: int) -> int:
-        return 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else len(SEQUENCE_METHODS)
+        return 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else 2
 
     def _inside(self, tp: int, cp: int) -> int:
         """Return the data-parallel ranks that one fast link joins."""
@@ -303,11 +303,11 @@ class _Builder:
         pinned, model = self.problem.spec.parallel.sequence.method, self.problem.model
         if cp == 1:
             return [0 if pinned == "auto" else SEQUENCE_METHODS.index(pinned)]
-        names = SEQUENCE_METHODS if pinned == "auto" else (pinned,)
+        names = ("ulysses", "ring") if pinned == "auto" else (pinned,)
         length, ways = self.problem.spec.training.sequence_length, cp * tp
         heads = model.heads % ways == 0 and (model.kv_heads % ways == 0 or ways % model.kv_heads == 0)
         able = {"ulysses": heads, "ring": length % (2 * cp) == 0}
-        return [SEQUENCE_METHODS.index(name) for name in names if able[name]]
+        return [SEQUENCE_METHODS.index(name) for name in names if able.get(name, True)]
 
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""

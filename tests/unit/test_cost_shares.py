@@ -9,7 +9,7 @@ import pytest
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
 from partool.cost.bound import bound_s, owned_elements
-from partool.cost.case import Job, Layouts
+from partool.cost.case import FULL, Job, Layouts
 from partool.cost.micro import micro
 from partool.cost.peak import peak_memory, predict_memory
 from partool.cost.predict import predict_time
@@ -42,7 +42,7 @@ def test_experts_are_owned_alike_in_time_and_memory(ep: int, tp: int, zero: int)
     one = job("mixtral-8x7b")
     dp = 64 // tp
     shards = {"shards": dp} if zero else {"replicas": dp}
-    layouts = Layouts(tp=tp, ep=ep, zero=zero, recompute=3, **shards)
+    layouts = Layouts(tp=tp, ep=ep, zero=zero, recompute=FULL, **shards)
     costs = micro(one, layouts)
     owned = float(owned_elements(one, layouts, costs.total("dense"), costs.total("expert")))
     moments = float(peak_memory(one, layouts).terms["optimizer"])

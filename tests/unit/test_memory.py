@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import held_by_rank
@@ -290,9 +290,11 @@ def test_order_of_policies_and_policies_per_layer() -> None:
     totals = [predict_memory(long, plain(recompute=(policy,) * 8), 0.1).total_bytes for policy in RECOMPUTE]
     assert totals == sorted(totals, reverse=True)
     mixed = predict_memory(long, plain(recompute=("full",) * 4 + ("none",) * 4), 0.1).total_bytes
-    assert totals[3] < mixed < totals[0]
-    shares = peak_memory(long, Layouts(shards=8, zero=3, compiled=0, recompute=3, recompute_share=np.array([0.5, 1.0])))
-    assert list(shares.total_bytes) == [mixed, totals[3]]
+    assert totals[FULL] < mixed < totals[0]
+    shares = peak_memory(
+        long, Layouts(shards=8, zero=3, compiled=0, recompute=FULL, recompute_share=np.array([0.5, 1.0]))
+    )
+    assert list(shares.total_bytes) == [mixed, totals[FULL]]
 
 
 def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
@@ -319,10 +321,10 @@ def test_loss_of_the_runtime_does_not_grow_with_the_batch() -> None:
         for length in (4096, 8192)
     ]
     assert found[0] == found[1] == 2**26 * 16 + 131072 * 512 * 6
-    whole = peak_memory(Job(model, GPU, 8192, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=3))
+    whole = peak_memory(Job(model, GPU, 8192, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL))
     assert whole.terms["loss"] == 8192 * 131072 * 12
     parallel = Job(model, GPU, 8192, 64, "bf16", STACKS["megatron"])
-    assert peak_memory(parallel, Layouts(tp=4, recompute=3)).terms["loss"] == 8192 * 131072 / 4 * 8
+    assert peak_memory(parallel, Layouts(tp=4, recompute=FULL)).terms["loss"] == 8192 * 131072 / 4 * 8
 
 
 def test_offload_moves_bytes_to_the_host() -> None:
@@ -424,7 +426,7 @@ def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
     assert (found.gradients, found.gradients_before, found.gradients_at_step) == (6 * N, 4 * N, 4 * N)
     few_words = LLAMA.model_copy(update={"vocab": 64})
     long = Job(few_words, GPU, 2048, 64, "bf16", STACKS["nanotron"])
-    terms = peak_memory(long, Layouts(pp=2, accumulation=8, recompute=3)).terms
+    terms = peak_memory(long, Layouts(pp=2, accumulation=8, recompute=FULL)).terms
     assert terms["gradients"] == 6 * (4 * count(groups(few_words)[1]) + 64 * LLAMA.hidden)
     assert terms["activations"] > 4 * 2048 * 2 * LLAMA.hidden
 
@@ -433,7 +435,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
     """Per micro-batch in flight the boundary; torch's own pipelines also hold the logits of the whole step, twice."""
     old, new = (
         peak_memory(
-            Job(GPT, GPU, 128, 8, "fp16", STACKS[stack]), Layouts(pp=4, accumulation=8, recompute=3, compiled=0)
+            Job(GPT, GPU, 128, 8, "fp16", STACKS[stack]), Layouts(pp=4, accumulation=8, recompute=FULL, compiled=0)
         )
         for stack in ("megatron-2021", "megatron")
     )
@@ -442,7 +444,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
     assert old.terms["activations"] - new.terms["activations"] >= 4 * per_micro_batch
     case = Job(LLAMA, GPU, 4096, 8, "bf16", STACKS["fsdp2"])
     losses = [
-        float(peak_memory(case, Layouts(pp=2, accumulation=m, shards=2, zero=3, recompute=3)).terms["loss"])
+        float(peak_memory(case, Layouts(pp=2, accumulation=m, shards=2, zero=3, recompute=FULL)).terms["loss"])
         for m in (8, 16)
     ]
     assert losses[1] - losses[0] == 8 * 2 * 2 * 4096 * LLAMA.vocab
@@ -450,7 +452,7 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
 
 def test_empty_blocks_do_not_stand_in_the_way() -> None:
     """What the allocator holds without using it counts as read, not as needed."""
-    whole = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=3))
+    whole = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL))
     narrow_logits = 65536 * LLAMA.vocab * 2
     assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
     assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes

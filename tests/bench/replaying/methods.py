@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from partool.cost.case import FULL
 from partool.cost.stacks import STACKS, Stack
 from replaying.cells import Cells
 from replaying.models import hybrid
@@ -162,11 +163,11 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
     text = cells.lower("recompute")
     own = 2 if stack.name.startswith("fsdp2") else 1
     if re.search(r"every (2nd|second|other)|half", text):
-        return [Recompute(3, 0.5)]
+        return [Recompute(FULL, 0.5)]
     if "per op" in text or "per-op" in text:
         return [Recompute(2)]
     if "full" in text or text in ("yes", "true", "1", "on", "ac"):
-        return [Recompute(3)]
+        return [Recompute(FULL)]
     if "select" in text:
         return [Recompute(own)]
     if "core_attn" in text or "core attention" in text:
@@ -174,8 +175,8 @@ def recompute_of(cells: Cells, stack: Stack) -> list[Recompute]:
     if re.match(r"(none|no|false|off|0)\b", text):
         return [Recompute(0)]
     if stack.name == "megatron-2021" or re.search(AGAIN, cells.lower("notes")):
-        return [Recompute(3)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
-    return [Recompute(0), Recompute(own), Recompute(3, 0.25), Recompute(3, 0.5), Recompute(3)]
+        return [Recompute(FULL)]  # before selective recomputation there was no other; "hardware FLOPs" tell of it
+    return [Recompute(0), Recompute(own), Recompute(FULL, 0.25), Recompute(FULL, 0.5), Recompute(FULL)]
 
 
 def schedule_of(cells: Cells, stack: Stack, pp: int) -> list[tuple[str, int]]:
