@@ -269,4 +269,18 @@ RULES: tuple[Rule, ...] = (
         "model(tokens of 512)   # training: {sequence_length: 1024}",
         "model(tokens of 1024)   # training: {sequence_length: 1024}",
     ),
+    _rule(
+        "PT650",
+        "The sequence parallelism of the plan is not there",
+        "The plan comes from another version, or was changed by hand.",
+        "partool launch plan.json   # sequence_method: startrail, of a model of transformers",
+        "partool plan spec.yaml --out plan.json && partool launch plan.json",
+    ),
+    _rule(
+        "PT651",
+        "A sequence has another length than its ranks were dealt",
+        "Ranks that share sequences hold tokens by their places in training.sequence_length.",
+        "batch of sequences of 512 tokens   # training: {sequence_length: 1024}",
+        "batch of sequences of 1024 tokens   # training: {sequence_length: 1024}",
+    ),
 )

@@ -10,6 +10,7 @@ import torch
 from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.data.batches import MicroBatch
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
@@ -17,6 +18,7 @@ from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
+from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
@@ -62,7 +64,7 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
     tensor = TensorGradients.of(model, plan, ranks)
-    return Prepared.sharded(model, PlainPasses(model, sync, ranks.device, tensor))
+    return Prepared.sharded(model, _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks))
 
 
 def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
@@ -83,8 +85,9 @@ def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfPa
 
 
 def _seed(plan: Plan, ranks: Ranks) -> None:
-    """Set what dropout draws from: other numbers for each data-parallel rank, the same for all its tensor ranks."""
+    """Set what dropout draws from: other numbers for each rank with tokens of its own, the same for tensor ranks."""
     stream = ranks.pp.get_local_rank() * ranks.dp.size() + ranks.dp.get_local_rank()
+    stream = stream * ranks.cp.size() + ranks.cp.get_local_rank()
     torch.manual_seed(plan.training.seed * ranks.world_size + stream)
 
 
@@ -95,10 +98,17 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     materialise(parts, ranks.device)
     freeze(parts, plan.frozen)
     passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
-    return Prepared.sharded(parts, passes)
+    return Prepared.sharded(parts, _of_shares(passes, plan, ranks))
+
+
+def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
+    """Return passes that take whole sequences."""
+    return passes if ranks.cp.size() == 1 else SharedSequences(passes, plan.shares, ranks.cp.get_local_rank())
 
 
 def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
+    if ranks.cp.size() > 1:
+        raise ConfigurationError("PT650", f"{schedule.name} keeps whole sequences on a rank", "Plan it again.")
     rank = ranks.pp.get_local_rank()
     with torch.device("meta"):
         model = RingDecoder(plan.model, plan.layout.stages, schedule.on_rank(rank))

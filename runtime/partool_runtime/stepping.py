@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from partool.spec.training import OptimizerSpec, TrainingSpec
-from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
+from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.adamw import AdamW
@@ -65,7 +65,8 @@ class Passes(Protocol):
 class PlainPasses:
     """One micro-batch after the other through a whole model.
 
-    ``model(tokens_BS, labels_BS)`` must return the sum of the token losses. ``tensor`` adds up gradients of which
+    ``model(tokens_BS, labels_BS)``, or with documents that matter ``model(tokens_BS, labels_BS, documents_BL)``, must
+    return the sum of the token losses. ``tensor`` adds up gradients of which
     tensor ranks have parts.
     """
 
@@ -81,7 +82,8 @@ class PlainPasses:
             self._sync.before_micro_batch(last=index == len(batch) - 1)
             with timer("forward"):
                 tokens_BS = micro.tokens_BS.to(self._device, non_blocking=True)
-                loss = self._model(tokens_BS, micro.labels_BS.to(self._device, non_blocking=True))
+                labels_BS = micro.labels_BS.to(self._device, non_blocking=True)
+                loss = self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device))
                 loss_sum += loss.detach()
             with timer("backward"):
                 (loss * weight.to(loss.dtype)).backward()
@@ -99,7 +101,8 @@ class PlainPasses:
             if stopping():
                 self._sync.release()
                 return None
-            total += self._model(micro.tokens_BS.to(self._device), micro.labels_BS.to(self._device)).double()
+            tokens_BS, labels_BS = micro.tokens_BS.to(self._device), micro.labels_BS.to(self._device)
+            total += self._model(tokens_BS, labels_BS, *on_device(micro.documents_BL, self._device)).double()
         self._sync.release()
         return total
 
@@ -176,7 +179,8 @@ class Stepper:
             return None
         loss, tokens = sum_over(torch.stack([loss_sum, counted]), self._ranks.world).tolist()
         tensor_ranks = self._ranks.tp.size()  # all of them have the loss of the same tokens
-        tokens /= self._ranks.pp.size() * tensor_ranks  # the ranks of a pipeline have all counted the same ones
+        # The ranks of a pipeline, and those that share sequences, have all counted the same ones.
+        tokens /= self._ranks.pp.size() * self._ranks.cp.size() * tensor_ranks
         return loss / tensor_ranks / max(tokens, 1), int(tokens)
 
     def _count(self, batch: Sequence[MicroBatch]) -> torch.Tensor:

@@ -29,6 +29,11 @@ class MicroBatch:
     """Number of each token's document, int32, of whole sequences even where ranks share these; None: one document."""
 
 
+def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return the documents as a further argument of a model, or none where they do not matter."""
+    return () if documents_BL is None else (documents_BL.to(device, non_blocking=True),)
+
+
 @dataclass(frozen=True, slots=True)
 class Deal:
     """How a step's samples are dealt to ranks."""

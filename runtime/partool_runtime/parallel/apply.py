@@ -13,6 +13,7 @@ from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.sequence.apply import apply_sequence
 from partool_runtime.parallel.tensor.apply import apply_tensor
 from partool_runtime.parallel.tensor.hf import apply_to_transformers
 from partool_runtime.parallel.zero import shard, shard_stages
@@ -21,13 +22,15 @@ from partool_runtime.parallel.zero import shard, shard_stages
 def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
-    The order is fixed: a tensor rank's exchanges are part of what is computed again, recomputation is part of what is
-    compiled, and gathers happen outside of all, on the parameters that the rank computes with.
+    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, these exchanges are part of what is
+    computed again, recomputation is part of what is compiled, and gathers happen outside of all, on the parameters that
+    the rank computes with.
     """
     if isinstance(model, HfDecoder):
         apply_to_transformers(model, plan, ranks)
     else:
         apply_tensor(model, plan, ranks)
+    apply_sequence(model, plan, ranks)
     recompute(model.layers, plan.layout.recompute, draws=_draws(model))
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
@@ -43,6 +46,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
         apply_to_transformers(parts, plan, ranks)
     else:
         apply_tensor(parts, plan, ranks)
+    apply_sequence(parts, plan, ranks)
     blocks: dict[int, nn.Module] = dict(parts.blocks())
     recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks], draws=_draws(parts))
     if plan.layout.compile == "block":

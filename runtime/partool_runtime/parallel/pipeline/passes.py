@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from partool.layout.sequence import tokens
 from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.schedule import Schedule, without_backward
-from partool_runtime.data.batches import MicroBatch
+from partool_runtime.data.batches import MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import stages as hf_stages
 from partool_runtime.hf.stages import HfParts, HfStage
@@ -45,7 +46,8 @@ class DecoderStage:
         """Return the hidden state ``[B, S, H]``, or on the last stage the sum of token losses."""
         x = x_BSH if x_BSH is not None else micro.tokens_BS.to(self._device, non_blocking=True)
         last = self._module.last
-        out: torch.Tensor = self._module(x, micro.labels_BS.to(self._device, non_blocking=True) if last else None)
+        labels_BS = micro.labels_BS.to(self._device, non_blocking=True) if last else None
+        out: torch.Tensor = self._module(x, labels_BS, *on_device(micro.documents_BL, self._device))
         return out
 
 
@@ -122,12 +124,12 @@ def trained_schedule(plan: Plan) -> Schedule:
     return without_backward(schedule, first) if first > 0 else schedule
 
 
-def boundary_shape(plan: Plan) -> tuple[int, int, int]:
-    """Return what a rank sends of a hidden state ``[B, S, H]``.
+def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
+    """Return what a rank sends of a hidden state ``[B, S, H]``, by its place among those that share sequences.
 
-    That is all of it, or of its tensor ranks' share of the sequence, rounded up, or of the hidden size.
+    That is its share of the tokens, of these its tensor ranks' share, rounded up, or of the hidden size.
     """
-    layout, length = plan.layout, plan.training.sequence_length
+    layout, length = plan.layout, tokens(plan.shares[sequence_rank])
     if layout.sequence_norms:
         length = -(-length // layout.mesh.tp)
     return layout.micro_batch, length, plan.model.hidden // layout.tensor_inner
@@ -164,7 +166,9 @@ def pipeline_passes(
     """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
     layout, rank = plan.layout, ranks.pp.get_local_rank()
     sync = PipelineSync(schedule.lists[rank], units, zero=layout.zero, replicas=ranks.replicas)
-    boundary = Boundary(boundary_shape(plan), COMPUTE_DTYPE[plan.training.precision], ranks.device)
+    boundary = Boundary(
+        boundary_shape(plan, ranks.cp.get_local_rank()), COMPUTE_DTYPE[plan.training.precision], ranks.device
+    )
     timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
     lines = open_groups(ranks.pipelines, schedule.placement, timeout_s=timeout_s)
     wires = Wires(rank, lines, boundary, timeout_s=timeout_s)

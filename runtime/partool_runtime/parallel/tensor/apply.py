@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from partool.layout.sequence import tokens
 from partool.layout.tensor import Partition, by_name
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
@@ -55,7 +56,7 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
         ranks.tp.get_group().group_name,
         ranks.tp.get_local_rank(),
         ranks.tp.size(),
-        length=plan.training.sequence_length if layout.sequence_norms else None,
+        length=tokens(plan.shares[ranks.cp.get_local_rank()]) if layout.sequence_norms else None,
         overlap=layout.tensor_overlap != "none",
         chunks=layout.tensor_chunks,
         symmetric=layout.tensor_overlap == "symmetric",
@@ -106,14 +107,14 @@ def place(model: AnyDecoder, plan: Plan, ranks: Ranks) -> None:
 def hook_block(attention: SelfAttention, ffn: FeedForward, team: Team) -> None:
     """Let the matrices of one layer exchange."""
     if attention.q.weight.numel() == 0:
-        attention.core = _no_heads
+        attention.core = no_heads
     hook(attention, "inputs", _first_of_attention, attention, team)
     hook(attention, "output", _second, attention.o, team)
     hook(ffn, "inputs", _first_of_network, ffn, team)
     hook(ffn, "output", _second, ffn.down, team)
 
 
-def _no_heads(
+def no_heads(
     q_BNSD: torch.Tensor,
     k_BKSD: torch.Tensor,
     v_BKSD: torch.Tensor,

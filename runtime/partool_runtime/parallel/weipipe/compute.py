@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from partool.schedule import Action
 from partool_runtime import deferral
-from partool_runtime.data.batches import MicroBatch
+from partool_runtime.data.batches import MicroBatch, on_device
 from partool_runtime.parallel.weipipe.chunks import Chunk
 
 Leaves = Mapping[str, torch.Tensor]
@@ -23,11 +23,11 @@ class RingModel(Protocol):
 
     @property
     def first(self) -> nn.Module:
-        """Maps tokens ``[B, S]`` to ``[B, S, H]``."""
+        """Maps tokens ``[B, S]``, and where they matter their documents ``[B, S]``, to ``[B, S, H]``."""
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """Each maps ``[B, S, H]`` to the same. Those of other ranks may lie on the meta device."""
+        """Each maps ``[B, S, H]``, with documents likewise, to the same. Other ranks' may lie on the meta device."""
 
     @property
     def last(self) -> nn.Module:
@@ -90,7 +90,8 @@ class Computation:
             return
         with torch.no_grad():
             x_BSH = self._input(stage, batch)
-            out = functional_call(self._stages[stage], dict(self._chunks[stage].weights(flat)), (x_BSH,))
+            weights = dict(self._chunks[stage].weights(flat))
+            out = functional_call(self._stages[stage], weights, (x_BSH, *self._documents(batch)))
             if stage == self._top:
                 out = self._loss(out, batch)
         if stage < self._trained_from:
@@ -127,7 +128,7 @@ class Computation:
             x_BSH = self._input(stage, batch)
             if stage:
                 x_BSH = x_BSH.detach().requires_grad_(stage > self._trained_from)
-            out = functional_call(self._stages[stage], dict(leaves), (x_BSH,))
+            out = functional_call(self._stages[stage], dict(leaves), (x_BSH, *self._documents(batch)))
             if stage == self._top:
                 out = self._loss(out, batch)
         return Graph(x_BSH if stage else None, leaves, out)
@@ -136,8 +137,11 @@ class Computation:
         if stage:
             return self._inputs[stage, batch]
         tokens_BS = self._batches[batch].tokens_BS.to(self.loss_sum.device, non_blocking=True)
-        x_BSH: torch.Tensor = self._call(self._first, tokens_BS)
+        x_BSH: torch.Tensor = self._call(self._first, tokens_BS, *self._documents(batch))
         return x_BSH
+
+    def _documents(self, batch: int) -> tuple[torch.Tensor, ...]:
+        return on_device(self._batches[batch].documents_BL, self.loss_sum.device)
 
     def _loss(self, x_BSH: torch.Tensor, batch: int) -> torch.Tensor:
         labels_BS = self._batches[batch].labels_BS.to(self.loss_sum.device, non_blocking=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
+from partool_runtime.model.attention import Tokens
 from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
@@ -22,8 +23,9 @@ class _Inputs(nn.Module):
         super().__init__()
         self.embed, self.position = embed, position
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        return embedded(tokens_BS, self.embed, self.position)
+    def forward(self, tokens_BS: torch.Tensor, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
+        where = Tokens(tokens_BS.shape[1], documents_BL=documents_BL)
+        return embedded(tokens_BS, self.embed, self.position, where)
 
 
 class _Stage(nn.Module):
@@ -31,8 +33,8 @@ class _Stage(nn.Module):
         super().__init__()
         self.blocks, self.contexts = nn.ModuleList(blocks), contexts
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        context = self.contexts(x_BSH)
+    def forward(self, x_BSH: torch.Tensor, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
+        context = self.contexts(x_BSH, self.contexts.tokens(x_BSH.shape[1], x_BSH.device, documents_BL))
         for block in self.blocks:
             x_BSH = block(x_BSH, context)
         return x_BSH

@@ -1,0 +1,76 @@
+"""Lets the layers of a rank attend over sequences whose tokens are spread over ranks."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from partool.layout.sequence import tokens
+from partool.plan.types import Plan
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf.model import HfPart
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.sequence.table import METHODS
+from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.tensor.apply import no_heads
+
+
+def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
+    """Let a rank's layers see the shares of other ranks of its team, in place; a collective of all ranks.
+
+    Comes after tensor parallelism, whose ranks have cut the heads, and before recomputation, which may wrap what is put
+    here. Layers without heads have nothing to exchange. Returns the team, or None without sequence parallelism. Raises
+    ConfigurationError PT650 for a method that the model cannot have.
+    """
+    if ranks.cp.size() == 1:
+        return None
+    team = open_team(plan, ranks)
+    put = METHODS.get(plan.layout.sequence_method)
+    if put is None or isinstance(model, HfPart):
+        message = f"{plan.layout.sequence_method} is not there for {type(model).__name__}"
+        raise ConfigurationError("PT650", message, "Plan it again with this version.")
+    blocks = [block for _, block in blocks_of(cast(Decoder | DecoderParts, model))]
+    for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
+        stage.contexts.share = (team.length, tuple(team.index(team.rank)))
+    without = [block for block in blocks if block.attention.core is no_heads]
+    put(blocks, team, plan.layout)
+    for block in without:
+        block.attention.core = no_heads
+    return team
+
+
+def blocks_of(model: Decoder | DecoderParts) -> list[tuple[int, Block]]:
+    """Return a rank's layers with their numbers."""
+    if isinstance(model, DecoderParts):
+        return list(model.blocks())
+    return [(number, cast(Block, block)) for number, block in enumerate(model.layers)]
+
+
+def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
+    """Return the ranks that share this rank's sequences; a collective of all ranks.
+
+    They get a group of their own, even where the same ranks share parameters: what travels is told apart by it.
+    """
+    everyone = teams(plan)
+    group = None
+    for members in everyone:
+        opened = dist.new_group(list(members))
+        group = opened if ranks.rank in members else group
+    assert group is not None, "every rank is in a team"
+    return SequenceTeam(group, ranks.cp.get_local_rank(), plan.shares, everyone)
+
+
+def teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of the world that share sequences, team by team."""
+    mesh = plan.layout.mesh
+    places = torch.arange(mesh.world_size).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
+    return tuple(map(tuple, places.transpose(2, 3).reshape(-1, mesh.cp).tolist()))
+
+
+def local_length(plan: Plan, ranks: Ranks) -> int:
+    """Return how many tokens of a sequence this rank holds, before tensor ranks share them."""
+    return tokens(plan.shares[ranks.cp.get_local_rank()])
