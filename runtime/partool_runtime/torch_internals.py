@@ -96,6 +96,16 @@ def process_group(handle: Any) -> torch.distributed.ProcessGroup:
     return cast(torch.distributed.ProcessGroup, handle)
 
 
+def run_watched(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a custom operator's own code so that dispatch modes see what it calls.
+
+    To a mode it is one operator, whose code runs with the mode set aside; no public way leads around that.
+    """
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    key = torch._C.DispatchKey.CUDA if any(a.is_cuda for a in tensors) else torch._C.DispatchKey.CPU
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
 def start_sum(x: torch.Tensor, group_name: str, *, in_place: bool, kind: str = "sum") -> torch.Tensor:
     """Begin to sum a tensor (or ``kind="max"``) over a group's ranks; the result is there after :func:`finished`.
 
@@ -119,6 +129,15 @@ def start_scatter_sum(x: torch.Tensor, ranks: int, group_name: str) -> torch.Ten
     """Begin to sum a tensor over ranks, of which each gets an equal part of dimension 0; see :func:`finished`."""
     scattered = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", ranks, group_name)
     return cast(torch.Tensor, scattered)
+
+
+def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group_name: str) -> torch.Tensor:
+    """Begin to send stretches of dimension 0, ``sent`` rows to each rank in order; see :func:`finished`.
+
+    The result holds ``received`` rows of each rank, one after the other.
+    """
+    exchanged = torch.ops._c10d_functional.all_to_all_single(x, received, sent, group_name)
+    return cast(torch.Tensor, exchanged)
 
 
 def finished(x: torch.Tensor) -> torch.Tensor:
@@ -167,6 +186,7 @@ def summing_operators() -> frozenset[Any]:
             collectives.all_reduce_.default,
             collectives.all_gather_into_tensor.default,
             collectives.reduce_scatter_tensor.default,
+            collectives.all_to_all_single.default,
         }
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partool_runtime.torch_internals import TorchDispatchMode, process_group
+from partool_runtime.torch_internals import TorchDispatchMode, process_group, run_watched
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -35,9 +35,9 @@ class Traffic:
 
     calls: int = 0
     payload_bytes: int = 0
-    """Size of the whole tensor: what comes out of an all-gather, what goes into a reduce-scatter or all-reduce."""
+    """Size of the whole tensor: what comes out of an all-gather, what goes into all others."""
     sent_bytes: int = 0
-    """What one rank sends with ring algorithms."""
+    """What one rank sends with ring algorithms; of all_to_all and send exactly what goes to other ranks."""
 
 
 _KINDS = {
@@ -59,14 +59,17 @@ _KINDS = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "send": "send",
 }
 _SENT: dict[str, Callable[[int, int], int]] = {
     "all_gather": lambda size, ranks: size * (ranks - 1) // ranks,
     "reduce_scatter": lambda size, ranks: size * (ranks - 1) // ranks,
     "all_reduce": lambda size, ranks: 2 * size * (ranks - 1) // ranks,
     "broadcast": lambda size, ranks: size if ranks > 1 else 0,
-    "all_to_all": lambda size, ranks: size * (ranks - 1) // ranks,
+    "send": lambda size, ranks: size,
 }
+_OWN = "partool"
+"""Namespace of our own operators, which are one operator to every mode, with exchanges inside."""
 
 
 class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -80,7 +83,7 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = defaultdict(Traffic)
 
     def snapshot(self, among: Collection[int] | None = None) -> dict[str, Traffic]:
-        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all.
+        """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
 
         With ``among`` only that of groups whose ranks (of the world) are all in it.
         """
@@ -100,6 +103,9 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count the call if it is a collective, then make it."""
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args)
+        if func.namespace == _OWN:
+            with self:
+                return run_watched(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -108,13 +114,26 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         functional = func.namespace == "_c10d_functional"
         group = _group(args, functional)
-        size = max(_bytes(argument) for argument in args)
+        size = _bytes(args[0] if functional else args[1]) if kind == "all_to_all" else max(_bytes(a) for a in args)
         if functional and kind == "all_gather":
             size *= group.size()  # only the input is an argument
         traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group))]
         traffic.calls += 1
         traffic.payload_bytes += size
-        traffic.sent_bytes += _SENT[kind](size, group.size())
+        if kind == "all_to_all":
+            traffic.sent_bytes += size - _kept_bytes(args if functional else args[1:], size, group)
+        else:
+            traffic.sent_bytes += _SENT[kind](size, group.size())
+
+
+def _kept_bytes(args: tuple[Any, ...], size: int, group: dist.ProcessGroup) -> int:
+    """Return how much of an all-to-all a rank sends to itself; ``args`` begin with what it sends."""
+    if isinstance(args[0], list | tuple):
+        return _bytes(args[0][group.rank()])
+    splits = next((a for a in reversed(args) if isinstance(a, list | tuple)), ())  # behind those of the output
+    if not splits or size == 0:
+        return size // group.size()
+    return size * int(splits[group.rank()]) // sum(splits)
 
 
 def _group(args: tuple[Any, ...], functional: bool) -> dist.ProcessGroup:
