@@ -125,15 +125,6 @@ RULES: tuple[Rule, ...] = (
         + "parallel: {pipeline: {stages: 4}}\n",
     ),
     Rule(
-        "PT265",
-        "Sequences or heads cannot be split over the sequence-parallel ranks",
-        "Ranks hold equal pieces of a sequence; Ulysses also gives each the same number of heads (arXiv 2309.14509).",
-        "model: {layers: 2, hidden: 60, heads: 3, head_dim: 20, vocab: 256}\n"
-        + _TWO_GPUS
-        + "parallel: {sequence: {method: ulysses, degree: 2}}\n",
-        _gpus("parallel: {sequence: {method: ulysses, degree: 2}}"),
-    ),
-    Rule(
         "PT266",
         "Experts cannot be split over the ranks",
         "Expert parallelism gives every rank the same number of whole experts; a dense model has none.",

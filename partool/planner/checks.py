@@ -9,6 +9,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.planner import pipeline_checks, tensor_rules, zero_controls
 from partool.planner.hf import check_hf
 from partool.planner.problem import Problem, divisors, nearest
+from partool.planner.sequence_checks import check_sequence
 from partool.planner.tensor_checks import check_tensor
 
 Check = Callable[[Problem], Iterator[Diagnostic]]
@@ -31,31 +32,6 @@ def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagn
         yield Diagnostic(
             "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
         )
-
-
-def _sequence(problem: Problem) -> Iterator[Diagnostic]:
-    degree, length = problem.spec.parallel.sequence.degree, problem.spec.training.sequence_length
-    method, heads = problem.spec.parallel.sequence.method, problem.model.heads
-    path = ("parallel", "sequence", "degree")
-    if degree == "auto":
-        return
-    tensor = problem.tensor_degree
-    ways = degree * (1 if tensor == "auto" else tensor)
-    able = heads % ways == 0
-    if degree == 1:
-        return
-    if length % degree:
-        message = f"a sequence of {length} tokens cannot be split over sequence.degree: {degree}"
-        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, divisors(length))}")
-    elif method == "ulysses" and not able:
-        message = f"{heads} attention heads cannot be split over sequence.degree: {degree}"
-        message += "" if tensor in ("auto", 1) else f" × tensor: {tensor}"
-        legal = [n for n in divisors(heads) if heads % (n * ways // degree) == 0] or [1]
-        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, legal)}, or method: ring")
-    elif length % (2 * degree) and (method == "ring" or not able):
-        message = f"a sequence of {length} tokens cannot be cut into the {2 * degree} pieces that ring attention pairs"
-        legal = [n for n in divisors(length) if length % (2 * n) == 0] or [1]
-        yield Diagnostic("PT265", message, path=path, help=f"use {nearest(degree, legal)}")
 
 
 def _experts(problem: Problem) -> Iterator[Diagnostic]:
@@ -119,7 +95,9 @@ def _mesh(problem: Problem) -> Iterator[Diagnostic]:
 def _zero(problem: Problem) -> Iterator[Diagnostic]:
     data, shared = problem.spec.parallel.data, prod(problem.pinned_degrees.values())
     dp = problem.world_size // shared
-    if data.zero not in ("auto", 0) and dp == 1:
+    # Ranks of one sequence have the same parameters, and share their state as well.
+    shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
+    if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
         help = "use zero: 0 or auto, or more devices"
         yield Diagnostic("PT268", message, severity="warning", path=("parallel", "data", "zero"), help=help)
@@ -155,8 +133,8 @@ def _kernels(problem: Problem) -> Iterator[Diagnostic]:
 
 
 SIZES: tuple[Check, ...] = (
-    _kernels, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists, _sequence,
-    _experts, _recompute, _offload, _position, _mesh, zero_controls.check,
+    _kernels, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists,
+    check_sequence, _experts, _recompute, _offload, _position, _mesh, zero_controls.check,
 )  # fmt: skip
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline_checks.micro_batches)

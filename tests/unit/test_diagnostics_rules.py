@@ -17,6 +17,7 @@ from partool.diagnostics import (
     _texts_pipeline,
     _texts_planner,
     _texts_run,
+    _texts_sequence,
     _texts_slurm,
     _texts_spec,
     _texts_tensor,
@@ -28,13 +29,21 @@ from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
-          _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor)  # fmt: skip
+          _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor,
+          _texts_sequence)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
 OF_THE_PLANNER = [
     rule
-    for module in (_texts_planner, _texts_pipeline, _texts_machines, _texts_partition, _texts_tensor)
+    for module in (
+        _texts_planner,
+        _texts_pipeline,
+        _texts_machines,
+        _texts_partition,
+        _texts_tensor,
+        _texts_sequence,
+    )  # fmt: skip
     for rule in module.RULES
     if rule.example == "spec"
 ]

@@ -1,0 +1,73 @@
+"""Texts of the planner's rules about sequence parallelism."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import Rule
+
+_DATA = "data: python-stdlib\n"
+_MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+_SLIDING = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, attention: {window: 512}}\n"
+
+
+def _gpus(count: int, extra: str, model: str = _MODEL) -> str:
+    return model + f"hardware: {{accelerator: h100-sxm, per_node: {count}}}\n" + _DATA + extra + "\n"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT265",
+        "More sequence-parallel ranks than there is sequence",
+        "Shares need not be even, but each rank holds a token; dsp cuts rows and columns by turns, and needs one of "
+        "each for every rank.",
+        _gpus(8, "training: {sequence_length: 4}\nparallel: {sequence: {degree: 8}}"),
+        _gpus(4, "training: {sequence_length: 4}\nparallel: {sequence: {degree: 4}}"),
+    ),
+    Rule(
+        "PT466",
+        "Teams of startrail whose square does not divide the ranks",
+        "Teams of C ranks form C · C rings, each of ranks / C² (arXiv 2407.00611); only then each team meets all keys "
+        "exactly once.",
+        _gpus(8, "parallel: {sequence: {method: startrail, degree: 8, teams: 4}}"),
+        _gpus(8, "parallel: {sequence: {method: startrail, degree: 8, teams: 2}}"),
+    ),
+    Rule(
+        "PT467",
+        "Groups of usp that do not divide the ranks",
+        "Ranks that trade heads form groups of one size, and the groups a ring (arXiv 2405.07719); with one rank in "
+        "either it is ulysses or ring by itself.",
+        _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 3}}"),
+        _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 4}}"),
+    ),
+    Rule(
+        "PT468",
+        "Windowed layers, and ranks that hold two stretches or pass all keys",
+        "A window's keys are the ones just before it: a rank with one stretch fetches them from the rank before. Two "
+        "stretches need two windows from several ranks, and whole rings pass keys that nobody sees. Windowed work is "
+        "balanced over single stretches already.",
+        _gpus(4, "parallel: {sequence: {method: ring, degree: 4, order: zigzag}}", _SLIDING),
+        _gpus(4, "parallel: {sequence: {method: ring, degree: 4}}", _SLIDING),
+    ),
+    Rule(
+        "PT469",
+        "A method that does not know the axes along which layers attend",
+        "dsp keeps the axis whole along which a layer attends (arXiv 2403.10266), so every layer attends along a row "
+        "or a column; methods whose keys travel know one axis, the sequence.",
+        _gpus(4, "parallel: {sequence: {method: dsp, degree: 4}}"),
+        _gpus(4, "parallel: {sequence: {method: ulysses, degree: 4}}"),
+    ),
+    Rule(
+        "PT470",
+        "More ranks trade heads than there are",
+        "A rank without a head computes nothing while the others attend; rings have no such limit.",
+        _gpus(8, "parallel: {sequence: {method: ulysses, degree: 8}}"),
+        _gpus(8, "parallel: {sequence: {method: usp, degree: 8, ulysses: 4}}"),
+    ),
+    Rule(
+        "PT471",
+        "Sequence parallelism beside what needs whole sequences",
+        "Where weights travel, each micro-batch stays on one rank; where tensor ranks share the hidden size, each has "
+        "a part of every token.",
+        _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: weipipe}}"),
+        _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: 1f1b}}"),
+    ),
+)
