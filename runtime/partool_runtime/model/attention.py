@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from partool.layout.grid import Axis
 from partool.spec.model import ModelConfig
+from partool_runtime.model.grid import folded, folded_documents, unfolded
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import Tables, rotate
 
@@ -22,7 +24,7 @@ class AttentionLayout(NamedTuple):
 
     window: int | None
     """Tokens that one sees, itself included; None sees all earlier ones."""
-    axis: Literal["row", "column"] | None = None
+    axis: Axis | None = None
     """Where tokens lie on a grid: those of its row, or of its column."""
 
 
@@ -65,6 +67,8 @@ class Context:
         self.rope = rope
         """Of the tokens that this rank holds."""
         self.tokens = tokens
+        self.turned: Context | None = None
+        """That of layers which attend along the rows of a grid, where this rank holds other tokens in them."""
 
 
 def masks(
@@ -80,7 +84,7 @@ def masks(
     return {
         layout: visible(places, places, layout, documents=documents, columns=grid[1] if grid else 0)
         for layout in layouts
-        if documents is not None or layout.axis is not None or (layout.window is not None and layout.window < length)
+        if layout.axis is None and (documents is not None or (layout.window is not None and layout.window < length))
     }
 
 
@@ -121,7 +125,10 @@ def attend(
     """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, of queries and keys of a whole sequence.
 
     K key-value heads serve N query heads, N a multiple of K. Sequence parallelism puts its own in the place of this.
+    Along an axis of a grid the tokens may be some of its lines (:mod:`partool_runtime.model.grid`).
     """
+    if layout.axis is not None:
+        return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)
     mask = None if tokens is None else tokens.masks.get(layout)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
     if grouped and q_BNSD.is_cuda and (mask is not None or q_BNSD.dtype not in _HALF):
@@ -133,6 +140,23 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
     )
+
+
+def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -> torch.Tensor:
+    """Return attention of queries, keys and values within the lines of a grid, each of which is a sequence."""
+    grid = None if tokens is None else tokens.grid
+    assert tokens is not None
+    assert grid is not None, "a layer along the axis of no grid"
+    batch, device = heads[0].shape[0], heads[0].device
+    q_XNLD, k_XKLD, v_XKLD = (folded(x_BNSD, axis, grid) for x_BNSD in heads)
+    length, documents_XL = q_XNLD.shape[2], None
+    if tokens.documents_BL is not None:
+        documents_BL = tokens.documents_BL.to(device)
+        documents_BS = documents_BL if tokens.index_S is None else documents_BL[:, tokens.index_S]
+        documents_XL = folded_documents(documents_BS, axis, grid)
+    whole = AttentionLayout(None)
+    lines = Tokens(length, None, documents_XL, masks=masks([whole], length, device, documents_XL))
+    return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, whole, lines), batch, axis)
 
 
 def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -29,6 +29,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.number = layer
+        """Counted from 0 over the whole model."""
         self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config, layer)
         self.ffn_norm = make_norm(config)
@@ -65,28 +67,43 @@ class Contexts:
         """Tokens that attention sees on this rank, where the hidden state holds a share of them."""
         self.share: tuple[int, tuple[int, ...]] | None = None
         """Tokens of a whole sequence, and the places in it of those of this rank, where ranks share sequences."""
+        self.turned: tuple[int, ...] | None = None
+        """Places of those that it holds in layers that attend along the rows of a grid, where these are others."""
         self._layouts = {attention_layout(config, layer) for layer in range(config.layers)}
         self._masks: dict[tuple[int, torch.device], dict[AttentionLayout, torch.Tensor]] = {}
-        self._index: dict[torch.device, torch.Tensor] = {}
-        self._rope: dict[tuple[int, torch.dtype, torch.device], Tables] = {}
+        self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
+        self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
 
     def __call__(self, x_BSH: torch.Tensor, tokens: Tokens | None = None) -> Context:
         """Return what the layers need besides ``x_BSH``, of its type and device; all of its tokens, unless told."""
         tokens = tokens or self.tokens(x_BSH.shape[1], x_BSH.device)
-        return Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
+        context = Context(self._rope_tables(tokens, x_BSH.dtype, x_BSH.device), tokens)
+        if self.turned is not None:
+            index_S = self._index_of(self.turned, x_BSH.device, turned=True)
+            held = Tokens(tokens.length, index_S, tokens.documents_BL, tokens.grid)
+            context.turned = Context(self._rope_tables(held, x_BSH.dtype, x_BSH.device, turned=True), held)
+        return context
 
     def tokens(self, length: int, device: torch.device, documents_BL: torch.Tensor | None = None) -> Tokens:
         """Return which tokens a pass holds; ``length`` of them, where ranks do not share sequences.
 
         ``documents_BL`` are the documents of all tokens of the whole sequence, where they matter.
         """
-        grid = self._config.grid
-        if self.share is None:
+        grid, share = self._config.grid, self.share
+        whole = length if share is None else share[0]
+        if grid is not None and whole != grid[0] * grid[1]:
+            message = f"sequences of {whole} tokens, where the model lays them on {grid[0]} × {grid[1]}"
+            raise ConfigurationError("PT656", message, "Use sequences of as many tokens as model.attention.grid has.")
+        if share is None:
             return Tokens(length, None, documents_BL, grid, self._masks_of(length, device, documents_BL))
-        if device not in self._index:
+        return Tokens(whole, self._index_of(share[1], device), documents_BL, grid)
+
+    def _index_of(self, places: tuple[int, ...], device: torch.device, *, turned: bool = False) -> torch.Tensor:
+        key = (turned, device)
+        if key not in self._index:
             with torch.inference_mode(False):
-                self._index[device] = torch.tensor(self.share[1], dtype=torch.int64, device=device)
-        return Tokens(self.share[0], self._index[device], documents_BL, grid)
+                self._index[key] = torch.tensor(places, dtype=torch.int64, device=device)
+        return self._index[key]
 
     def _masks_of(
         self, length: int, device: torch.device, documents_BL: torch.Tensor | None
@@ -99,10 +116,12 @@ class Contexts:
                 self._masks[key] = masks(self._layouts, length, device, grid=self._config.grid)
         return self._masks[key]
 
-    def _rope_tables(self, tokens: Tokens, dtype: torch.dtype, device: torch.device) -> Tables | None:
+    def _rope_tables(
+        self, tokens: Tokens, dtype: torch.dtype, device: torch.device, *, turned: bool = False
+    ) -> Tables | None:
         if self._config.position != "rope":
             return None
-        key = (tokens.length, dtype, device)
+        key = (tokens.length, turned, dtype, device)
         if key not in self._rope:
             # Also used by later passes with gradients, for which inference tensors are of no use.
             with torch.inference_mode(False):

@@ -14,6 +14,7 @@ from partool_runtime.hf.model import HfPart
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.sequence.dsp import turned
 from partool_runtime.parallel.sequence.table import METHODS
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.tensor.apply import no_heads
@@ -36,6 +37,8 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     blocks = [block for _, block in blocks_of(cast(Decoder | DecoderParts, model))]
     for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
         stage.contexts.share = (team.length, tuple(team.index(team.rank)))
+        if plan.layout.sequence_method == "dsp" and plan.model.grid is not None:
+            stage.contexts.turned = turned(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
     for block in without:

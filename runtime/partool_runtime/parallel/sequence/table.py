@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from partool.spec.parallel import SequenceMethod
+from partool_runtime.parallel.sequence import dsp
 from partool_runtime.parallel.sequence.types import Put
 
-METHODS: dict[SequenceMethod, Put] = {}
+METHODS: dict[SequenceMethod, Put] = {
+    "dsp": dsp.put,
+}
