@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from partool.plan.types import Plan
 from partool.spec.training import DataSpec
@@ -47,6 +48,7 @@ def open_data(
         seed=training.seed,
         steps=training.steps,
         validation_samples=training.validation.samples,
+        documents=_apart(data),
         pinned=plan.devices.backend != "cpu",
     )
     return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards))
@@ -121,8 +123,15 @@ def _fingerprint(plan: Plan, shards: list[Shard]) -> str:
     """Hash the tokens and all that orders them; not where they lie, so that a run may move to another machine."""
     content = [[len(s.tokens), len(s.documents) - 1, _checksum(s.path, len(s.tokens))] for s in shards]
     training, data = plan.training, plan.data
-    order = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
+    order: list[Any] = [training.sequence_length, training.global_batch, training.seed, data.pack, data.validation]
+    if _apart(data):
+        order.append(data.attend)
     return hashlib.sha256(json.dumps([content, order]).encode()).hexdigest()
+
+
+def _apart(data: DataSpec) -> bool:
+    """Return True if sequences hold several documents whose tokens do not see each other."""
+    return data.pack and data.attend == "document"
 
 
 def _checksum(path: Path, count: int) -> int:

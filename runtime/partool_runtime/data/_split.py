@@ -6,6 +6,7 @@ A sample is a row of ``sequence_length + 1`` tokens, padded with :data:`PADDING`
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,9 @@ class Samples(Protocol):
     def row(self, index: int) -> I64:
         """Return sample ``index`` as ``sequence_length + 1`` tokens, padded at the end."""
 
+    def documents(self, index: int) -> I64:
+        """Return the document of each token of a row, counted from 0; padding belongs to the last one."""
+
 
 class Packed:
     """Stretches of the corpus joined without gaps; sample i holds tokens ``[i S, i S + S + 1)``.
@@ -46,9 +50,24 @@ class Packed:
 
     def row(self, index: int) -> I64:
         """Return sample ``index``."""
+        row = np.full(self._length + 1, PADDING, dtype=np.int64)
+        for place, start, stop in self._stretches(index):
+            row[place : place + stop - start] = self._corpus.read(start, stop)
+        return row
+
+    def documents(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        numbers = [self._corpus.documents_of(start, stop) for _, start, stop in self._stretches(index)]
+        found = np.concatenate([np.empty(0, dtype=np.int64), *numbers])
+        # Counted in the row: what was held out for validation may lie between two documents.
+        changes = np.zeros(self._length + 1, dtype=np.int64)
+        changes[1 : len(found)] = found[1:] != found[:-1]
+        return np.cumsum(changes)
+
+    def _stretches(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (place in the row, first, one past the last token of the corpus) of what makes up a sample."""
         first = index * self._length
         last = min(first + self._length + 1, self.tokens)
-        row = np.full(self._length + 1, PADDING, dtype=np.int64)
         at = first
         for part in range(int(np.searchsorted(self._ends, first, side="right")), len(self._ends)):
             if at >= last:
@@ -56,9 +75,8 @@ class Packed:
             stop = min(int(self._ends[part]), last)
             # Place `at` of the joined stretches lies `shift` further on in the corpus.
             shift = int(self._starts[part]) - (int(self._ends[part - 1]) if part else 0)
-            row[at - first : stop - first] = self._corpus.read(at + shift, stop + shift)
+            yield at - first, at + shift, stop + shift
             at = stop
-        return row
 
 
 class Documents:
@@ -79,6 +97,11 @@ class Documents:
         row = np.full(self._length + 1, PADDING, dtype=np.int64)
         row[: stop - start] = self._corpus.read(start, stop)
         return row
+
+    def documents(self, index: int) -> I64:
+        """See :class:`Samples`."""
+        del index
+        return np.zeros(self._length + 1, dtype=np.int64)
 
 
 def split(corpus: Corpus, sequence_length: int, share: float, *, pack: bool) -> tuple[Samples, Samples]:

@@ -47,6 +47,8 @@ class Deal:
     steps: int
     """Length of the run: nothing is read ahead beyond it."""
     validation_samples: int
+    documents: bool = False
+    """Whether tokens see only their own document, and the last one of it predicts nothing."""
     pinned: bool = False
     """Whether batches lie in page-locked memory, from which a GPU copies while the host goes on."""
 
@@ -130,15 +132,23 @@ class Batches:
 
     def _micro_batch(self, samples: Samples, ids: Sequence[int | None]) -> MicroBatch:
         rows = np.full((len(ids), self._deal.sequence_length + 1), PADDING, dtype=np.int64)
-        for row, number in zip(rows, ids, strict=True):
+        documents = np.zeros(rows.shape, dtype=np.int32) if self._deal.documents else None
+        for place, number in enumerate(ids):
             if number is not None:
-                row[:] = samples.row(number)
+                rows[place] = samples.row(number)
+                if documents is not None:
+                    documents[place] = samples.documents(number)
         tokens, labels = rows[:, :-1], rows[:, 1:]
         tokens_BS = torch.from_numpy(np.where(tokens == PADDING, 0, tokens))
         labels_BS = torch.from_numpy(np.where(labels == PADDING, IGNORED_LABEL, labels))
+        documents_BL = None
+        if documents is not None:
+            labels_BS[torch.from_numpy(documents[:, 1:] != documents[:, :-1])] = IGNORED_LABEL
+            documents_BL = torch.from_numpy(documents[:, :-1].copy())
         if self._deal.pinned:
-            return MicroBatch(tokens_BS.pin_memory(), labels_BS.pin_memory())
-        return MicroBatch(tokens_BS, labels_BS)
+            documents_BL = documents_BL if documents_BL is None else documents_BL.pin_memory()
+            return MicroBatch(tokens_BS.pin_memory(), labels_BS.pin_memory(), documents_BL)
+        return MicroBatch(tokens_BS, labels_BS, documents_BL)
 
 
 def _round_up(value: int, multiple: int) -> int:
