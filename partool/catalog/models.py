@@ -130,6 +130,8 @@ def _attention(spec: ModelSpec, fields: dict[str, Any]) -> list[Diagnostic]:
     fields["window"], fields["layer_types"] = window or fields.get("window"), kinds
     if fields["window"] is None:
         del fields["window"]
+    if spec.attention.grid is not None:
+        fields["grid"] = tuple(spec.attention.grid)
     if kinds and len(kinds) != layers:
         text = f"layer_types has {len(kinds)} entries for {layers} layers"
         help = "name every layer, or write {pattern: [...]}"

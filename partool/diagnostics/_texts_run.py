@@ -283,4 +283,11 @@ RULES: tuple[Rule, ...] = (
         "batch of sequences of 512 tokens   # training: {sequence_length: 1024}",
         "batch of sequences of 1024 tokens   # training: {sequence_length: 1024}",
     ),
+    _rule(
+        "PT656",
+        "A sequence has another length than the model's grid",
+        "Layers that attend along rows or columns know every token's place by it.",
+        "model(tokens of 1024)   # attention: {grid: [16, 60], layer_types: [row, column]}",
+        "model(tokens of 960)   # attention: {grid: [16, 60], layer_types: [row, column]}",
+    ),
 )

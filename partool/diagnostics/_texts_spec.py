@@ -11,6 +11,10 @@ def _model(fields: str) -> str:
     return f"model: {{layers: 2, hidden: 64, vocab: 256, {fields}}}\n{_TAIL}"
 
 
+def _grid(attention: str) -> str:
+    return _model(f"heads: 4, attention: {{{attention}}}") + "training: {sequence_length: 1024}\n"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "PT201",
@@ -217,5 +221,27 @@ RULES: tuple[Rule, ...] = (
         "Without packing a sequence is one document, cut or padded, so there is nothing to keep apart.",
         BASE.replace("data: python-stdlib", "data: {source: python-stdlib, pack: false, attend: document}"),
         BASE.replace("data: python-stdlib", "data: {source: python-stdlib, attend: document}"),
+    ),
+    Rule(
+        "PT475",
+        "Layers along the axes of a grid that is not given",
+        "Row and column layers see earlier tokens of a token's row or column (arXiv 1912.12180), so it must be known "
+        "how a sequence is laid out.",
+        _grid("layer_types: {pattern: [row, column]}"),
+        _grid("grid: [16, 64], layer_types: {pattern: [row, column]}"),
+    ),
+    Rule(
+        "PT476",
+        "A grid, but no layer along its rows or columns",
+        "The grid would have no effect.",
+        _grid("grid: [16, 64]"),
+        _grid("grid: [16, 64], layer_types: [row, column]"),
+    ),
+    Rule(
+        "PT477",
+        "The grid is not as long as a sequence",
+        "Every token of a sequence has one place on the grid: rows times columns are sequence_length.",
+        _grid("grid: [16, 60], layer_types: [row, column]"),
+        _grid("grid: [16, 64], layer_types: [row, column]"),
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec.duration import duration_s
+from partool.spec.grid_checks import check_grid
 from partool.spec.launch_checks import check_errors
 from partool.spec.model import LayerPattern
 from partool.spec.pipeline_checks import check_pipeline
@@ -78,6 +79,10 @@ def _window(spec: Spec) -> Iterator[Diagnostic]:
         message = f"layer_types names {len(types)} layers, the model has {spec.model.layers}"
         path = ("model", "attention", "layer_types")
         yield Diagnostic("PT209", message, path=path, help="name every layer, or write {pattern: [...]}")
+
+
+def _grid(spec: Spec) -> Iterator[Diagnostic]:
+    yield from check_grid(spec)
 
 
 def _moe(spec: Spec) -> Iterator[Diagnostic]:
@@ -189,6 +194,7 @@ CHECKS: tuple[Check, ...] = (
     _kv_heads,
     _head_dim,
     _window,
+    _grid,
     _moe,
     _weights,
     _schedule,

@@ -14,7 +14,7 @@ from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import head_loss
 from partool_runtime.model import Decoder, loss
-from partool_runtime.model.attention import AttentionLayout, masks
+from partool_runtime.model.attention import AttentionLayout, Tokens, attend, masks, visible
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import frequencies, rotate, tables
 
@@ -44,6 +44,7 @@ CONFIGS = {
     "geglu": ModelConfig(**BASE | {"kv_heads": 1}, activation="geglu", ffn_bias=True, out_bias=True),
     "gelu": ModelConfig(**BASE, activation="gelu", position="none"),
     "relu": ModelConfig(**BASE, activation="relu", window=20, layer_types=("sliding", "sliding")),
+    "grid": ModelConfig(**BASE | {"layers": 3}, grid=(5, 3), layer_types=("row", "column", "full")),
 }
 
 
@@ -58,6 +59,7 @@ def make(config: ModelConfig) -> Decoder:
 
 
 def batch(config: ModelConfig, size: int = 2, length: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
+    length = math.prod(config.grid) if config.grid else length
     generator = torch.Generator().manual_seed(3)
     tokens_BS = torch.randint(config.vocab, (size, length), generator=generator)
     labels_BS = torch.randint(config.vocab, (size, length), generator=generator)
@@ -119,18 +121,25 @@ def ref_attention(p: dict[str, torch.Tensor], layer: int, xs: list[torch.Tensor]
         return parts
 
     q, k, v = ([heads(which, x, i) for i, x in enumerate(xs)] for which in "qkv")
-    window = config.window if config.attention_kind(layer) == "sliding" else None
     out = []
     for i in range(len(xs)):
-        first = 0 if window is None else max(0, i - window + 1)
+        seen = [j for j in range(i + 1) if ref_sees(i, j, config.attention_kind(layer), config)]
         mixed = []
         for head in range(config.heads):
             shared = head // (config.heads // config.kv_heads)
-            scores = torch.stack([q[i][head] @ k[j][shared] / math.sqrt(d) for j in range(first, i + 1)])
+            scores = torch.stack([q[i][head] @ k[j][shared] / math.sqrt(d) for j in seen])
             weights = scores.exp() / scores.exp().sum()
-            mixed.append(sum(w * v[j][shared] for w, j in zip(weights, range(first, i + 1), strict=True)))
+            mixed.append(sum(w * v[j][shared] for w, j in zip(weights, seen, strict=True)))
         out.append(ref_linear(p, f"{name}.o", torch.cat(mixed)))
     return out
+
+
+def ref_sees(i: int, j: int, kind: str, config: ModelConfig) -> bool:
+    if kind == "sliding":
+        return i - j < config.window
+    columns = config.grid[1] if config.grid else 1
+    same_row, same_column = i // columns == j // columns, i % columns == j % columns
+    return same_row if kind == "row" else same_column if kind == "column" else True
 
 
 def ref_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
@@ -316,6 +325,31 @@ def test_chunked_loss_in_narrow_types(dtype):
 
 
 # --- parts ---
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("axis", ["row", "column"])
+def test_lines_of_a_grid_are_what_a_mask_of_all_tokens_says(axis, documents):
+    """Also of some whole lines only, and with more heads of queries than of keys."""
+    rows, columns, layout = 5, 3, AttentionLayout(None, axis)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, heads, 15, 4, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
+    ids_BL = torch.tensor([[0] * 4 + [1] * 3 + [2] * 8, [3] * 15]) if documents else None
+    places = torch.arange(15)
+    seen = visible(places, places, layout, documents=(ids_BL, ids_BL) if documents else None, columns=columns)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    got = attend(q, k, v, layout, Tokens(15, None, ids_BL, (rows, columns)))
+    torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    lines = torch.arange(15)[(places // columns if axis == "row" else places % columns) >= 1]
+    some = attend(*(x[:, :, lines] for x in (q, k, v)), layout, Tokens(15, lines, ids_BL, (rows, columns)))
+    torch.testing.assert_close(some, wanted[:, :, lines], rtol=1e-13, atol=1e-13)
+
+
+def test_a_grid_takes_sequences_of_its_length_only():
+    config = CONFIGS["grid"]
+    with pytest.raises(ConfigurationError, match="5 × 3") as caught:
+        make(config).logits(torch.zeros((1, 12), dtype=torch.int64))
+    assert caught.value.code == "PT656"
 
 
 def test_window_mask_and_full_attention_beyond_it():
