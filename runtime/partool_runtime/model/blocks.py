@@ -1,0 +1,157 @@
+"""Attention of a block of queries to one block of keys after the other, and its backward pass.
+
+What queries have seen of some keys is merged with what they see of others by the logarithms of their sums of
+exponentials, in float32 or wider (Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135, section 3.1). Blocks are
+known by the stretches of the sequence that they consist of. No mask of a whole sequence is ever made: most needs none,
+and the rest is computed in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from partool.layout.sequence import Spans
+from partool_runtime.model import kernels
+from partool_runtime.model.kernels import Sight, wide
+from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
+from partool_runtime.model.visibility import AttentionLayout, visible
+
+MOST_PAIRS = 1 << 22
+"""Of queries and keys, times sequences, that one mask is made of."""
+
+
+class Meeting(NamedTuple):
+    """A block of queries and a block of keys, and what of them see each other besides being earlier."""
+
+    queries: Spans
+    """Stretches of the sequence that the queries are, in order."""
+    keys: Spans
+    layout: AttentionLayout
+    """Without an axis of a grid."""
+    documents: torch.Tensor | None = None
+    """Their numbers, of the tokens of the whole sequence, ``[B, L]``; None: all are of one."""
+
+    def sees_nothing(self) -> bool:
+        """Tell whether no query sees any key."""
+        return not rectangles(self.queries, self.keys, self.layout.window)
+
+
+class Seen:
+    """What queries ``[B, N, Q, D]`` have seen so far of keys with K heads."""
+
+    def __init__(self, q_BNQD: torch.Tensor) -> None:
+        self._q = q_BNQD
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: Meeting) -> None:
+        """Let them see a block of keys and values, not seen before."""
+        for part, sight in _parts(meeting, self._q):
+            (first, past), (low, high) = part.queries, part.keys
+            out, lse = kernels.forward(self._q[:, :, first:past], k_BKSD[:, :, low:high], v_BKSD[:, :, low:high], sight)
+            self.merge(part.queries, out, lse)
+
+    def merge(self, queries: tuple[int, int], out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor) -> None:
+        """Add the result of some of the queries, from one to before another, of keys that they have not seen yet.
+
+        ``lse_BNQ`` is the logarithm of the sum of exponentials over these keys, minus infinity where none was seen.
+        """
+        if self._out is None and queries == (0, self._q.shape[2]):
+            self._out, self._lse = out_BNQD, lse_BNQ.to(wide(self._q.dtype))
+            return
+        all_out, all_lse = self._wide()
+        rows = slice(*queries)
+        out, lse = all_out[:, :, rows], all_lse[:, :, rows]
+        # Of both nothing, the difference is not a number; the weight does not matter then.
+        weight = torch.sigmoid(lse_BNQ - lse).nan_to_num_(0.0)[..., None]
+        out += weight * (out_BNQD - out)
+        torch.logaddexp(lse, lse_BNQ.to(lse.dtype), out=lse)
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention to all keys that were met, in the queries' type, and the wide logarithm."""
+        out, lse = (self._out, self._lse) if self._out is not None else self._wide()
+        assert lse is not None
+        return out.to(self._q.dtype), lse
+
+    def wide_result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both in float32 or wider."""
+        return self._wide()
+
+    def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what has been merged, in a type and memory of its own."""
+        type_ = wide(self._q.dtype)
+        if self._out is None:
+            self._out = like_tokens(self._q, type_).zero_()
+            self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=type_)
+        elif self._out.dtype != type_:
+            self._out = self._out.to(type_)
+        assert self._lse is not None
+        return self._out, self._lse
+
+
+class Returned:
+    """What comes back to a block of queries ``[B, N, Q, D]`` in a backward pass, and their gradient, which adds up."""
+
+    def __init__(
+        self, q_BNQD: torch.Tensor, grad_BNQD: torch.Tensor, out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor
+    ) -> None:
+        """Start with the gradient of the result, the result, and the logarithm, all of all keys that are seen."""
+        self._q, self._grad, self._out, self._lse = q_BNQD, grad_BNQD, out_BNQD, lse_BNQ
+        self.dq_BNQD = like_tokens(q_BNQD, wide(q_BNQD.dtype)).zero_()
+        """Gradient of the queries so far, wide."""
+
+    def meet(
+        self,
+        keys: tuple[torch.Tensor, torch.Tensor],
+        gradients: tuple[torch.Tensor, torch.Tensor],
+        meeting: Meeting,
+    ) -> None:
+        """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
+        for part, sight in _parts(meeting, self._q):
+            rows, columns = slice(*part.queries), slice(*part.keys)
+            inputs = (self._q[:, :, rows], keys[0][:, :, columns], keys[1][:, :, columns])
+            results = (self._out[:, :, rows], self._lse[:, :, rows])
+            dq, dk, dv = kernels.backward(self._grad[:, :, rows], inputs, results, sight)
+            self.dq_BNQD[:, :, rows] += dq
+            gradients[0][:, :, columns] += dk
+            gradients[1][:, :, columns] += dv
+
+
+def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
+    """Return an empty tensor of this shape, or of other tokens, whose memory lies token by token.
+
+    So do projections lie, and the result of attention need not be copied for the next one.
+    """
+    batch, heads, length, width = x_BNSD.shape
+    return x_BNSD.new_empty(batch, length if tokens is None else tokens, heads, width, dtype=dtype).transpose(1, 2)
+
+
+def _parts(meeting: Meeting, q_BNQD: torch.Tensor) -> Iterator[tuple[Rectangle, Sight]]:
+    """Yield the rectangles of a meeting that one call of a kernel computes, and what is seen in them."""
+    queries, keys, layout, documents = meeting
+    if q_BNQD.shape[0] == 0 or q_BNQD.shape[1] == 0:
+        return
+    cut = documents is not None or kernels.cut_small(q_BNQD)
+    most = max(1, MOST_PAIRS // (1 if documents is None else q_BNQD.shape[0]))
+    for whole in (rectangles if cut else joined)(queries, keys, layout.window):
+        if not cut and whole.kind != "masked":
+            yield whole, Sight(causal=whole.kind == "causal")
+            continue
+        for part in pieces(whole, layout.window, most):
+            yield part, Sight(mask=_mask(part, layout, documents, q_BNQD.device))
+
+
+def _mask(
+    part: Rectangle, layout: AttentionLayout, documents_BL: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    rows, columns = part.queries[1] - part.queries[0], part.keys[1] - part.keys[0]
+    queries = torch.arange(part.first_query, part.first_query + rows, device=device)
+    keys = torch.arange(part.first_key, part.first_key + columns, device=device)
+    if documents_BL is None:
+        return visible(queries, keys, layout)
+    documents_BL = documents_BL.to(device)
+    of_queries = documents_BL[:, part.first_query : part.first_query + rows]
+    return visible(queries, keys, layout, documents=(of_queries, documents_BL[:, part.first_key :][:, :columns]))

@@ -1,0 +1,192 @@
+"""Attention of some queries to some keys by the fastest kernel that returns the logarithm of the sum of exponentials.
+
+``scaled_dot_product_attention`` does not return it, and results of parts of the keys cannot be merged without it; so
+the kernels behind it are called by name. A backward pass is given the result and the logarithm of all keys, and yields
+the gradients through these keys: exact, as in Liu et al. (arXiv 2310.01889). Keys come with K heads, queries with N, a
+multiple of it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_PADDED = 32
+"""Logarithms of the efficient kernel come in multiples of so many queries, those beyond the last are infinite."""
+_ALIGNED = 16
+"""Rows of its biases begin at multiples of so many elements."""
+
+
+class Sight(NamedTuple):
+    """Which of the keys at hand the queries at hand see: all, unless told."""
+
+    causal: bool = False
+    """The i-th query the first i keys, of as many keys as queries."""
+    mask: torch.Tensor | None = None
+    """What this says, boolean ``[Q, K]`` or ``[B, 1, Q, K]``."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which results of parts are merged and gradients added up: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def forward(
+    q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, sight: Sight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result ``[B, N, Q, D]`` and the wide logarithm of the sum of exponentials ``[B, N, Q]``.
+
+    Those of queries that see nothing are 0 and minus infinity. There is at least one head, one query and one key.
+    """
+    kernel = _kernel(q_BNQD, sight)
+    if kernel == "math":
+        return _math(q_BNQD, k_BKSD, v_BKSD, sight)
+    if kernel == "cpu":
+        bias = _bias(sight, q_BNQD)
+        out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal, attn_mask=bias
+        )
+    elif kernel == "flash":
+        out_BNQD, lse_BNQ = _aten._scaled_dot_product_flash_attention(q_BNQD, k_BKSD, v_BKSD, 0.0, sight.causal)[:2]
+    else:
+        k_BNSD, v_BNSD = (_copied(x_BKSD, q_BNQD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
+        out_BNQD, lse_BNQ = _aten._scaled_dot_product_efficient_attention(
+            q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), True, 0.0, sight.causal
+        )[:2]
+        lse_BNQ = lse_BNQ[..., : q_BNQD.shape[2]]
+    return (out_BNQD, lse_BNQ) if sight.mask is None else _of_none(out_BNQD, lse_BNQ, sight.mask)
+
+
+def backward(
+    grad_BNQD: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    sight: Sight,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values (the ``inputs``), those of heads that share keys added up.
+
+    ``results`` are those of all keys: ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]``.
+    """
+    (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
+    kernel = _kernel(q_BNQD, sight)
+    if kernel == "math":
+        return _math_backward(grad_BNQD, inputs, results, sight)
+    lse_BNQ = lse_BNQ.contiguous()
+    if kernel == "cpu":
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BNQD, *inputs, out_BNQD, lse_BNQ, 0.0, sight.causal, attn_mask=_bias(sight, q_BNQD)
+        )
+        return grads[0], grads[1], grads[2]
+    # Without dropout its state is not read, but has to be there.
+    state, unused = q_BNQD.new_empty(2, dtype=torch.uint64), q_BNQD.new_empty(())
+    if kernel == "flash":
+        sizes = (None, None, q_BNQD.shape[2], k_BKSD.shape[2], 0.0, sight.causal)
+        grads = _aten._scaled_dot_product_flash_attention_backward(
+            grad_BNQD, *inputs, out_BNQD, lse_BNQ, *sizes, state, unused
+        )
+        return grads[0], grads[1], grads[2]
+    heads = k_BKSD.shape[1]
+    k_BNSD, v_BNSD = (_copied(x_BKSD, q_BNQD.shape[1]) for x_BKSD in (k_BKSD, v_BKSD))
+    lse_BNP = F.pad(lse_BNQ, (0, -lse_BNQ.shape[2] % _PADDED), value=torch.inf)
+    none = q_BNQD.new_empty((), dtype=torch.int64)
+    grads = _aten._scaled_dot_product_efficient_attention_backward(
+        *(grad_BNQD, q_BNQD, k_BNSD, v_BNSD, _bias(sight, q_BNQD), out_BNQD, lse_BNP, none, none, 0.0),
+        [True, True, True, False],
+        sight.causal,
+    )
+    return grads[0], _added(grads[1], heads), _added(grads[2], heads)
+
+
+def cut_small(q_BNQD: torch.Tensor) -> bool:
+    """Tell whether scores of whole rectangles would be held for these queries, masks or not."""
+    return _kernel(q_BNQD, Sight()) == "math"
+
+
+def _kernel(q_BNQD: torch.Tensor, sight: Sight) -> Literal["cpu", "flash", "efficient", "math"]:
+    if q_BNQD.device.type == "cpu":
+        return "cpu"
+    if q_BNQD.device.type != "cuda" or q_BNQD.dtype == torch.float64 or q_BNQD.shape[3] % 8:
+        return "math"
+    fits = q_BNQD.dtype in _HALF and q_BNQD.shape[3] <= 256 and _has_flash(q_BNQD.device)
+    return "flash" if fits and sight.mask is None else "efficient"
+
+
+@lru_cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _bias(sight: Sight, q_BNQD: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask as what kernels add to scores, aligned for those of GPUs."""
+    if sight.mask is None:
+        return None
+    mask = sight.mask if sight.mask.dim() == 4 else sight.mask[None, None]
+    keys = mask.shape[3]
+    bias = q_BNQD.new_zeros(*mask.shape[:3], keys + -keys % _ALIGNED)[..., :keys].masked_fill_(~mask, -torch.inf)
+    return bias if q_BNQD.device.type == "cpu" else bias.expand(*q_BNQD.shape[:2], -1, -1)
+
+
+def _of_none(out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Correct what kernels return for queries that see none of the keys: they differ in it."""
+    none = ~mask.any(dim=-1)  # [Q] or [B, 1, Q]
+    return out_BNQD.masked_fill(none[..., None], 0), lse_BNQ.masked_fill(none, -torch.inf)
+
+
+def _copied(x_BKSD: torch.Tensor, heads: int) -> torch.Tensor:
+    return x_BKSD if x_BKSD.shape[1] == heads else x_BKSD.repeat_interleave(heads // x_BKSD.shape[1], dim=1)
+
+
+def _added(grad_BNSD: torch.Tensor, heads: int) -> torch.Tensor:
+    return grad_BNSD if grad_BNSD.shape[1] == heads else _grouped(grad_BNSD, heads).sum(dim=2)
+
+
+def _grouped(x_BN: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return it with the query heads of every head of keys in a dimension of their own, the third."""
+    return x_BN.reshape(x_BN.shape[0], heads, -1, *x_BN.shape[2:])
+
+
+def _scores(q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, sight: Sight) -> torch.Tensor:
+    """Return the wide, masked scores of the query heads of every head of keys, ``[B, K, N/K, Q, S]``."""
+    q_BKGQD = _grouped(q_BNQD.to(wide(q_BNQD.dtype)), k_BKSD.shape[1])
+    scores: torch.Tensor = q_BKGQD @ k_BKSD.to(q_BKGQD.dtype)[:, :, None].mT / q_BNQD.shape[3] ** 0.5
+    if sight.causal:
+        below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        return scores.masked_fill_(~below, -torch.inf)
+    if sight.mask is None:
+        return scores
+    return scores.masked_fill_(~(sight.mask if sight.mask.dim() == 2 else sight.mask[:, :, None]), -torch.inf)
+
+
+def _math(
+    q_BNQD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, sight: Sight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(q_BNQD, k_BKSD, sight)
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    # Of queries that see nothing both are minus infinity, and the difference is not a number.
+    parts = (scores - lse).exp_().nan_to_num_(0.0)
+    out = parts @ v_BKSD.to(parts.dtype)[:, :, None]
+    return out.flatten(1, 2).to(q_BNQD.dtype), lse[..., 0].flatten(1, 2)
+
+
+def _math_backward(
+    grad_BNQD: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    sight: Sight,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
+    scores = _scores(q_BNQD, k_BKSD, sight)
+    type_, heads = scores.dtype, k_BKSD.shape[1]
+    q, grad, out = (_grouped(x.to(type_), heads) for x in (q_BNQD, grad_BNQD, out_BNQD))
+    parts = (scores - _grouped(lse_BNQ.to(type_), heads)[..., None]).exp_()
+    dv_BKSD = (parts.mT @ grad).sum(dim=2)
+    d_scores = parts * (grad @ v_BKSD.to(type_)[:, :, None].mT - (grad * out).sum(dim=-1, keepdim=True))
+    d_scores /= q_BNQD.shape[3] ** 0.5
+    dq_BNQD = (d_scores @ k_BKSD.to(type_)[:, :, None]).flatten(1, 2)
+    dk_BKSD = (d_scores.mT @ q).sum(dim=2)
+    return dq_BNQD, dk_BKSD, dv_BKSD

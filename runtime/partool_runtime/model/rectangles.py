@@ -1,0 +1,119 @@
+"""Attention cut into rectangles of queries and keys, so that kernels without masks compute most of it.
+
+What queries see of keys is causal, and maybe within a window. Where stretches of both are known by their places in the
+sequence, a rectangle of them sees nothing and is left out, or all, or is the square on the diagonal that kernels call
+causal, or lies on the edge of a window and needs a mask. Nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from partool.layout.sequence import Spans
+
+Range = tuple[int, int]
+"""First and one past the last."""
+
+
+class Rectangle(NamedTuple):
+    """Queries and keys, of those that are held here, that meet."""
+
+    queries: Range
+    keys: Range
+    first_query: int
+    """Its place in the sequence."""
+    first_key: int
+    kind: Literal["all", "causal", "masked"]
+    """What they see: all, or the first i keys by the i-th query (as many queries as keys), or what a mask says."""
+
+
+@lru_cache(maxsize=4096)
+def rectangles(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
+    """Return the rectangles of the queries and keys of some stretches, without those that see nothing.
+
+    No pair of a query and a key that it sees is in none, or in two.
+    """
+    found: list[Rectangle] = []
+    query = 0
+    for span in queries:
+        key = 0
+        for other in keys:
+            found += [_held(rectangle, query - span[0], key - other[0]) for rectangle in _parts(span, other, window)]
+            key += other[1] - other[0]
+        query += span[1] - span[0]
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, ...]:
+    """Return rectangles as :func:`rectangles` does, neighbours that see all made one; only masks have right places."""
+    found = _join(rectangles(queries, keys, window), by_keys=True)
+    return tuple(_join(found, by_keys=False))
+
+
+def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
+    """Cut a rectangle into masked ones of at most about ``most`` pairs each, without keys that none of them sees."""
+    (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
+    past = key + rectangle.keys[1] - rectangle.keys[0]
+    found = []
+    while start < stop:
+        rows = min(stop - start, _rows(first, key, window, most))
+        low = key if window is None else max(key, first - window + 1)
+        high = min(past, first + rows)
+        if low < high:
+            shift = rectangle.keys[0] - key
+            found.append(Rectangle((start, start + rows), (low + shift, high + shift), first, low, "masked"))
+        start, first = start + rows, first + rows
+    return tuple(found)
+
+
+def _rows(first: int, key: int, window: int | None, most: int) -> int:
+    """Return how many queries from one on meet at most ``most`` keys, all together."""
+    before = max(0, first - key if window is None else min(first - key, window - 1))
+    # rows · (before + rows) <= most; rows beyond a window would mostly meet keys that they do not see.
+    rows = int(((before * before + 4 * most) ** 0.5 - before) / 2)
+    return max(1, rows if window is None else min(rows, max(window, 128)))
+
+
+def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangle]:
+    """Yield what a stretch of queries sees of a stretch of keys; ranges are places in the sequence here."""
+    (first, past), (low, high) = queries, keys
+    high = min(high, past)
+    low = low if window is None else max(low, first - window + 1)
+    first = max(first, low)
+    past = past if window is None else min(past, high - 1 + window)
+    if low >= high or first >= past:
+        return
+    if window is not None and past - 1 - low >= window:
+        yield Rectangle((first, past), (low, high), first, low, "masked")
+        return
+    if low < min(first, high):
+        yield Rectangle((first, past), (low, min(first, high)), first, low, "all")
+    if first < high:
+        yield Rectangle((first, high), (first, high), first, first, "causal")
+        if high < past:
+            yield Rectangle((high, past), (first, high), high, first, "all")
+
+
+def _held(rectangle: Rectangle, query: int, key: int) -> Rectangle:
+    """Return it with ranges among what is held, whose distance from places in the sequence is given."""
+    (first, past), (low, high) = rectangle.queries, rectangle.keys
+    return rectangle._replace(queries=(first + query, past + query), keys=(low + key, high + key))
+
+
+def _join(parts: Iterable[Rectangle], *, by_keys: bool) -> list[Rectangle]:
+    """Make one of neighbours that see all: of the same queries, or of the same keys."""
+    found: list[Rectangle] = []
+    for part in sorted(parts, key=lambda part: (part.kind, part.queries if by_keys else part.keys, part.keys)):
+        last = found[-1] if found else None
+        if last is None or last.kind != "all" or part.kind != "all":
+            found.append(part)
+        elif by_keys and last.queries == part.queries and last.keys[1] == part.keys[0]:
+            found[-1] = last._replace(keys=(last.keys[0], part.keys[1]))
+        elif not by_keys and last.keys == part.keys and last.queries[1] == part.queries[0]:
+            found[-1] = last._replace(queries=(last.queries[0], part.queries[1]))
+        else:
+            found.append(part)
+    return found
