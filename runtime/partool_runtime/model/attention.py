@@ -164,6 +164,11 @@ def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x_BSX.view(*x_BSX.shape[:-1], x_BSX.shape[-1] // head_dim, head_dim)
 
 
+def _rotated(heads_BSND: torch.Tensor, context: Context) -> torch.Tensor:
+    heads_BNSD = heads_BSND.transpose(1, 2)
+    return heads_BNSD if context.rope is None else rotate(heads_BNSD, context.rope)
+
+
 class SelfAttention(nn.Module):
     """Projections, optional norms of queries and keys per head, rotation, :func:`attend`, output projection."""
 
@@ -186,14 +191,23 @@ class SelfAttention(nn.Module):
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
         q_BSX, k_BSX, v_BSX = self.inputs(x_BSH)
-        q_BSND, k_BSKD, v_BSKD = (_heads(x_BSX, self.head_dim) for x_BSX in (q_BSX, k_BSX, v_BSX))
-        if self.qk_norm:
-            q_BSND, k_BSKD = self.q_norm(q_BSND), self.k_norm(k_BSKD)
-        q_BNSD, k_BKSD, v_BKSD = (heads.transpose(1, 2) for heads in (q_BSND, k_BSKD, v_BSKD))
-        if context.rope is not None:
-            q_BNSD, k_BKSD = rotate(q_BNSD, context.rope), rotate(k_BKSD, context.rope)
-        out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, context.tokens)
+        q_BNSD, k_BKSD = self.queries(q_BSX, context), self.keys(k_BSX, context)
+        out_BNSD = self.core(q_BNSD, k_BKSD, self.values(v_BSX), self.layout, context.tokens)
         return self.output(out_BNSD.transpose(1, 2).flatten(-2))
+
+    def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return projected queries as the core takes them: heads ``[B, N, S, D]``, normalised and rotated."""
+        q_BSND = _heads(q_BSX, self.head_dim)
+        return _rotated(self.q_norm(q_BSND) if self.qk_norm else q_BSND, context)
+
+    def keys(self, k_BSX: torch.Tensor, context: Context) -> torch.Tensor:
+        """Return projected keys as the core takes them, ``[B, K, S, D]``; likewise."""
+        k_BSKD = _heads(k_BSX, self.head_dim)
+        return _rotated(self.k_norm(k_BSKD) if self.qk_norm else k_BSKD, context)
+
+    def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
+        """Return projected values as the core takes them, ``[B, K, S, D]``."""
+        return _heads(v_BSX, self.head_dim).transpose(1, 2)
 
     def inputs(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values, each ``[B, S, heads · D]``; tensor parallelism puts its own here."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from partool.spec.parallel import SequenceMethod
-from partool_runtime.parallel.sequence import dsp
+from partool_runtime.parallel.sequence import dsp, ulysses
 from partool_runtime.parallel.sequence.types import Put
 
 METHODS: dict[SequenceMethod, Put] = {
+    "ulysses": ulysses.put,
     "dsp": dsp.put,
 }

@@ -1,0 +1,237 @@
+"""Heads for tokens: the exchange of Ulysses (DeepSpeed-Ulysses, arXiv 2309.14509, section 3.1), of any sizes.
+
+Outside of attention a rank holds some tokens of all heads, inside all tokens of some heads. On the wire tokens come
+first, ``[tokens, batch, heads, width]``, so that what arrives from several ranks is whole as it lies there. Heads of
+keys and values go to every rank whose queries read them; their gradients are added up in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from partool.layout.sequence import Deal, Spans, bounds, deal_heads, tokens
+from partool_runtime.torch_internals import finished, start_exchange
+
+Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(q ``[B, n, L, D]``, k ``[B, m, L, D]``, v ``[B, m, L, V]``) → ``[B, n, L, V]``, n a multiple of m."""
+Heads = tuple[int, int]
+
+
+class Way(NamedTuple):
+    """How one tensor travels."""
+
+    batch: int
+    width: int
+    """Of a head."""
+    heads: tuple[Heads, ...]
+    """First and one past the last head that each rank works on."""
+    all_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """The ranks that trade tokens for heads. An object of each method in each model; nothing is shared between them."""
+
+    group_name: str
+    rank: int
+    """Place of this rank among them."""
+    shares: tuple[Spans, ...]
+    """Which places, of the tokens that attention sees, each of them holds; together all, in any order."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each rank."""
+        return [tokens(spans) for spans in self.shares]
+
+    def deal(self, queries: int, keys: int) -> tuple[Deal, ...]:
+        """Return which heads each rank works on."""
+        return deal_heads(queries, keys, len(self.shares))
+
+    def __call__(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, core: Core) -> torch.Tensor:
+        """Return ``[B, N, S, V]`` of this rank's tokens, where ``core`` computes all tokens of some heads."""
+        of_queries, of_keys = self.ranges(q_BNSD.shape[1], k_BKSD.shape[1])
+        keys, queries = self.start(k_BKSD, of_keys), self.start(q_BNSD, of_queries)
+        return self.attend(keys, queries, self.start(v_BKSD, of_keys), core)
+
+    def ranges(self, queries: int, keys: int) -> tuple[tuple[Heads, ...], tuple[Heads, ...]]:
+        """Return the heads of queries, and of keys, that each rank works on."""
+        deals = self.deal(queries, keys)
+        return tuple(deal.queries for deal in deals), tuple(deal.keys for deal in deals)
+
+    def start(self, x_BNSD: torch.Tensor, heads: tuple[Heads, ...]) -> Started:
+        """Begin to send a tensor's heads to the ranks that work on them.
+
+        What is computed until :meth:`attend` hides it. The gradient comes back in the opposite order: what started last
+        is there first, and what made it goes backward while others travel. So the first and the last should be small:
+        keys, queries, values.
+        """
+        batch, all_heads, _, width = x_BNSD.shape
+        way = Way(batch, width, heads, all_heads)
+        sent, coming = _Start.apply(x_BNSD, way, self)  # type: ignore[no-untyped-call]
+        return Started(sent, coming, way)
+
+    def attend(self, keys: Started, queries: Started, values: Started, core: Core) -> torch.Tensor:
+        """Return what ``core`` makes of all tokens, ``[B, N, S, V]`` of this rank's tokens and all heads."""
+        ways = (keys.way, queries.way, values.way)
+        travelling = (keys.sent, keys.coming, queries.sent, queries.coming, values.sent, values.coming)
+        k_BkLD, q_BnLD, v_BkLV = _Arrive.apply(ways, self, *travelling)  # type: ignore[no-untyped-call]
+        if q_BnLD.shape[1] == 0:
+            out_BnLV = _nothing(q_BnLD, k_BkLD, v_BkLV)
+        else:
+            read = self.deal(queries.way.all_heads, keys.way.all_heads)[self.rank]
+            k_BkLD, v_BkLV = (
+                grouped(x, read.keys_of_queries(queries.way.all_heads, keys.way.all_heads)) for x in (k_BkLD, v_BkLV)
+            )
+            out_BnLV = core(q_BnLD, k_BkLD, v_BkLV)
+        way = Way(values.way.batch, values.way.width, queries.way.heads, queries.way.all_heads)
+        returned: torch.Tensor = _Return.apply(out_BnLV, way, self)  # type: ignore[no-untyped-call]
+        return returned
+
+
+class Started(NamedTuple):
+    """A tensor on its way."""
+
+    sent: torch.Tensor
+    """What leaves this rank, and what autograd knows of it: its gradient is on the way back where it is handed over."""
+    coming: torch.Tensor
+    """What arrives; nobody may look at it yet."""
+    way: Way
+
+
+def grouped(x_BmLD: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+    """Return heads of keys or values of which equally many queries read each.
+
+    ``heads`` says which each query reads; where some are read more often than others, each query gets its own copy.
+    """
+    if len({heads.count(head) for head in heads}) == 1:
+        return x_BmLD
+    return torch.cat([x_BmLD[:, head : head + 1] for head in heads], dim=1)
+
+
+def _nothing(q_BnLD: torch.Tensor, k_BkLD: torch.Tensor, v_BkLV: torch.Tensor) -> torch.Tensor:
+    """Return the attention of no heads; it depends on all three, as their gradients are exchanged on all ranks."""
+    return v_BkLV + q_BnLD.sum() + k_BkLD.sum()
+
+
+class _Start(torch.autograd.Function):
+    """Heads leave for their ranks; backward waits for the gradients that come back from there."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
+        sent, coming = _leave(x_BNSD, way, exchange)
+        ctx.mark_non_differentiable(coming)
+        return sent, coming
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _joined(finished(grad), ctx.way, ctx.exchange), None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """All tokens of a rank's heads; backward their gradients leave for the tokens' ranks, the last one first.
+
+    One function for all that travel, so that gradients leave in the same order on all ranks whatever these compute.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, ways: tuple[Way, ...], exchange: HeadExchange, *travelling: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.ways, ctx.exchange = ways, exchange  # type: ignore[attr-defined]
+        return tuple(_whole(finished(x), way, exchange) for x, way in zip(travelling[1::2], ways, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found: list[torch.Tensor | None] = []
+        for grad, way in zip(reversed(grads), reversed(ctx.ways), strict=True):
+            found += [None, _go_home(grad, way, ctx.exchange)]
+        return None, None, *reversed(found)
+
+
+class _Return(torch.autograd.Function):
+    """All heads of a rank's tokens; backward all tokens of its heads."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+        ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
+        return _joined(finished(_go_home(x_BnLD, way, exchange)), way, exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, coming = _leave(grad, ctx.way, ctx.exchange)
+        return _whole(finished(coming), ctx.way, ctx.exchange), None, None
+
+
+def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send heads to their ranks; returns what is sent, and what comes."""
+    sent_sizes, coming_sizes = _sizes(way, exchange)
+    sent = x_BNSD.new_empty(sum(sent_sizes))
+    x_SBND = x_BNSD.permute(2, 0, 1, 3)
+    for (first, stop), (start, end) in zip(way.heads, bounds(sent_sizes), strict=True):
+        part_SBnD = x_SBND[:, :, first:stop]
+        sent[start:end].view(part_SBnD.shape).copy_(part_SBnD)
+    return sent, start_exchange(sent, sent_sizes, coming_sizes, exchange.group_name)
+
+
+def _whole(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+    """Return ``[B, n, L, D]`` of what has come of a rank's heads."""
+    first, stop = way.heads[exchange.rank]
+    rows_LBnD = coming.view(sum(exchange.sizes), way.batch, stop - first, way.width)
+    return _pick(rows_LBnD, _in_sequence(exchange.shares)).permute(1, 2, 0, 3)
+
+
+def _go_home(x_BnLD: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+    """Send tokens of this rank's heads to their ranks; returns what comes."""
+    coming_sizes, sent_sizes = _sizes(way, exchange)
+    rows_LBnD = _pick(x_BnLD.permute(2, 0, 1, 3), [span for spans in exchange.shares for span in spans])
+    return start_exchange(rows_LBnD.reshape(-1), sent_sizes, coming_sizes, exchange.group_name)
+
+
+def _joined(coming: torch.Tensor, way: Way, exchange: HeadExchange) -> torch.Tensor:
+    """Return ``[B, N, S, D]`` of what has come of a rank's tokens from the ranks that work on the heads."""
+    mine = exchange.sizes[exchange.rank]
+    parts_BSnD = [
+        coming[start:end].view(mine, way.batch, stop - first, way.width).transpose(0, 1)
+        for (first, stop), (start, end) in zip(way.heads, bounds(_sizes(way, exchange)[0]), strict=True)
+    ]
+    worked_on = [heads for heads in way.heads if heads[0] < heads[1]]
+    if all(before[1] == after[0] for before, after in pairwise(worked_on)):
+        return torch.cat(parts_BSnD, dim=2).transpose(1, 2)
+    wide = torch.promote_types(coming.dtype, torch.float32)
+    total_BSND = coming.new_zeros(way.batch, mine, way.all_heads, way.width, dtype=wide)
+    for (first, stop), part_BSnD in zip(way.heads, parts_BSnD, strict=True):
+        total_BSND[:, :, first:stop] += part_BSnD
+    return total_BSND.to(coming.dtype).transpose(1, 2)
+
+
+def _sizes(way: Way, exchange: HeadExchange) -> tuple[list[int], list[int]]:
+    """Return how many elements go to each rank where heads leave, and how many come from each."""
+    sizes, each = exchange.sizes, way.batch * way.width
+    first, stop = way.heads[exchange.rank]
+    return [sizes[exchange.rank] * each * (b - a) for a, b in way.heads], [n * each * (stop - first) for n in sizes]
+
+
+def _in_sequence(shares: Sequence[Spans]) -> list[tuple[int, int]]:
+    """Return the rows that the shares, one behind the other, hold of every stretch of the sequence, in its order."""
+    spans = [span for of_rank in shares for span in of_rank]
+    rows = bounds([stop - start for start, stop in spans])
+    return [row for _, row in sorted(zip(spans, rows, strict=True))]
+
+
+def _pick(rows: torch.Tensor, stretches: list[tuple[int, int]]) -> torch.Tensor:
+    """Return stretches of dimension 0, one behind the other; the tensor itself if that is what it is."""
+    if all(before[1] == after[0] for before, after in pairwise(stretches)):
+        return rows
+    return torch.cat([rows[start:stop] for start, stop in stretches])

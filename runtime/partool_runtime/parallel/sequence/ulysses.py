@@ -1,0 +1,85 @@
+"""Ulysses: attention sees whole sequences of some of the heads (DeepSpeed-Ulysses, arXiv 2309.14509)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from partool.plan.types import Layout
+from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens, masks
+from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads
+from partool_runtime.parallel.sequence.types import Attend, SequenceTeam
+from partool_runtime.parallel.tensor.apply import hook, no_heads
+
+
+def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
+    """Let layers trade tokens for heads around their attention, in place."""
+    del layout
+    exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
+    for block in blocks:
+        around(block.attention, exchange, WholeSequences(block.attention.core))
+
+
+def around(attention: SelfAttention, exchange: HeadExchange, core: Attend) -> None:
+    """Let an attention module exchange around ``core``, in place; one without heads has nothing to exchange.
+
+    The exchange stays outside of ``attention.core``, which recomputation wraps: nothing is sent a second time for it.
+    """
+    if attention.core is no_heads:
+        return
+    cast(Any, attention).core = core
+    heads = (attention.q.weight.shape[0] // attention.head_dim, attention.k.weight.shape[0] // attention.head_dim)
+    hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads))
+
+
+def _forward(
+    attention: SelfAttention,
+    exchange: HeadExchange,
+    heads: tuple[tuple[Heads, ...], tuple[Heads, ...]],
+    x_BSH: torch.Tensor,
+    context: Context,
+) -> torch.Tensor:
+    """Do what attention does; keys travel while queries are projected, and these while values are.
+
+    The gradients of values come back first, and go through their projection while the others travel.
+    """
+    of_queries, of_keys = heads
+    if "inputs" in vars(attention):  # tensor ranks project all at once
+        q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH)
+        keys = exchange.start(attention.keys(k_BSX, context), of_keys)
+        queries = exchange.start(attention.queries(q_BSX, context), of_queries)
+        values = exchange.start(attention.values(v_BSX), of_keys)
+    else:
+        keys = exchange.start(attention.keys(attention.k(x_BSH), context), of_keys)
+        queries = exchange.start(attention.queries(attention.q(x_BSH), context), of_queries)
+        values = exchange.start(attention.values(attention.v(x_BSH)), of_keys)
+    core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
+    out_BNSD = exchange.attend(keys, queries, values, core)
+    return attention.output(out_BNSD.transpose(1, 2).flatten(-2))
+
+
+class WholeSequences:
+    """Lets what attends to whole sequences do so where a pass holds a share of their tokens outside of attention."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        tokens: Tokens | None,
+    ) -> torch.Tensor:
+        """Return attention of all tokens, see :func:`partool_runtime.model.attention.attend`."""
+        return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, None if tokens is None else _whole(tokens, layout, q_BNSD))
+
+
+def _whole(tokens: Tokens, layout: AttentionLayout, like: torch.Tensor) -> Tokens:
+    found = masks([layout], tokens.length, like.device, tokens.documents_BL, tokens.grid)
+    return Tokens(tokens.length, None, tokens.documents_BL, tokens.grid, found)

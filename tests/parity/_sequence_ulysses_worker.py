@@ -1,0 +1,157 @@
+"""Ranks of test_sequence_ulysses.py: attention over exchanged heads against that of one process, in float64."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from _forks import run_forked
+
+from partool.cost.sequence_types import Heads, Sent
+from partool.cost.sequence_ulysses import sent as sent_by_ulysses
+from partool.layout.sequence import Order, shares
+from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
+from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.sequence.exchange import HeadExchange
+from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.sequence.ulysses import WholeSequences
+
+WORLD = 8
+KEY_DIM, VALUE_DIM = 4, 3
+
+
+class Case(NamedTuple):
+    ranks: int
+    queries: int
+    keys: int
+    length: int
+    batch: int = 2
+    window: int | None = None
+    documents: bool = False
+    order: Order = "contiguous"
+    inner: int = 0
+    """Ranks of Ulysses inside of a ring; 0: there is no ring."""
+
+
+ULYSSES = (
+    Case(4, 7, 7, 16),
+    Case(4, 3, 3, 18),
+    Case(3, 20, 20, 17, batch=3),
+    Case(2, 12, 3, 17, window=5),
+    Case(4, 6, 2, 17, documents=True),
+    Case(4, 7, 1, 17, window=2, documents=True),
+    Case(3, 6, 6, 17, batch=1, window=40),
+    Case(4, 2, 1, 3),
+    Case(8, 12, 4, 19, order="zigzag", window=3),
+    Case(8, 5, 5, 17),
+)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    teams = open_teams(tuple(range(2, WORLD + 1)))
+    for number, case in enumerate(ULYSSES):
+        if (team := teams(case)) is not None:
+            check(case, team, partial(through_ulysses, team), sent_by_ulysses, number)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def open_teams(sizes: Sequence[int]) -> Callable[[Case], SequenceTeam | None]:
+    """Return what makes the team of a case, the first ranks of the world; None on the others."""
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sizes}
+
+    def team(case: Case) -> SequenceTeam | None:
+        members = tuple(range(case.ranks))
+        if dist.get_rank() >= case.ranks:
+            return None
+        dealt = shares(case.length, case.ranks, case.order, inner=max(case.inner, 1))
+        return SequenceTeam(groups[case.ranks], dist.get_rank(), dealt, (members,))
+
+    return team
+
+
+def through_ulysses(
+    team: SequenceTeam, heads: Sequence[torch.Tensor], layout: AttentionLayout, tokens: Tokens
+) -> torch.Tensor:
+    q, k, v = heads
+    exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
+    return exchange(q, k, v, partial(WholeSequences(attend), layout=layout, tokens=tokens))
+
+
+def check(
+    case: Case,
+    team: SequenceTeam,
+    through: Callable[..., torch.Tensor],
+    formula: Callable[..., Sent],
+    seed: int,
+) -> None:
+    """Compare this rank's results and gradients with those of one process, and what is sent with a formula."""
+    layout, whole, documents_BL = AttentionLayout(case.window), inputs(case, seed), documents(case, seed)
+    grad_BNLV = random(seed + 1, case.batch, case.queries, case.length, VALUE_DIM)
+    expected = reference(whole, grad_BNLV, layout, documents_BL)
+    mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
+    heads = [x[:, :, mine].requires_grad_() for x in whole]
+    tokens = Tokens(case.length, mine, documents_BL)
+    with CommCounter() as forward:
+        out = through(heads, layout, tokens)
+    with CommCounter() as backward:
+        out.backward(grad_BNLV[:, :, mine])
+    found = [out, *(x.grad for x in heads)]
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        same(f"{case} {name}", None if a is None else a.detach(), b[:, :, mine])
+    sizes = Heads(case.batch, case.queries, case.keys, KEY_DIM, VALUE_DIM, case.window)
+    counted = [sum(t.sent_bytes for t in counter.snapshot().values()) for counter in (forward, backward)]
+    assert counted == list(formula(team.shares, sizes, team.rank).bytes(8)), (case, counted)
+
+
+def inputs(case: Case, seed: int) -> list[torch.Tensor]:
+    sizes = ((case.queries, KEY_DIM), (case.keys, KEY_DIM), (case.keys, VALUE_DIM))
+    return [random(seed + 10 * place, case.batch, n, case.length, width) for place, (n, width) in enumerate(sizes)]
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def documents(case: Case, seed: int) -> torch.Tensor | None:
+    """Number documents of a few tokens each, other ones in each sequence."""
+    if not case.documents:
+        return None
+    starts = random(seed + 7, case.batch, case.length) > 0.5
+    return starts.cumsum(dim=1).to(torch.int32)
+
+
+def reference(
+    whole: Sequence[torch.Tensor], grad: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Return results and gradients of attention written out, without any kernel."""
+    q, k, v = (x.clone().requires_grad_() for x in whole)
+    places = torch.arange(q.shape[2])
+    pair = None if documents_BL is None else (documents_BL, documents_BL)
+    mask = visible(places, places, layout, documents=pair)
+    each = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(each, 1).transpose(2, 3) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    out = weights @ v.repeat_interleave(each, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def same(what: str, a: torch.Tensor | None, b: torch.Tensor) -> None:
+    """Raise AssertionError where two tensors differ by more than rounding."""
+    assert a is not None
+    assert a.shape == b.shape, (what, a.shape, b.shape)
+    if b.numel():
+        difference = float((a - b).abs().max())
+        assert difference <= 1e-12 * max(1.0, float(b.abs().max())), (what, difference)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(run_forked(WORLD, main))
