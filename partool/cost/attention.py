@@ -1,12 +1,13 @@
-"""Seconds of attention's core (scores and values), and of what sequence parallelism sends for it."""
+"""Seconds of attention's core: scores and values of the busiest rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from partool.cost import collective, cut
-from partool.cost.case import Column, Job, Layouts
+from partool.cost import cut, dealt
+from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
+from partool.cost.kinds import Kind
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
 """Of the peak (of the achievable rate on a CPU) that fused attention reaches, both passes together, where the machine
@@ -25,13 +26,22 @@ _BACKWARD = 2.5
 _SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
 """Memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and the read
 by the second product; backward the same again with gradients."""
+_ALL = Kind(None, False)
 
 
 def keys_seen(length: int, window: int | None) -> float:
     """Return how many keys a causal query sees on average, in a window or in all of the sequence."""
-    if window is None or window >= length:
-        return length / 2.0
-    return window - window * window / (2.0 * length)
+    return float(keys_between(0, length, length if window is None else window))
+
+
+def keys_between(start: Column, stop: Column, window: int) -> Column:
+    """Return the same for the queries between two places: the mean of the smaller of a place and the window."""
+
+    def until(place: Column) -> Column:
+        low = np.minimum(place, window)
+        return low * low / 2.0 + window * (place - low)
+
+    return (until(stop) - until(start)) / np.maximum(stop - start, 1e-9)
 
 
 def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
@@ -44,23 +54,50 @@ def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
     return queries * model.head_dim, keys * model.head_dim, keys * model.head_dim
 
 
-def attention_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:
-    """Return the seconds of scores and values of one layer for one micro-batch on one rank."""
-    rows = layouts.micro_batch * job.sequence_length / layouts.cp
-    queries, _ = cut.heads(job.model, layouts.tp)
-    query, _, _ = widths(job, layouts)
-    value = queries * (job.model.mla.v_head_dim if job.model.mla else job.model.head_dim)
+def pairs(job: Job, layouts: Layouts, kind: Kind) -> Column:
+    """Return the pairs of a query and a key of one sequence that the busiest rank works on, times its query heads.
+
+    Ulysses and DSP have each rank see whole lines, of fewer heads or fewer lines. Others see keys of all ranks: where
+    ranks hold one stretch each, the last one sees more than the mean, almost twice as much with many ranks.
+    """
+    length, ranks, inner = job.sequence_length, layouts.cp, dealt.trading(layouts)
+    heads = dealt.heads(job, layouts).queries
+    if kind.axis and job.model.grid:
+        return heads * _line_pairs(job.model.grid, kind, layouts)
+    window = length if kind.window is None else kind.window
+    share = cut.width(length, ranks // inner)
+    mean: Column = keys_between(0, length, window)
+    method, order = np.asarray(layouts.sequence_method), np.asarray(layouts.sequence_order)
+    uneven = (order == 0) & (ranks > 1) & ((method == RING_OF_KEYS) | (method == ALL_GATHER) | (method == USP))
+    keys: Column = np.where(uneven & (share < length), keys_between(length - share, length, window), mean)
+    # The last team works on all its queries together, each member with its part of the keys.
+    team = np.minimum(cut.width(length, ranks) * layouts.sequence_teams, length)
+    late = (order == 0) & (ranks > 1) & (method == STARTRAIL)
+    keys = np.where(late, keys_between(length - team, length, window), keys)
+    return share * keys * heads
+
+
+def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
+    """Return the pairs along rows or columns of a grid; DSP cuts the other axis, Ulysses none."""
+    line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
+    turned = np.asarray(layouts.sequence_method) == DSP
+    return line * line / 2.0 * np.where(turned, cut.width(lines, layouts.cp), lines)
+
+
+def attention_s(job: Job, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
+    """Return the seconds of scores and values of one layer for one micro-batch on the busiest rank."""
     if job.stack.attention == "unfused":
-        return _unfused_s(job, layouts, rows, backward=backward)
-    flops = 2.0 * rows * keys_seen(job.sequence_length, window) * (query + value)
+        return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
+    model = job.model
+    head = model.head_dim + model.head_dim
+    if model.mla:
+        head = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.v_head_dim
+    flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * head
     devices = job.devices
     rate = devices.attention_flops or _FLASH_SHARE[devices.backend] * _peak(job)
     share, limit, wide_heads = _GENERATIONS[job.stack.attention]
-    rate = min(share * rate, limit) * (_head_share(job.model.head_dim) if wide_heads else 1.0)
-    if not job.stack.ring_balanced:
-        # The last rank sees all keys before its own tokens, half a share more than twice the mean.
-        flops = flops * np.where(layouts.sequence_method == 1, (2.0 * layouts.cp - 1.0) / layouts.cp, 1.0)
-    return flops * (_BACKWARD if backward else 1.0) / rate + _START_S
+    rate = min(share * rate, limit) * (_head_share(model.head_dim) if wide_heads else 1.0)
+    return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * dealt.blocks(layouts, kind)
 
 
 def _peak(job: Job) -> float:
@@ -98,28 +135,3 @@ def extra_operators(job: Job, layouts: Layouts) -> Column:
         return 1.0
     rows = layouts.micro_batch * cut.heads(job.model, layouts.tp)[0]
     return np.where(np.mod(rows, 4) == 0, 1.0, 1.35)
-
-
-def sequence_s(job: Job, layouts: Layouts, window: int | None, *, backward: bool) -> Column:
-    """Return the seconds that sequence parallelism communicates per layer and pass.
-
-    Ulysses (arXiv 2309.14509): all-to-alls of queries, keys, values and the result. Ring (arXiv 2310.01889): keys and
-    values go once around, in the backward pass with their gradients; a window needs its neighbours' tokens only.
-    """
-    model = job.model
-    rows = layouts.micro_batch * job.sequence_length / layouts.cp
-    query, keys, values = widths(job, layouts)
-    ranks = collective.axis_group(job, layouts, "cp")
-    parts = [query, keys, values, values if model.mla else query]
-    ulysses = sum(collective.all_to_all_s(job, rows * part * job.compute_bytes, ranks) for part in parts)
-    share = 1.0 if window is None else min(1.0, window / job.sequence_length + 1e-9)
-    steps = np.maximum(np.ceil((layouts.cp - 1) * share), 0)
-    block = 2.0 * rows * keys * job.compute_bytes * (2.0 if backward else 1.0)
-    ring = steps * (collective.latency(job, ranks) + block / collective.rate(job, ranks))
-    return np.where(layouts.cp > 1, np.where(layouts.sequence_method == 0, ulysses, ring), 0.0)
-
-
-def hidden_s(layouts: Layouts, attention_s: Column, sequence_s: Column) -> Column:
-    """Return how much of that a pass hides: a ring sends the next block while it works on this one."""
-    blocks = np.maximum(layouts.cp - 1, 1) / np.maximum(layouts.cp, 1)
-    return np.where(layouts.sequence_method == 1, np.minimum(sequence_s, 0.9 * blocks * attention_s), 0.0)

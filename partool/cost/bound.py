@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import collective, cut, tensor_time
+from partool.cost import collective, cut, dealt, tensor_time
 from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
 from partool.cost.offload import Offload, offload
@@ -177,7 +177,7 @@ def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tup
 
 def saved_bytes(job: Job, layouts: Layouts) -> Column:
     """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
-    rows = layouts.micro_batch * job.sequence_length / layouts.cp
+    rows = layouts.micro_batch * dealt.tokens(job, layouts)
     model = job.model
     stream, (queries, _) = model.hidden / cut.stream(job, layouts), cut.heads(model, layouts.tp)
     inner = 4.0 * queries * model.head_dim + 8.0 * cut.width(model.ffn_hidden, cut.outer(layouts))

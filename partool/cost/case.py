@@ -31,6 +31,7 @@ SEQUENCE_METHODS = ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
 ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = range(len(SEQUENCE_METHODS))
 ORDERS = ("contiguous", "zigzag", "grid")
 """Values of ``Layouts.sequence_order`` by index."""
+ZIGZAG = ORDERS.index("zigzag")
 INSIDES = ("teams", "rings")
 """Values of ``Layouts.sequence_inside`` by index."""
 SCHEDULES = (

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from partool.cost.attention import keys_seen
 from partool.cost.case import Job
-from partool.cost.layer import kinds
+from partool.cost.kinds import Kind, kinds
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 
@@ -30,7 +30,13 @@ def attention_flops_per_token(model: ModelConfig, sequence_length: int) -> float
     if model.mla:
         query = float(model.heads * (model.mla.nope_head_dim + model.mla.rope_head_dim))
         value = float(model.heads * model.mla.v_head_dim)
-    return sum(2.0 * keys_seen(sequence_length, kind.window) * (query + value) for kind in kinds(model))
+    return sum(2.0 * _keys(model, sequence_length, kind) * (query + value) for kind in kinds(model))
+
+
+def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
+    if kind.axis and model.grid:
+        return keys_seen(model.grid[1] if kind.axis == "row" else model.grid[0], None)
+    return keys_seen(sequence_length, kind.window)
 
 
 def model_flops(job: Job) -> float:

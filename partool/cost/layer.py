@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from partool.cost import attention, collective, cut, tensor_time
+from partool.cost import attention, collective, cut, dealt, sequence, tensor_time
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
+from partool.cost.kinds import Kind
 from partool.spec.model import ModelConfig
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
@@ -19,23 +19,6 @@ _KERNEL_GAP_S = 5e-6
 """Least time of a small kernel with the gap after it."""
 _IMBALANCE = 1.1
 """Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
-
-
-class Kind(NamedTuple):
-    """What distinguishes layers of one model."""
-
-    window: int | None
-    """Tokens a sliding layer sees; None: all."""
-    moe: bool
-
-
-@lru_cache(maxsize=64)
-def kinds(model: ModelConfig) -> tuple[Kind, ...]:
-    """Return the kind of every layer."""
-    return tuple(
-        Kind(model.window if model.attention_kind(layer) == "sliding" else None, model.is_moe_layer(layer))
-        for layer in range(model.layers)
-    )
 
 
 @dataclass
@@ -48,6 +31,8 @@ class Pass:
     tensor_s: Column = 0.0
     sequence_s: Column = 0.0
     expert_s: Column = 0.0
+    shared: sequence.Exchange = field(default_factory=sequence.Exchange)
+    """What makes up ``sequence_s``."""
     host_s: Column = 0.0
     """What the host needs to start the pass's operators."""
     exposed: dict[str, Column] = field(default_factory=dict)
@@ -100,7 +85,7 @@ def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
 
 def tokens(job: Job, layouts: Layouts) -> Column:
     """Return the tokens of a micro-batch on one rank."""
-    return layouts.micro_batch * job.sequence_length / layouts.cp
+    return layouts.micro_batch * dealt.tokens(job, layouts)
 
 
 def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, backward: bool) -> Pass:
@@ -118,19 +103,21 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
         # In two dimensions all results are sums.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
+    shared = sequence.exchange(job, layouts, kind, backward=backward)
+    operators = operators + shared.operators
     done = Pass(
         matmul_s=matmul,
-        attention_s=derate * attention.attention_s(job, layouts, kind.window, backward=backward),
+        attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
         elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
         tensor_s=tensor.total,
-        sequence_s=attention.sequence_s(job, layouts, kind.window, backward=backward),
+        sequence_s=shared.total,
+        shared=shared,
         expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
         host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
     )
-    hidden = attention.hidden_s(layouts, done.attention_s, done.sequence_s)
     done.exposed = {
         "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed,
-        "sequence_parallel": done.sequence_s - hidden,
+        "sequence_parallel": shared.exposed(job, done.attention_s),
         "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
     }
     return done
@@ -147,8 +134,10 @@ def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
     matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
     shown = {name: whole * value for name, value in forward.exposed.items()}
-    # Ranks that share a sequence exchange keys once more where attention runs once more.
-    shown["sequence_parallel"] = core * forward.exposed["sequence_parallel"]
+    # Keys go round once more where attention runs once more; heads are traded around it, and axes around the layer.
+    shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
+    traded = everything * (shared.outside - shared.hidden)
+    shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
     # What is sent once more shows as much of as in the forward pass.
     shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
     return Pass(
@@ -156,7 +145,7 @@ def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
         attention_s=attends * forward.attention_s,
         elementwise_s=light * forward.elementwise_s,
         tensor_s=whole * sent_s,
-        sequence_s=core * forward.sequence_s,
+        sequence_s=core * shared.rings + everything * shared.outside,
         expert_s=whole * forward.expert_s,
         host_s=(0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole) * forward.host_s,
         exposed=shown,

@@ -13,7 +13,8 @@ import numpy as np
 from partool.cost import cut, tensor_time
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
-from partool.cost.layer import Kind, Layer, embedding_s, head_s, kinds, layer
+from partool.cost.kinds import Kind, kinds
+from partool.cost.layer import Layer, embedding_s, head_s, layer
 from partool.cost.tensor import keeps_gathered
 from partool.layout.parameters import layer_parameters
 from partool.spec.model import ModelConfig

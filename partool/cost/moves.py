@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from partool.cost import dealt
 from partool.cost.case import Column, Job, Layouts
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -42,4 +43,4 @@ class Moves(NamedTuple):
 
 def tokens(job: Job, layouts: Layouts) -> Column:
     """Return the tokens of a micro-batch on one rank."""
-    return layouts.micro_batch * (job.sequence_length // layouts.cp)
+    return layouts.micro_batch * dealt.tokens(job, layouts)

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost import cut
+from partool.cost import cut, dealt
 from partool.cost.case import SCHEDULES as NAMES
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.columns import columns
@@ -129,7 +129,7 @@ def boundary_bytes(job: Job, layout: Layout) -> int:
 
 def boundary_elements(job: Job, layouts: Layouts) -> Column:
     """Return the elements of the same, as columns: a rank's share of the residual stream."""
-    length, stack = job.sequence_length // layouts.cp, job.stack
+    length, stack = dealt.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
         return layouts.micro_batch * length * job.model.hidden // cut.stream(job, layouts)
     # Shares of the sequence are alike: the last one is padded.

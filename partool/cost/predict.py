@@ -12,7 +12,8 @@ from partool.cost.case import Job
 from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.columns import columns
 from partool.cost.flops import model_flops
-from partool.cost.layer import Layer, Pass, kinds
+from partool.cost.kinds import kinds
+from partool.cost.layer import Layer, Pass
 from partool.cost.micro import COMMUNICATION, Micro, Unit, micro
 from partool.cost.pipeline import (
     messages,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import cut
+from partool.cost import cut, dealt
 from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Job, Layouts
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
@@ -54,7 +54,7 @@ class Widths:
 
 def micro_batch_tokens(job: Job, layouts: Layouts) -> Column:
     """Return the tokens that one rank works on in one forward pass."""
-    return layouts.micro_batch * job.sequence_length / layouts.cp
+    return layouts.micro_batch * dealt.tokens(job, layouts)
 
 
 def widths(job: Job, layouts: Layouts, kind: int) -> Widths:

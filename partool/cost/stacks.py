@@ -20,7 +20,9 @@ class Stack:
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash3"
     """Generation of its attention kernels; flash3 stands for the best there is on a device."""
     ring_balanced: bool = True
-    """A ring gives each rank an early and a late part of the sequence (zigzag), so that all see as many keys."""
+    """A ring gives each rank an early and a late part of the sequence (zigzag); partool does as each layout says."""
+    overlap_blocks: float = 0.9
+    """Share of the attention to a block that hides what ranks of a ring hand on."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations against fused kernels: 1.6 to 1.8 eager."""
     activation_passes: float = 1.0
@@ -86,6 +88,7 @@ PARTOOL_CPU = replace(
     overlap_gradients=0.0,
     overlap_gathers=0.0,
     overlap_products=0.0,
+    overlap_blocks=0.0,
     contention=1.0,
     wait_share=0.12,
     overhead_s=4e-3,

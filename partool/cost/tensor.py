@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost import two_dim
+from partool.cost import dealt, two_dim
 from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
 from partool.cost.columns import columns
 from partool.cost.moves import Kind, Move, Moves, tokens
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 def padded_tokens(job: Job, layouts: Layouts) -> Column:
     """Return the same where each tensor rank holds a share of the sequence: the last one is padded."""
-    tp, length = layouts.tp, job.sequence_length // layouts.cp
+    tp, length = layouts.tp, dealt.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
 

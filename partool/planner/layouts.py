@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
-from partool.cost.layer import Kind
+from partool.cost.kinds import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh

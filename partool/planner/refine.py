@@ -9,7 +9,7 @@ import numpy as np
 
 from partool.cost.bound import bound_s, step
 from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts
-from partool.cost.layer import Kind
+from partool.cost.kinds import Kind
 from partool.cost.micro import Micro
 from partool.cost.sync import pipeline_wait
 from partool.planner.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs

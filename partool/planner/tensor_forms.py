@@ -9,7 +9,8 @@ import numpy as np
 
 from partool.cost import cut
 from partool.cost.case import OVERLAPS, Layouts
-from partool.cost.layer import kinds, layer
+from partool.cost.kinds import kinds
+from partool.cost.layer import layer
 from partool.cost.tensor import halves_passes
 from partool.cost.tensor_time import layer_seconds
 from partool.layout.tensor import head_ranges

@@ -13,7 +13,8 @@ from partool.cost.bound import bound_s
 from partool.cost.case import Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.cut import share_columns, shares
-from partool.cost.layer import kinds, layer
+from partool.cost.kinds import kinds
+from partool.cost.layer import layer
 from partool.cost.peak import predict_memory
 from partool.cost.pipeline import boundary_bytes
 from partool.cost.predict import predict_time

@@ -10,17 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cost import collective
-from partool.cost.attention import attention_s, keys_seen, sequence_s
+from partool.cost.attention import attention_s, keys_seen
 from partool.cost.bound import bound_s
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
 from partool.cost.gemm import matmul_s
-from partool.cost.layer import kinds, layer
+from partool.cost.kinds import Kind, kinds
+from partool.cost.layer import layer
 from partool.cost.micro import micro
 from partool.cost.offload import offload
 from partool.cost.predict import predict_time
-from partool.cost.stacks import PARTOOL, STACKS, own_stack
+from partool.cost.stacks import PARTOOL, own_stack
 from partool.cost.traffic import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
@@ -134,31 +135,10 @@ def test_keys_seen() -> None:
 
 def test_attention_counts_causal_pairs_once() -> None:
     rate = 0.5 * 1e15
-    seconds = attention_s(job(), Layouts(), None, backward=False)
+    seconds = attention_s(job(), Layouts(), backward=False)
     assert seconds == pytest.approx(4 * 4096 * 2048 * 4096 / rate, rel=0.05)
-    assert attention_s(job(), Layouts(), 512, backward=False) < 0.3 * seconds
-    assert attention_s(job(), Layouts(tp=4), None, backward=False) == pytest.approx(seconds / 4, rel=0.1)
-
-
-def test_a_ring_without_balance_waits_for_its_last_rank() -> None:
-    old = STACKS["fsdp2"]
-    layouts = Layouts(cp=4, sequence_method=1)
-    best = attention_s(job(stack=old, sequence_length=65536), Layouts(cp=4, sequence_method=0), None, backward=False)
-    assert attention_s(job(stack=old, sequence_length=65536), layouts, None, backward=False) == pytest.approx(
-        7 / 4 * best, rel=0.01
-    )
-
-
-def test_sequence_parallelism_sends_what_its_method_needs() -> None:
-    one = job(sequence_length=32768)
-    assert sequence_s(one, Layouts(), None, backward=False) == 0.0
-    ulysses = sequence_s(one, Layouts(cp=8), None, backward=False)
-    ring = sequence_s(one, Layouts(cp=8, sequence_method=1), None, backward=False)
-    rows = 32768 / 8
-    sent = 2 * rows * (4096 + 1024 + 1024 + 4096) * 7 / 8 / (0.78 * 4e11)
-    assert ulysses == pytest.approx(sent + 4 * collective.latency(one, collective.group(one, 8, 1)))
-    assert ring > ulysses
-    assert sequence_s(one, Layouts(cp=8, sequence_method=1), 4096, backward=False) < 0.4 * ring
+    assert attention_s(job(), Layouts(), Kind(512, False), backward=False) < 0.3 * seconds
+    assert attention_s(job(), Layouts(tp=4), backward=False) == pytest.approx(seconds / 4, rel=0.1)
 
 
 # Layers.

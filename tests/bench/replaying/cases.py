@@ -177,6 +177,7 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
         "expert": degrees.ep, "zero": zero, "micro_batch": reading.micro_batch, "accumulation": reading.accumulation,
         "recompute": tuple(policies), "compile": "none" if stack.operators_forward > 20 else "block", "stages": bounds,
         "schedule": name, "chunks": chunks, "sequence_method": "ulysses" if _ulysses(cells, stack) else "ring",
+        "sequence_order": "zigzag" if stack.ring_balanced else "contiguous",
     }  # fmt: skip
     return Layout(**values, **reading.offload)
 

@@ -1,0 +1,185 @@
+"""The cost of sequence parallelism: what its methods send, what they hide, and what their ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from partool.cost import collective
+from partool.cost.attention import attention_s, pairs
+from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Job, Layouts
+from partool.cost.kinds import Kind, kinds
+from partool.cost.sequence import Exchange, exchange
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig
+
+FULL = Kind(None, False)
+MODEL = ModelConfig(
+    layers=4, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=32000, max_position=131072
+)
+GPU = Devices(
+    accelerator="test", backend="cuda", nodes=4, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,
+    achievable_flops=8e14, units=132, memory_bytes_per_s=3e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
+)  # fmt: skip
+WINDOW = Kind(4096, False)
+
+
+def job(model: ModelConfig = MODEL, length: int = 32768, devices: Devices = GPU, **changes: Any) -> Job:
+    return Job(model, devices, length, 64, "bf16", **changes)
+
+
+def sent(one: Job, kind: Kind = FULL, *, backward: bool = False, **columns: Any) -> Exchange:
+    return exchange(one, Layouts(**columns), kind, backward=backward)
+
+
+def busy(one: Job, kind: Kind = FULL, **columns: Any) -> float:
+    return float(attention_s(one, Layouts(**columns), kind, backward=False))
+
+
+# Seconds.
+
+
+def test_one_rank_sends_nothing() -> None:
+    for method in range(6):
+        assert sent(job(), sequence_method=method).total == 0.0
+
+
+def test_ulysses_trades_heads_for_tokens() -> None:
+    rows = 32768 / 8
+    elements = rows * (4096 + 1024 + 1024 + 4096) * 7 / 8
+    start = 4 * collective.latency(job(), collective.group(job(), 8, 1))
+    for backward in (False, True):
+        found = sent(job(), cp=8, sequence_method=ULYSSES, backward=backward)
+        assert found.total == pytest.approx(2 * elements / (0.78 * 4e11) + start)
+        assert found.exposed(job(), 1.0) == found.total, "compiled blocks hide nothing"
+        assert found.rings == 0.0
+
+
+def test_ulysses_sends_heads_of_keys_to_all_that_need_them() -> None:
+    few = MODEL.model_copy(update={"kv_heads": 2})
+    start = 4 * collective.latency(job(), collective.group(job(), 8, 1))
+    found = sent(job(few), cp=8, sequence_method=ULYSSES).total - start
+    assert found == pytest.approx(2 * 4096 * (4096 + 8 * 128 + 8 * 128 + 4096) * 7 / 8 / (0.78 * 4e11))
+
+
+def test_projections_hide_what_travels_beside_them() -> None:
+    for backward in (False, True):
+        found = sent(job(), cp=8, compiled=0, backward=backward)
+        assert 0 < found.hidden < found.outside
+        assert found.exposed(job(), 0.0) == pytest.approx(found.outside - found.hidden)
+        assert sent(job(), cp=4, tp=2, compiled=0, backward=backward).hidden == 0.0
+
+
+def test_a_ring_hides_behind_the_attention_to_the_block_before() -> None:
+    columns = {"cp": 8, "sequence_method": RING_OF_KEYS, "sequence_order": 1}
+    block = 4096 * 2 * 1024 * 2 / (0.78 * 4e11) + GPU.link_latency_s
+    found = sent(job(), **columns)
+    assert found.total == pytest.approx(7 * block)
+    assert found.exposed(job(), 0.0) == pytest.approx(7 * block)
+    assert found.exposed(job(), 8 * block) < 0.2 * found.total
+    assert found.exposed(job(), 80 * block) == pytest.approx(0.08 * found.total), "it slows what it hides behind"
+
+
+def test_gradients_of_keys_go_round_wide_and_come_home_beside_nothing() -> None:
+    found = sent(job(), cp=8, sequence_method=RING_OF_KEYS, backward=True)
+    each = 4096 * 2 * 1024 / (0.78 * 4e11)
+    # A transfer of keys, six of both, and the last gradients.
+    assert found.total == pytest.approx(7 * (2 + 4) * each + 8 * GPU.link_latency_s)
+    assert found.exposed(job(), 1e9) > 4 * each
+
+
+def test_contiguous_shares_wait_for_the_last_rank() -> None:
+    even, late = (busy(job(), cp=4, sequence_method=RING_OF_KEYS, sequence_order=order) for order in (1, 0))
+    assert late == pytest.approx(7 / 4 * even, rel=0.02)
+    gathered = busy(job(), cp=4, sequence_method=ALL_GATHER)
+    assert gathered == pytest.approx(late, rel=0.05)
+    assert busy(job(), cp=4, sequence_method=ULYSSES) == pytest.approx(even, rel=0.05)
+    # Windows see as much everywhere but at the start.
+    windows = [busy(job(), WINDOW, cp=4, sequence_method=RING_OF_KEYS, sequence_order=order) for order in (1, 0)]
+    assert windows[1] == pytest.approx(windows[0], rel=0.1)
+
+
+def test_windows_take_their_neighbours_tokens_only() -> None:
+    ring = sent(job(), cp=8, sequence_method=RING_OF_KEYS)
+    halo = sent(job(), WINDOW, cp=8, sequence_method=RING_OF_KEYS)
+    assert halo.total == pytest.approx(4095 * 2 * 1024 * 2 / (0.78 * 4e11) + GPU.link_latency_s)
+    assert halo.total < 0.2 * ring.total
+    wide = sent(job(), Kind(32768, False), cp=8, sequence_method=RING_OF_KEYS)
+    assert wide.total == ring.total, "a window of all tokens is none"
+
+
+def test_windows_cost_what_they_see() -> None:
+    assert float(pairs(job(), Layouts(), WINDOW)) == pytest.approx(32 * 32768 * (4096 - 4096**2 / 2 / 32768))
+
+
+@pytest.mark.parametrize(("heads", "ranks", "most"), [(7, 4, 2), (3, 4, 1), (32, 8, 4)])
+def test_uneven_heads_cost_what_the_fullest_rank_has(heads: int, ranks: int, most: int) -> None:
+    model = MODEL.model_copy(update={"heads": heads, "kv_heads": heads})
+    layouts = Layouts(cp=ranks, sequence_method=ULYSSES)
+    assert float(pairs(job(model), layouts, FULL)) == most * 32768**2 / 2
+
+
+def test_slow_networks_carry_a_ring_of_teams_less_often() -> None:
+    """32 ranks on 4 nodes: rings of a team's keys stay inside a node, a plain ring crosses them with every block."""
+    one = job(length=131072)
+    plain = sent(one, cp=32, sequence_method=RING_OF_KEYS, sequence_order=1)
+    trails = sent(one, cp=32, sequence_method=STARTRAIL, sequence_teams=2, sequence_order=1)
+    assert trails.total < 0.5 * plain.total
+
+
+def test_usp_keeps_both_to_their_tier() -> None:
+    one = job(length=131072)
+    both = sent(one, cp=32, sequence_method=USP, sequence_inner=8, sequence_order=1)
+    assert both.outside > 0
+    assert sum(float(times) for times, _ in both.steps) == 3
+    assert both.total < sent(one, cp=32, sequence_method=RING_OF_KEYS, sequence_order=1).total
+    whole = sent(one, cp=32, sequence_method=USP, sequence_inner=32)
+    assert whole.total == pytest.approx(sent(one, cp=32, sequence_method=ULYSSES).total)
+
+
+def test_dsp_trades_the_hidden_state_twice_per_pair_of_layers() -> None:
+    model = MODEL.model_copy(update={"grid": (128, 256), "layer_types": ("row", "column") * 2})
+    one, columns = job(model), {"cp": 8, "sequence_method": DSP, "sequence_order": 2}
+    assert [kind.turns for kind in kinds(model)] == [1, 1, 1, 1]
+    group = collective.group(one, 8, 1)
+    each = float(collective.all_to_all_s(one, 4096 * 4096 * 2, group))
+    assert [sent(one, kind, **columns).total for kind in kinds(model)] == pytest.approx([each] * 4)
+    whole = busy(one, kinds(model)[0])
+    assert busy(one, kinds(model)[0], **columns) == pytest.approx(whole / 8, rel=0.3)
+    assert float(pairs(one, Layouts(**columns), kinds(model)[1])) == 32 * 128**2 / 2 * 32
+    assert whole < 0.01 * busy(one, FULL)
+
+
+def test_columns_price_what_single_layouts_cost() -> None:
+    rows = [
+        {
+            "cp": cp,
+            "tp": tp,
+            "sequence_method": method,
+            "sequence_order": order,
+            "sequence_inner": inner,
+            "micro_batch": 2,
+        }
+        | {"sequence_teams": 2 if method == STARTRAIL and cp >= 4 else 1, "compiled": 0}
+        for cp in (1, 4, 8)
+        for tp in (1, 2)
+        for method in range(5)
+        for order in (0, 1)
+        for inner in (1, 2)
+        if cp % inner == 0
+    ]
+    table = Layouts(**{name: np.array([row[name] for row in rows]) for name in rows[0]})
+    for kind in (FULL, WINDOW):
+        for backward in (False, True):
+            together = exchange(job(), table, kind, backward=backward)
+            seconds = attention_s(job(), table, kind, backward=backward)
+            shown = together.exposed(job(), 1e-3 * np.ones(len(rows)))
+            for index, row in enumerate(rows):
+                alone = sent(job(), kind, backward=backward, **row)
+                assert float(np.broadcast_to(together.total, len(rows))[index]) == pytest.approx(float(alone.total))
+                assert float(shown[index]) == pytest.approx(float(alone.exposed(job(), 1e-3)))
+                assert float(seconds[index]) == pytest.approx(
+                    float(attention_s(job(), Layouts(**row), kind, backward=backward))
+                )
