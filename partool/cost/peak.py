@@ -14,6 +14,7 @@ import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
+from partool.cost import sequence_memory
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
@@ -242,12 +243,15 @@ def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]
     found: Layers = {}
     tokens = micro_batch_tokens(job, layouts)
     for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
-        whole = saved_by_layer(job, layouts, stack, kind, 0)
+        whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
         backward: Column = 0.0
         if job.devices.backend != "cpu":
             backward = gradients_per_token(job, layouts, stack, kind) * tokens
         for policy in policies:
-            there = whole if policy == 0 else saved_by_layer(job, layouts, stack, kind, policy)
+            there = whole
+            if policy != 0:
+                more = sequence_memory.saved_bytes(job, layouts, policy)
+                there = saved_by_layer(job, layouts, stack, kind, policy) + more
             # One layer's tensors are rebuilt while its backward pass runs.
             found[kind, policy] = there, np.maximum(0.0, whole - there) + backward
     return found

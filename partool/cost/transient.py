@@ -9,6 +9,7 @@ from partool.cost.case import Column, Job, Layouts
 from partool.cost.held import DENSE, MOE
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.saved import micro_batch_tokens, widths
+from partool.cost.sequence_memory import buffer_bytes
 
 
 def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
@@ -45,9 +46,8 @@ def exchange_bytes(job: Job, layouts: Layouts) -> Column:
     tensor = np.where(whole, 2.0 * m.hidden, 0.0)
     sizes = widths(job, layouts, MOE if m.moe else DENSE)
     tokens = micro_batch_tokens(job, layouts)
-    sequence = np.where(layouts.cp > 1, 2.0 * sizes.value * 2, 0.0)
     expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
-    return small * tokens * (tensor + sequence + expert)
+    return small * tokens * (tensor + expert) + buffer_bytes(job, layouts)
 
 
 def communicators(layouts: Layouts) -> Column:

@@ -9,9 +9,11 @@ import pytest
 
 from partool.cost import collective
 from partool.cost.attention import attention_s, pairs
-from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Job, Layouts
+from partool.cost.case import ALL_GATHER, ATTENTION, DSP, RECOMPUTE, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Job, Layouts
 from partool.cost.kinds import Kind, kinds
+from partool.cost.peak import peak_memory
 from partool.cost.sequence import Exchange, exchange
+from partool.cost.sequence_memory import buffer_bytes, saved_bytes
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 
@@ -23,6 +25,7 @@ GPU = Devices(
     accelerator="test", backend="cuda", nodes=4, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,
     achievable_flops=8e14, units=132, memory_bytes_per_s=3e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
 )  # fmt: skip
+POLICY = RECOMPUTE.index("full")
 WINDOW = Kind(4096, False)
 
 
@@ -183,3 +186,53 @@ def test_columns_price_what_single_layouts_cost() -> None:
                 assert float(seconds[index]) == pytest.approx(
                     float(attention_s(job(), Layouts(**row), kind, backward=backward))
                 )
+
+
+# Memory.
+
+
+def test_ulysses_keeps_results_twice_and_heads_as_they_are_dealt() -> None:
+    rows, query, key = 32768 / 4, 4096, 1024
+    columns = {"cp": 4, "sequence_method": ULYSSES}
+    assert float(saved_bytes(job(), Layouts(**columns), 0)) == rows * query * 2
+    assert float(saved_bytes(job(), Layouts(**columns), ATTENTION)) == 0.0
+    # 7 heads on 4 ranks: the fullest works on 2 of them, of all tokens.
+    odd = job(MODEL.model_copy(update={"heads": 7, "kv_heads": 7}))
+    more = 3 * 7 * 128 * 2 * (8 / 7 - 1) + 7 * 128 * 2 * 8 / 7 + 7 * 4 * (8 / 7 - 1)
+    assert float(saved_bytes(odd, Layouts(**columns), 0)) == pytest.approx(rows * more)
+    # One head of keys goes to all four ranks.
+    shared = job(MODEL.model_copy(update={"kv_heads": 1}))
+    assert float(saved_bytes(shared, Layouts(**columns), ATTENTION)) == rows * 2 * 128 * 2 * 3
+    assert float(saved_bytes(job(), Layouts(cp=4, sequence_method=RING_OF_KEYS), 0)) == 0.0
+    assert key == MODEL.kv_heads * MODEL.head_dim
+
+
+def test_buffers_of_each_method() -> None:
+    """With as many heads of keys as of queries, u being one of them: rings hold what does not grow with their ranks."""
+    model = MODEL.model_copy(update={"kv_heads": 32})
+    unit = 4096 * 4096 * 2
+
+    def units(ranks: int, **columns: Any) -> float:
+        one = job(model, length=4096 * ranks)
+        return float(buffer_bytes(one, Layouts(cp=ranks, **columns))) / unit
+
+    for ranks in (4, 16):
+        assert units(ranks, sequence_method=ULYSSES) == 2 * 3
+        # Two blocks of keys and values, two of their wide gradients, and those of the queries.
+        assert units(ranks, sequence_method=RING_OF_KEYS) == 4 + 8 + 2
+        assert units(ranks, sequence_method=ALL_GATHER) == 2 * ranks + 4 * ranks + 2
+    trails = [units(16, sequence_method=STARTRAIL, sequence_teams=teams) for teams in (1, 2, 4)]
+    assert trails == [17, 2 * 17, 4 * 17]
+    windowed = job(model.model_copy(update={"window": 1025, "layer_types": ("sliding",) * 4}), length=32768)
+    ring = float(buffer_bytes(windowed, Layouts(cp=8, sequence_method=RING_OF_KEYS))) / unit
+    assert ring == pytest.approx(1024 / 4096 * (2 + 4) + 2)
+
+
+def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
+    for method in range(5):
+        one = job(length=262144)
+        totals = [
+            float(peak_memory(one, Layouts(cp=cp, sequence_method=method, zero=3, recompute=POLICY)).total_bytes)
+            for cp in (1, 4, 16)
+        ]
+        assert totals == sorted(totals, reverse=True), method
