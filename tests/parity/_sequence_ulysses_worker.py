@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -16,14 +18,22 @@ from _forks import run_forked
 from partool.cost.sequence_types import Heads, Sent
 from partool.cost.sequence_ulysses import sent as sent_by_ulysses
 from partool.layout.sequence import Order, shares
+from partool.plan.types import Layout
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import Recompute
+from partool_runtime.model import Decoder
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
 from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.sequence import exchange, ulysses
 from partool_runtime.parallel.sequence.exchange import HeadExchange
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.ulysses import WholeSequences
+from partool_runtime.torch_internals import finished, start_exchange
 
 WORLD = 8
 KEY_DIM, VALUE_DIM = 4, 3
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 10, "ffn_hidden": 7, "vocab": 11, "init_std": 0.3}
 
 
 class Case(NamedTuple):
@@ -59,6 +69,7 @@ def main() -> None:
     for number, case in enumerate(ULYSSES):
         if (team := teams(case)) is not None:
             check(case, team, partial(through_ulysses, team), sent_by_ulysses, number)
+    layers_of_two_models(teams)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -81,8 +92,8 @@ def through_ulysses(
     team: SequenceTeam, heads: Sequence[torch.Tensor], layout: AttentionLayout, tokens: Tokens
 ) -> torch.Tensor:
     q, k, v = heads
-    exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
-    return exchange(q, k, v, partial(WholeSequences(attend), layout=layout, tokens=tokens))
+    heads_for_tokens = HeadExchange(team.group.group_name, team.rank, team.shares)
+    return heads_for_tokens(q, k, v, partial(WholeSequences(attend), layout=layout, tokens=tokens))
 
 
 def check(
@@ -109,6 +120,130 @@ def check(
     sizes = Heads(case.batch, case.queries, case.keys, KEY_DIM, VALUE_DIM, case.window)
     counted = [sum(t.sent_bytes for t in counter.snapshot().values()) for counter in (forward, backward)]
     assert counted == list(formula(team.shares, sizes, team.rank).bytes(8)), (case, counted)
+
+
+MODELS = (
+    ModelConfig(
+        **SIZES,
+        heads=12,
+        kv_heads=4,
+        head_dim=2,
+        qk_norm=True,
+        qkv_bias=True,
+        window=3,
+        layer_types=("sliding", "full"),
+    ),
+    ModelConfig(**SIZES, heads=3, kv_heads=3, head_dim=4, position="learned", max_position=17, norm="layernorm"),
+)
+
+
+def layers_of_two_models(teams: Callable[[Case], SequenceTeam | None]) -> None:
+    """Run layers of two models in turns, whose heads differ; nothing of the one may reach the other."""
+    team = teams(Case(4, 0, 0, 17))
+    if team is None:
+        return
+    pairs = [Layers(team, config, seed) for seed, config in enumerate(MODELS)]
+    for layers in pairs:
+        layers.forward()
+    for layers in pairs:
+        layers.backward()
+    overlapped = [layers.found() for layers in pairs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "start_exchange", lambda *sent: finished(start_exchange(*sent)))
+        for layers in pairs:
+            layers.forward()
+            layers.backward()
+    for layers, before in zip(pairs, overlapped, strict=True):
+        layers.compare()
+        assert all(torch.equal(a, b) for a, b in zip(before, layers.found(), strict=True)), "waiting changes bits"
+    order_of_exchanges(pairs[0])
+    exchanged_again(team)
+
+
+class Layers:
+    """The layers of a decoder on this rank's tokens, and of the same decoder on all tokens."""
+
+    def __init__(self, team: SequenceTeam, config: ModelConfig, seed: int, policy: Recompute = "none") -> None:
+        torch.manual_seed(seed)
+        self.team = team
+        self.whole = Decoder(config).double()
+        self.shared = copy.deepcopy(self.whole)
+        self.shared.contexts.share = (team.length, tuple(team.index(team.rank)))
+        ulysses.put(list(self.shared.layers), team, Layout.model_construct())
+        recompute(self.shared.layers, [policy] * config.layers)
+        self.x = random(seed, 2, team.length, config.hidden)
+        self.mine = torch.tensor(team.index(team.rank))
+
+    def forward(self) -> None:
+        """Run the layers on this rank's tokens."""
+        self.shared.zero_grad()
+        self.input = self.x[:, self.mine].requires_grad_()
+        self.out = self.run(self.shared, self.input)
+
+    def run(self, model: Decoder, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers of a model make of a hidden state."""
+        context = model.contexts(x)
+        for layer in model.layers:
+            x = layer(x, context)
+        return x
+
+    def backward(self) -> None:
+        """Run backward from a loss that weighs every element otherwise."""
+        (self.out * self.x[:, self.mine].cos()).sum().backward()
+
+    def found(self) -> list[torch.Tensor]:
+        """Return the result, the input's gradient, and those of the parameters, of this rank's tokens."""
+        return [self.out.detach(), self.input.grad, *(p.grad.clone() for p in self.shared.layers.parameters())]
+
+    def compare(self) -> None:
+        """Compare with one process."""
+        whole = self.x.clone().requires_grad_()
+        out = self.run(self.whole, whole)
+        (out * self.x.cos()).sum().backward()
+        mine, dx, *grads = self.found()
+        same("layers", mine, out.detach()[:, self.mine])
+        same("gradient of the input", dx, whole.grad[:, self.mine])
+        for grad, (name, parameter) in zip(grads, self.whole.layers.named_parameters(), strict=True):
+            dist.all_reduce(grad, group=self.team.group)
+            same(name, grad, parameter.grad)
+
+
+def order_of_exchanges(layers: Layers) -> None:
+    """Check that the next projection is computed while the last one travels, and backward likewise."""
+    attention, log = layers.shared.layers[1].attention, []
+    hooks = [getattr(attention, name).register_forward_hook(lambda *_, name=name: log.append(name)) for name in "kqvo"]
+    for name in "kqvo":
+        module = getattr(attention, name)
+        hooks.append(module.register_full_backward_hook(lambda *_, name=name: log.append(name)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "start_exchange", lambda *sent: (log.append("start"), start_exchange(*sent))[1])
+        patch.setattr(exchange, "finished", lambda x: (log.append("end"), finished(x))[1])
+        x = layers.input.detach().requires_grad_()
+        out = attention(x, layers.shared.contexts(x))
+        assert log == ["k", "start", "q", "start", "v", "start", "end", "end", "end", "start", "end", "o"], log
+        log.clear()
+        out.sum().backward()
+        assert log == ["o", "start", "end", "start", "start", "start", "end", "v", "end", "q", "end", "k"], log
+    for hook in hooks:
+        hook.remove()
+
+
+EXCHANGES = {"none": 8, "attention": 8, "selective": 8, "full": 12}
+"""Per layer and step; only ``full`` sends again in the backward pass what it sent before."""
+
+
+def exchanged_again(team: SequenceTeam) -> None:
+    """Count exchanges under each policy of recomputation, which must not change any bit."""
+    bits = []
+    for policy, exchanges in EXCHANGES.items():
+        layers = Layers(team, MODELS[0], 0, policy)
+        with CommCounter() as counter:
+            layers.forward()
+            layers.backward()
+        bits.append(layers.found())
+        calls = counter.snapshot()["all_to_all"].calls
+        assert calls == exchanges * MODELS[0].layers, (policy, calls)
+    assert all(torch.equal(a, b) for other in bits[1:] for a, b in zip(bits[0], other, strict=True))
 
 
 def inputs(case: Case, seed: int) -> list[torch.Tensor]:
