@@ -35,6 +35,7 @@ TRAFFIC_TERMS: dict[str, str] = {
     "gradient_sync": "bytes this rank sends to reduce gradients",
     "parameter_gather": "bytes this rank sends to gather parameters",
     "tensor": "bytes this rank sends to the ranks that share its matrices",
+    "sequence": "bytes this rank sends to the ranks that share its sequences",
     "pipeline": "bytes this rank sends to other ranks of its pipeline: activations, or weights where these travel",
 }
 """Traffic terms in bytes per rank and optimizer step."""

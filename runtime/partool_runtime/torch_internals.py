@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -140,20 +140,31 @@ def start_exchange(x: torch.Tensor, sent: list[int], received: list[int], group_
     return cast(torch.Tensor, exchanged)
 
 
-def finished(x: torch.Tensor) -> torch.Tensor:
-    """Wait for what a ``start_…`` function has returned (on a GPU, let the current stream wait), and return it."""
+def finished(x: torch.Tensor, term: str = "tensor_parallel") -> torch.Tensor:
+    """Wait for what a ``start_…`` function has returned (on a GPU, let the current stream wait), and return it.
+
+    ``term`` is the one of :data:`partool.plan.terms.TIME_TERMS` that the time belongs to.
+    """
     if torch.compiler.is_compiling() or _Waits.around is None:
         return cast(torch.Tensor, torch.ops._c10d_functional.wait_tensor(x))
-    with _Waits.around():
+    with _Waits.around(term):
         return cast(torch.Tensor, torch.ops._c10d_functional.wait_tensor(x))
+
+
+def waiting(term: str) -> AbstractContextManager[None]:
+    """Return what is entered around a wait of another kind, whose time belongs to ``term``; not in compiled code."""
+    return nullcontext() if _Waits.around is None else _Waits.around(term)
 
 
 class _Waits:
-    around: Callable[[], AbstractContextManager[None]] | None = None
+    around: Callable[[str], AbstractContextManager[None]] | None = None
 
 
-def watch_waits(around: Callable[[], AbstractContextManager[None]] | None) -> None:
-    """Enter what ``around`` returns at every :func:`finished`; None ends it. Compiled code is not watched."""
+def watch_waits(around: Callable[[str], AbstractContextManager[None]] | None) -> None:
+    """Enter what ``around`` returns for a term at every :func:`finished` and :func:`waiting`; None ends it.
+
+    Compiled code is not watched.
+    """
     _Waits.around = around
 
 
@@ -189,6 +200,11 @@ def summing_operators() -> frozenset[Any]:
             collectives.all_to_all_single.default,
         }
     )
+
+
+def exchanging_operators() -> frozenset[Any]:
+    """Return the collectives that trade one axis of a tensor for another between ranks that share sequences."""
+    return frozenset({torch.ops._c10d_functional.all_to_all_single.default})
 
 
 def in_memory_store() -> Any:

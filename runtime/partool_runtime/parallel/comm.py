@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from partool_runtime.torch_internals import TorchDispatchMode, process_group, run_watched
 
+SEQUENCE = "sequence_parallel"
+"""Description of process groups of ranks that share sequences, by which their traffic is told apart; and their term."""
+
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum a tensor over a group's ranks, in place, and return it; the same bits on every rank."""
@@ -80,16 +83,19 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._traffic: dict[tuple[str, tuple[int, ...]], Traffic] = defaultdict(Traffic)
+        self._traffic: dict[tuple[str, tuple[int, ...], str], Traffic] = defaultdict(Traffic)
 
-    def snapshot(self, among: Collection[int] | None = None) -> dict[str, Traffic]:
+    def snapshot(self, among: Collection[int] | None = None, described: str | None = None) -> dict[str, Traffic]:
         """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
 
-        With ``among`` only that of groups whose ranks (of the world) are all in it.
+        With ``among`` only that of groups whose ranks (of the world) are all in it, with ``described`` of groups that
+        were opened with this description.
         """
         found: dict[str, Traffic] = {}
-        for (kind, ranks), traffic in self._traffic.items():
+        for (kind, ranks, description), traffic in self._traffic.items():
             if among is not None and not set(ranks) <= set(among):
+                continue
+            if described is not None and description != described:
                 continue
             total = found.setdefault(kind, Traffic())
             total.calls += traffic.calls
@@ -117,7 +123,7 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = _bytes(args[0] if functional else args[1]) if kind == "all_to_all" else max(_bytes(a) for a in args)
         if functional and kind == "all_gather":
             size *= group.size()  # only the input is an argument
-        traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group))]
+        traffic = self._traffic[kind, tuple(dist.get_process_group_ranks(group)), group.group_desc]
         traffic.calls += 1
         traffic.payload_bytes += size
         if kind == "all_to_all":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.telemetry._timers import HostClock, Spans
 from partool_runtime.torch_internals import watch_waits
 
@@ -23,13 +23,15 @@ _TERMS = {
 """Functions of ``torch.distributed`` that FSDP2 looks up at every call, and the term they belong to."""
 _PASSES = ("forward", "backward")
 TENSOR = "tensor_parallel"
+EXCHANGES = (TENSOR, SEQUENCE)
 """What passes wait for besides: their own exchanges."""
 
 
 class BlockingCollectives:
     """Times the collectives called inside the timers ``forward`` and ``backward``, and takes them out of these.
 
-    For the CPU, where FSDP2's collectives return when they are done, and those of tensor parallelism are waited for.
+    For the CPU, where FSDP2's collectives return when they are done, and those of tensor and sequence parallelism are
+    waited for.
     While installed, the functions of ``torch.distributed`` are replaced by ones that read the clock before and after,
     about a microsecond each. Calls with ``async_op=True`` do not block; their terms are named in ``asynchronous`` and
     have no measured time.
@@ -50,7 +52,7 @@ class BlockingCollectives:
             if original is not None:
                 self._replaced[name] = original, self._timed(original, term)
                 setattr(dist, name, self._replaced[name][1])
-        watch_waits(partial(self._measured, TENSOR))
+        watch_waits(self._measured)
 
     def remove(self) -> None:
         """Put the original functions back; calling again does nothing."""

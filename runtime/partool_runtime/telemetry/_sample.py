@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import CommCounter, Traffic
+from partool_runtime.parallel.comm import SEQUENCE, CommCounter, Traffic
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import Measurement, Measures
@@ -31,6 +31,7 @@ class StepSampler:
         tensor = plan.layout.mesh.tp  # innermost: neighbouring ranks share matrices
         self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
         self._tensor_traffic: dict[str, Traffic] = {}
+        self._shares_sequences = plan.layout.mesh.cp > 1
         self._possible = plan.layout.compile == "none"
         tokens = plan.layout.micro_batch * plan.training.sequence_length
         self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab, self._probe)
@@ -70,12 +71,17 @@ class StepSampler:
     def _sent_bytes(self, traffic: dict[str, Traffic]) -> dict[str, int]:
         """Return what was sent, by term."""
         tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
-        others = {kind: entry.sent_bytes - tensor.get(kind, 0) for kind, entry in traffic.items()}
+        assert self._counter is not None
+        sequence = {kind: entry.sent_bytes for kind, entry in self._counter.snapshot(described=SEQUENCE).items()}
+        others = {
+            kind: entry.sent_bytes - tensor.get(kind, 0) - sequence.get(kind, 0) for kind, entry in traffic.items()
+        }
         sent = {
             "gradient_sync": others.get("reduce_scatter", 0) + others.get("all_reduce", 0),
             "parameter_gather": others.get("all_gather", 0),
         }
-        return sent | ({"tensor": sum(tensor.values())} if len(self._tensor_ranks) > 1 else {})
+        sent |= {"tensor": sum(tensor.values())} if len(self._tensor_ranks) > 1 else {}
+        return sent | ({"sequence": sum(sequence.values())} if self._shares_sequences else {})
 
     def _enter(self, term: str) -> None:
         if term in _BEGIN and self._counter is None:

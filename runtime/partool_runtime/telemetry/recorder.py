@@ -21,7 +21,7 @@ from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool_runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from partool_runtime.telemetry._closing import close_run
-from partool_runtime.telemetry._collectives import TENSOR, BlockingCollectives
+from partool_runtime.telemetry._collectives import EXCHANGES, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry._figures import Figures
@@ -104,7 +104,7 @@ class Recorder:
         if self._collectives is not None:
             self._collectives.install()
             if plan.layout.compile != "none":  # what compiled layers wait for is not seen
-                self._collectives.asynchronous.add(TENSOR)
+                self._collectives.asynchronous.update(EXCHANGES)
         atexit.register(self.close, EXIT_FAILED, "ended without closing the recorder")
         self._start = self._clock.mark()
 
@@ -216,7 +216,7 @@ class Recorder:
         for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
             times[term] = Measurement(value, self._time_measure(term))
         # On a GPU only what follows the passes is timed.
-        unseen = {TENSOR} if self._collectives is None else self._collectives.asynchronous
+        unseen = set(EXCHANGES) if self._collectives is None else self._collectives.asynchronous
         times = {term: m for term, m in times.items() if term not in unseen}
         return Measures(memory, times, {}).merged(self._sampler.measures()).merged(self._pipeline.measures())
 
@@ -280,7 +280,7 @@ class Recorder:
             return "waits for other stages"
         if self._collectives is None or self._world_size == 1:
             return "timer"
-        if term in ("gradient_sync", "parameter_gather", TENSOR):
+        if term in ("gradient_sync", "parameter_gather", *EXCHANGES):
             return "timer around collectives"
         return "timer, collectives apart" if term in ("forward", "backward") else "timer"
 

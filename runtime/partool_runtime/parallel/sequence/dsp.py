@@ -21,7 +21,8 @@ from partool.plan.types import Layout
 from partool_runtime.model.attention import Context
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.sequence.types import SequenceTeam
-from partool_runtime.torch_internals import finished, start_exchange
+from partool_runtime.parallel.sequence.waits import finished
+from partool_runtime.torch_internals import start_exchange
 
 
 class Cut(NamedTuple):

@@ -16,7 +16,8 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from partool.layout.sequence import Deal, Spans, bounds, deal_heads, tokens
-from partool_runtime.torch_internals import finished, start_exchange
+from partool_runtime.parallel.sequence.waits import finished
+from partool_runtime.torch_internals import start_exchange
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q ``[B, n, L, D]``, k ``[B, m, L, D]``, v ``[B, m, L, V]``) → ``[B, n, L, V]``, n a multiple of m."""

@@ -13,6 +13,8 @@ from partool.layout.sequence import Spans, index, tokens
 from partool.plan.types import Layout
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Block
+from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - part of what methods are made of
+from partool_runtime.parallel.comm import SEQUENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple
     for places in sets:
         for members in team.everyone:
             ranks = [members[place] for place in places]
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, group_desc=SEQUENCE)
             if mine in ranks:
                 found[tuple(places)] = group
     return found
@@ -90,32 +92,4 @@ class Put(Protocol):
 
         Most set ``block.attention.core`` to an :class:`Attend`.
         """
-        ...
-
-
-class Exchange(Protocol):
-    """A method whose ranks keep their queries and meet other ranks' keys and values: how it communicates and merges.
-
-    :mod:`partool_runtime.parallel.sequence.op` makes one operator with a backward pass of it.
-    """
-
-    def forward(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSD: torch.Tensor,
-        layout: AttentionLayout,
-        documents_BL: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result ``[B, N, S, D]`` and the logarithm of the sum of exponentials ``[B, N, S]``, wide."""
-        ...
-
-    def backward(
-        self,
-        grad_BNSD: torch.Tensor,
-        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        layout: AttentionLayout,
-        documents_BL: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v; ``saved`` are q, k, v, the result and its logarithm of sums."""
         ...
