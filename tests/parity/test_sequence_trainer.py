@@ -1,0 +1,235 @@
+"""The whole trainer with ranks that share sequences, alone and with all else, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _plans import write_text
+from _sequence_plans import LENGTH, STEPS, sequence_plan, write_short_documents
+from _tensor_plans import HALVES, ONE, QUARTERS
+from test_checkpoint import stored_values
+from test_trainer import Jobs
+
+from partool.plan.types import Mesh, Plan
+from partool_runtime.checkpoint import step_folder
+
+FOUR = Mesh(cp=4)
+TWO_BY_TWO = Mesh(cp=2, dp_shard=2)
+CUT = Mesh(cp=2, tp=2)
+PIPED = Mesh(cp=2, pp=2)
+NORMS = {"sequence_norms": True}
+ZIGZAG = {"order": "zigzag"}
+USP = {"order": "zigzag", "inner": 2}
+STAR = {"order": "zigzag", "teams": 2}
+APART = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40}
+APART_DOCUMENTS = {"attend": "document"}
+"""Files are longer than sequences, but every one ends within one."""
+SHORT = {"pack": False}
+Cases = dict[str, tuple[Plan, str]]
+"""Plans by name, each with the run of one process that it must equal."""
+Make = Callable[..., Plan]
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "five": {},
+    "learned": {"model": "learned"},
+    "learned documents": {"model": "learned", "data": APART_DOCUMENTS},
+    "grouped": {"model": "grouped"},
+    "one head of keys": {"model": "one head of keys"},
+    "windows": {"model": "windows"},
+    "windows documents": {"model": "windows", "data": APART_DOCUMENTS},
+    "three": {"model": "three"},
+    "short": {"data": SHORT},
+    "frozen": {},
+}
+FROZEN: dict[str, dict[str, Any]] = {"frozen": {"frozen": ("embed.*", "layers.[01].*")}}
+REFERENCES_RUN = ("windows", "windows documents", "learned documents", "grouped")
+
+
+def core_cases(make: Make) -> Cases:
+    """Return a few plans of four ranks that together use everything once."""
+
+    def case(reference: str, mesh: Mesh, method: str, zero: int = 1, **fields: Any) -> tuple[Plan, str]:
+        settings = {"zero": zero}
+        return make(reference, mesh, method, settings=settings, **fields), reference
+
+    return {
+        "ulysses": case("learned documents", FOUR, "ulysses"),
+        "ulysses zero-2 windows": case("windows", TWO_BY_TWO, "ulysses", 2, recompute="attention"),
+        "ring zero-3": case("grouped", FOUR, "ring", 3, recompute="full", **ZIGZAG, **APART),
+        "ring documents in windows 1f1b": case("windows documents", PIPED, "ring", 2, stages=HALVES),
+        "all_gather short": case("short", FOUR, "all_gather", recompute="selective"),
+        "usp zero-0": case("one head of keys", FOUR, "usp", 0, **USP),
+        "startrail": case("three", FOUR, "startrail", **STAR),
+        "ulysses zb-v": case("learned documents", PIPED, "ulysses", 3, schedule="zb-v", stages=QUARTERS),
+        "ring and tensor ranks": case("one head of keys", CUT, "ring", **ZIGZAG),
+        "ulysses and tensor shares": case("five", CUT, "ulysses", recompute="selective", **NORMS),
+    }
+
+
+def further_cases(make: Make) -> Cases:
+    """Return the rest of the combinations of four ranks."""
+    found: Cases = {}
+    methods: dict[str, dict[str, Any]] = {
+        "ulysses": {}, "ring": ZIGZAG, "all_gather": {}, "usp": USP, "startrail": STAR,
+    }  # fmt: skip
+
+    def add(name: str, reference: str, *arguments: Any, zero: int = 1, **fields: Any) -> None:
+        found[name] = make(reference, *arguments, settings={"zero": zero}, **fields), reference
+
+    for method, own in methods.items():
+        for model in ("five", "grouped", "three", "learned documents", "short"):
+            add(f"{method} {model}", model, FOUR, method, **own)
+        for zero in range(4):
+            add(f"{method} zero-{zero}", "grouped", FOUR, method, zero=zero, **own)
+        for policy in ("attention", "selective", "keep_attention", "full"):
+            add(f"{method} {policy}", "grouped", FOUR, method, recompute=policy, zero=3, **own)
+        add(f"{method} compiled", "grouped", FOUR, method, compile="block", recompute="selective", **own)
+        if method in ("usp", "startrail"):
+            continue
+        for zero in range(4):
+            mesh = Mesh(cp=2, dp_replicate=2) if zero == 0 else TWO_BY_TWO
+            add(f"{method} dp zero-{zero}", "five", mesh, method, zero=zero, **own)
+        for title, fields in {"plain": {}, "shares": NORMS, "overlapped": {"tensor_overlap": "backward"}}.items():
+            add(f"{method} tensor {title}", "one head of keys", CUT, method, **fields, **own)
+        for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
+            for zero in (1, 3):
+                where = {"schedule": schedule, "stages": stages}
+                add(f"{method} {schedule} zero-{zero}", "learned documents", PIPED, method, zero=zero, **where, **own)
+    for method in ("ulysses", "ring", "all_gather", "usp"):
+        inner = {"inner": 2} if method == "usp" else {}
+        for model in ("windows", "windows documents"):
+            add(f"{method} {model}", model, FOUR, method, **inner)
+            add(f"{method} {model} full", model, FOUR, method, recompute="full", **inner)
+        add(f"{method} contiguous", "five", FOUR, method, **inner)
+    add("ring frozen", "frozen", FOUR, "ring", **FROZEN["frozen"], **ZIGZAG)
+    add("ring replicas", "grouped", Mesh(cp=2, dp_replicate=2), "ring", **ZIGZAG)
+    return found
+
+
+def three_cases(make: Make) -> Cases:
+    """Return plans of three ranks, one of which has less to do than the others, whatever is shared."""
+    three = Mesh(cp=3)
+    return {
+        "three ulysses": (make("learned documents", three, "ulysses", settings={"zero": 3}), "learned documents"),
+        "three ring": (make("grouped", three, "ring", recompute="full", **ZIGZAG), "grouped"),
+        "three all_gather": (make("windows documents", three, "all_gather"), "windows documents"),
+    }
+
+
+def make_plan(folder: Path, reference: str, mesh: Mesh, method: str = "ulysses", **fields: Any) -> Plan:
+    """Return the plan of a case whose model and data are those of a reference."""
+    own = REFERENCES[reference]
+    return sequence_plan(folder / ("short" if own.get("data") == SHORT else "text"), mesh, method, **own, **fields)
+
+
+def launch(folder: Path, cases: Cases, threes: Cases, timeout_s: float = 400) -> Jobs:
+    """Run the cases, their references, and one run whose sequences are shared by 2, then 1, then 3 ranks."""
+    jobs, make = Jobs(folder), partial(make_plan, folder)
+    for name, (case, _) in cases.items():
+        jobs.add(name, case, run=f"case {name}")
+    jobs.add("stopped", make("grouped", TWO_BY_TWO, settings={"zero": 2}), run="crossed", stop_at=1)
+    jobs.run(4, timeout_s)
+    for name in {reference for _, reference in (cases | threes).values()} | {"grouped"}:
+        jobs.add(f"reference {name}", make(name, ONE, **FROZEN.get(name, {})), run=f"reference {name}")
+    jobs.add("alone", make("grouped", ONE), run="crossed", resume=True, stop_at=3)
+    jobs.run(1)
+    for name, (case, _) in threes.items():
+        jobs.add(name, case, run=f"case {name}")
+    jobs.add("resumed", make("grouped", Mesh(cp=3), "ring", **ZIGZAG), run="crossed", resume=True)
+    jobs.run(3)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("runs"))
+
+
+def write_data(folder: Path) -> Path:
+    write_text(folder / "text")
+    write_short_documents(folder / "short")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(folder: Path) -> Jobs:
+    make = partial(make_plan, folder)
+    return launch(folder, core_cases(make), three_cases(make))
+
+
+def assert_equal(jobs: Jobs, name: str, case: Plan, reference: str) -> None:
+    for rank in range(case.layout.mesh.world_size):
+        assert jobs.ended(name, rank) == "done", name
+    assert_same_state(jobs, f"case {name}", f"reference {reference}")
+    for kind, keys in {"step": ("loss", "grad_norm", "tokens"), "validation": ("loss", "tokens")}.items():
+        wanted, got = (jobs.events(run, kind) for run in (f"reference {reference}", f"case {name}"))
+        assert len(wanted) > 0
+        for key in keys:
+            assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-10), name
+
+
+def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) -> None:
+    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=STEPS)
+    assert wanted.keys() == got.keys()
+    for name, expected in wanted.items():
+        limit = 1e-10 * max(1.0, float(expected.abs().max()))
+        assert got[name].shape == expected.shape
+        assert float((got[name] - expected).abs().max()) <= limit, f"{run}: {name} differs"
+
+
+CORE = list(core_cases(partial(make_plan, Path())))
+THREE = list(three_cases(partial(make_plan, Path())))
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", CORE + THREE)
+def test_training_on_shares_equals_one_process(ran: Jobs, name: str) -> None:
+    make = partial(make_plan, ran.folder)
+    assert_equal(ran, name, *(core_cases(make) | three_cases(make))[name])
+
+
+@pytest.mark.timeout(500)
+def test_comparison_can_fail(ran: Jobs) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        assert_same_state(ran, "case ring zero-3", "reference grouped", at=2)
+
+
+@pytest.mark.timeout(500)
+def test_what_documents_see_matters(ran: Jobs) -> None:
+    """The references differ, so that a rank which forgets a mask, a window or an ignored label is found."""
+    losses = {name: [event["loss"] for event in ran.events(f"reference {name}", "step")] for name in REFERENCES_RUN}
+    for one, two in (("windows", "windows documents"), ("learned documents", "grouped")):
+        assert losses[one] != pytest.approx(losses[two], rel=1e-4)
+    tokens = [event["tokens"] for event in ran.events("reference short", "step")]
+    assert all(0 < count < 12 * LENGTH for count in tokens)
+
+
+@pytest.mark.timeout(500)
+def test_resume_on_other_shares_goes_on_as_if_unbroken(ran: Jobs) -> None:
+    assert ran.ended("stopped", rank=2) == "Preempted: stopped by SIGTERM after step 1"
+    assert ran.ended("alone") == "Preempted: stopped by SIGTERM after step 3"
+    assert ran.ended("resumed", rank=2) == "done"
+    assert [event["resumed_from"] for event in ran.events("crossed", "start")] == [0, 1, 3]
+    assert_same_state(ran, "crossed", "reference grouped")
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ["usp zero-0", "ring zero-3", "ulysses and tensor shares"])
+def test_what_several_ranks_hold_is_saved_once(ran: Jobs, name: str) -> None:
+    stored = stored_values(step_folder(ran.folder / f"case {name}" / "checkpoints", STEPS))
+    reference = core_cases(partial(make_plan, ran.folder))[name][1]
+    assert stored == sum(tensor.numel() for tensor in ran.state(f"reference {reference}", step=STEPS).values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+    make = partial(make_plan, write_data(tmp_path))
+    cases = further_cases(make)
+    jobs = launch(tmp_path, cases, {}, timeout_s=1200)
+    for name, (case, reference) in cases.items():
+        assert_equal(jobs, name, case, reference)
