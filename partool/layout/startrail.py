@@ -73,10 +73,11 @@ class Trails(NamedTuple):
         team, member = self.place(rank)
         return (team - step) % self.length * self.members + member
 
-    def readers(self, rank: int) -> list[int]:
-        """Return the ranks whose rings begin with the keys of a rank's team, one of each group."""
-        step, member = divmod(self.place(rank)[0], self.members)
-        return [self.rank(group * self.length + step, member) for group in range(self.members)]
+    def readers(self, rank: int, step: int = 0) -> list[int]:
+        """Return the ranks that meet the keys of a rank's team at a step of their rings, one of each group."""
+        first, member = divmod(self.place(rank)[0], self.members)
+        place = (first + step) % self.length
+        return [self.rank(group * self.length + place, member) for group in range(self.members)]
 
     def dealt(self, shares: Sequence[Spans]) -> tuple[Spans, ...]:
         """Return shares of tokens by rank, given in the order of the sequence: those of a team belong together."""

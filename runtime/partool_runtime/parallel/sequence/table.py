@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from partool.spec.parallel import SequenceMethod
-from partool_runtime.parallel.sequence import dsp, ulysses
+from partool_runtime.parallel.sequence import dsp, startrail, ulysses
 from partool_runtime.parallel.sequence.types import Put
 
 METHODS: dict[SequenceMethod, Put] = {
     "ulysses": ulysses.put,
+    "startrail": startrail.put,
     "dsp": dsp.put,
 }

@@ -1,0 +1,230 @@
+"""StarTrail: teams that share queries, and several short rings of keys (arXiv 2407.00611, sections 3 and 4).
+
+A rank works on the queries of its whole team and meets one Cth of all keys; the team merges what its members have
+found. The paper gathers keys in a team before it sends them on to where a ring begins with them, and lets queries
+travel in the backward pass; here keys go there at once, and travel in both passes, since several query heads often
+share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from partool.layout.sequence import Spans, tokens
+from partool.layout.startrail import Trails
+from partool.plan.types import Layout
+from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.decoder import Block
+from partool_runtime.model.kernels import wide
+from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.post import Post, send
+from partool_runtime.parallel.sequence.types import SequenceTeam
+
+
+def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
+    """Let layers attend in teams and rings, in place."""
+    trails = Trails(team.ranks, layout.sequence_teams, layout.sequence_inside)
+    for block in blocks:
+        cast(Any, block.attention).core = ExchangeAttend(StarTrail(team, trails))
+
+
+class Piece(NamedTuple):
+    """A stretch of a block of tokens: rows of one member's share."""
+
+    place: int
+    """In the sequence, of its first token."""
+    member: int
+    first: int
+    past: int
+
+
+class TeamBlock:
+    """The tokens of a team, in the order of the sequence."""
+
+    def __init__(self, shares: Sequence[Spans]) -> None:
+        self.sizes = [tokens(spans) for spans in shares]
+        """Tokens of each member."""
+        pieces = []
+        for member, spans in enumerate(shares):
+            past = list(accumulate((stop - start for start, stop in spans), initial=0))
+            pieces += [Piece(start, member, *row) for (start, _), row in zip(spans, pairwise(past), strict=True)]
+        self._pieces = sorted(pieces)
+        self.spans: Spans = tuple((piece.place, piece.place + piece.past - piece.first) for piece in self._pieces)
+
+    @cached_property
+    def size(self) -> int:
+        """Tokens of all members."""
+        return sum(self.sizes)
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the tokens of all members, given by member; tokens are the last dimension but one."""
+        return torch.cat([parts[p.member][..., p.first : p.past, :] for p in self._pieces], dim=-2)
+
+    def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of each member, of those of all."""
+        found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
+        row = 0
+        rows: dict[Piece, int] = {}
+        for piece in self._pieces:
+            rows[piece] = row
+            row += piece.past - piece.first
+        for piece in sorted(self._pieces, key=lambda piece: (piece.member, piece.first)):
+            found[piece.member].append(x[..., rows[piece] : rows[piece] + piece.past - piece.first, :])
+        return [torch.cat(stretches, dim=-2) if stretches else x[..., :0, :] for stretches in found]
+
+
+class StarTrail:
+    """An :class:`Exchange`: how one rank of StarTrail communicates and merges."""
+
+    def __init__(self, team: SequenceTeam, trails: Trails) -> None:
+        self._group, self._rank, self._trails = team.group, team.rank, trails
+        self._blocks = [TeamBlock([team.shares[rank] for rank in trails.team(n)]) for n in range(trails.teams)]
+        number, self._member = trails.place(team.rank)
+        self._mates = trails.team(number)
+        self._own = self._blocks[number]
+        ring = trails.ring(team.rank)
+        place = ring.index(team.rank)
+        self._next, self._before = ring[(place + 1) % len(ring)], ring[place - 1]
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        (q_BNTD,), kv = self._begin([q_BNSD], k_BKSD, v_BKSD)
+        seen = Seen(q_BNTD)
+        for step in range(self._trails.length):
+            post, following = self._pass_on(kv, step)
+            seen.meet(kv[0], kv[1], self._meeting(step, layout, documents_BL))
+            post.wait()
+            kv = following
+        out_BNTD, lse_BNT = seen.result()
+        outs = self._from_mates(self._own.parts(out_BNTD))
+        lses = self._from_mates(self._own.parts(lse_BNT[..., None]))
+        mine = Seen(q_BNSD)
+        for out, lse in zip(outs, lses, strict=True):
+            mine.merge((0, q_BNSD.shape[2]), out, lse[..., 0])
+        return mine.result()
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+        (q, grad, out, lse), kv = self._begin([q_BNSD, grad_BNSD, out_BNSD, lse_BNS[..., None]], k_BKSD, v_BKSD)
+        returned = Returned(q, grad, out, lse[..., 0])
+        came: torch.Tensor | None = None
+        travels: Post | None = None
+        for step in range(self._trails.length):
+            post, following = self._pass_on(kv, step)
+            dkv = torch.zeros_like(kv, dtype=wide(kv.dtype))
+            returned.meet((kv[0], kv[1]), (dkv[0], dkv[1]), self._meeting(step, layout, documents_BL))
+            if travels is not None and came is not None:
+                travels.wait()
+                dkv += came
+            if step + 1 < self._trails.length:
+                came = self._room(kv, step + 1, dkv.dtype)
+                travels = send([(self._next, dkv)], [(self._before, came)], self._group)
+            post.wait()
+            kv = following
+        dk_BKSD, dv_BKSD = self._home(dkv)
+        parts = self._from_mates(self._own.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
+        return _sum(parts, wide(q_BNSD.dtype)), dk_BKSD, dv_BKSD
+
+    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+        keys = self._blocks[self._trails.block(self._rank, step)].spans
+        return Meeting(self._own.spans, keys, layout, documents_BL)
+
+    def _begin(
+        self, shared: list[torch.Tensor], k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return tensors of the whole team, and the keys and values that this rank's ring begins with."""
+        letters, wanted, rooms = self._to_mates(shared)
+        kv = torch.stack((k_BKSD, v_BKSD))
+        letters += [(reader, kv) for reader in self._trails.readers(self._rank) if reader != self._rank]
+        first = self._trails.block(self._rank)
+        owners, parts = self._trails.team(first), []
+        for owner, size in zip(owners, self._blocks[first].sizes, strict=True):
+            parts.append(kv if owner == self._rank else kv.new_empty(*kv.shape[:-2], size, kv.shape[-1]))
+            if owner != self._rank:
+                wanted.append((owner, parts[-1]))
+        send(letters, wanted, self._group).wait()
+        return [self._own.joined(room) for room in rooms], self._blocks[first].joined(parts)
+
+    def _to_mates(
+        self, shared: list[torch.Tensor]
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[list[torch.Tensor]]]:
+        """Return what goes to team mates, what comes from them, and where all of it lies, by member."""
+        letters, wanted, rooms = [], [], []
+        for x in shared:
+            room = [
+                x if member == self._member else x.new_empty(*x.shape[:-2], size, x.shape[-1])
+                for member, size in enumerate(self._own.sizes)
+            ]
+            rooms.append(room)
+            for member, mate in enumerate(self._mates):
+                if member != self._member:
+                    letters.append((mate, x))
+                    wanted.append((mate, room[member]))
+        return letters, wanted, rooms
+
+    def _from_mates(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Send each member of the team its part, and return those for this rank, by member."""
+        mine = parts[self._member]
+        rooms = [mine if member == self._member else mine.new_empty(mine.shape) for member in range(len(parts))]
+        others = [(member, mate) for member, mate in enumerate(self._mates) if member != self._member]
+        letters = [(mate, parts[member]) for member, mate in others]
+        send(letters, [(mate, rooms[member]) for member, mate in others], self._group).wait()
+        return rooms
+
+    def _room(self, kv: torch.Tensor, step: int, dtype: torch.dtype) -> torch.Tensor:
+        size = self._blocks[self._trails.block(self._rank, step)].size
+        return kv.new_empty(*kv.shape[:-2], size, kv.shape[-1], dtype=dtype)
+
+    def _pass_on(self, kv: torch.Tensor, step: int) -> tuple[Post, torch.Tensor]:
+        """Begin to pass keys and values on in the ring, and return those that come for the next step."""
+        if step + 1 == self._trails.length:
+            return send([], [], self._group), kv
+        following = self._room(kv, step + 1, kv.dtype)
+        return send([(self._next, kv)], [(self._before, following)], self._group), following
+
+    def _home(self, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the gradients of the keys that were met last to their owners, and return those of this rank's."""
+        last = self._trails.length - 1
+        number = self._trails.block(self._rank, last)
+        owners = self._trails.team(number)
+        parts = dict(zip(owners, self._blocks[number].parts(dkv), strict=True))
+        size = self._own.sizes[self._member]
+        rooms = {
+            reader: parts[self._rank] if reader == self._rank else dkv.new_empty(*dkv.shape[:-2], size, dkv.shape[-1])
+            for reader in self._trails.readers(self._rank, last)
+        }
+        letters = [(owner, part) for owner, part in parts.items() if owner != self._rank]
+        wanted = [(reader, room) for reader, room in rooms.items() if reader != self._rank]
+        send(letters, wanted, self._group).wait()
+        # Apart, since results of an operator must not share memory.
+        dk_BKSD, dv_BKSD = (_sum([room[which] for room in rooms.values()], dkv.dtype) for which in (0, 1))
+        return dk_BKSD, dv_BKSD
+
+
+def _sum(parts: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of tensors, added up in a type and in their order."""
+    first, *others = parts
+    total = first.to(dtype, copy=True)
+    for part in others:
+        total += part
+    return total
