@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig
+from partool_runtime.hf.attention import holding
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
 from partool_runtime.hf.experts import plain_experts
 from partool_runtime.hf.load import HfFiles, open_model_files
 from partool_runtime.hf.numerics import stay_wide
-from partool_runtime.model.decoder import AnyDecoder
+from partool_runtime.model.decoder import AnyDecoder, Contexts, positions
 from partool_runtime.model.loss import loss
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class HfPart(AnyDecoder):
     """Of the output matrix."""
     _blocks: str
     """Of the list of layers, within the base model."""
+    contexts: Contexts | None = None
+    """Tells which tokens a pass holds, where layers attend through :mod:`partool_runtime.hf.attention`."""
     _loss: LossOfHead
 
     def _describe(self, causal: nn.Module, layers: int) -> None:
@@ -158,29 +161,47 @@ class HfDecoder(HfPart):
         refill(self, self._values)
         return self
 
-    def forward(self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider."""
-        return self.loss(self.hidden(tokens_BS), self.head, labels_BS)
+    def forward(
+        self, tokens_BS: torch.Tensor, labels_BS: torch.Tensor, documents_BL: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the sum of the losses of all tokens whose label is not −100, a scalar in float32 or wider.
 
-    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        ``documents_BL`` numbers the documents of the whole sequences, whose tokens do not see each other; None: one.
+        """
+        return self.loss(self.hidden(tokens_BS, documents_BL), self.head, labels_BS)
+
+    def hidden(self, tokens_BS: torch.Tensor, documents_BL: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised hidden state after the last layer, ``[B, S, H]``."""
         if self.draws and self.training != torch.is_grad_enabled():
             self.train(torch.is_grad_enabled())  # an evaluation has no dropout
-        return base_hidden(self.base, input_ids=tokens_BS)
+        return base_hidden(self.base, self.contexts, documents_BL, input_ids=tokens_BS)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return all logits, ``[B, S, V]``; for tests and small batches, training never holds them at once."""
         return F.linear(self.hidden(tokens_BS), self.head.weight, self.head.bias)
 
 
-def base_hidden(base: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
-    """Return the last hidden state of a base model, ``[B, S, H]``."""
-    return cast(torch.Tensor, base(**inputs, use_cache=False, return_dict=True)[0])
+def base_hidden(
+    base: nn.Module, contexts: Contexts | None, documents_BL: torch.Tensor | None, **inputs: torch.Tensor
+) -> torch.Tensor:
+    """Return the last hidden state of a base model, ``[B, S, H]``.
+
+    With ``contexts`` its layers attend through :mod:`partool_runtime.hf.attention`, and every token is given its
+    position, which starts anew in each document.
+    """
+    if contexts is None:
+        return cast(torch.Tensor, base(**inputs, use_cache=False, return_dict=True)[0])
+    (x,) = inputs.values()
+    tokens = contexts.tokens(x.shape[1], x.device, documents_BL)
+    at = positions(x, tokens)
+    with holding(tokens):
+        out = base(**inputs, position_ids=at if at.dim() == 2 else at[None], use_cache=False, return_dict=True)
+    return cast(torch.Tensor, out[0])
 
 
-def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor) -> torch.Tensor:
-    """Return the sum of token losses."""
-    return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias)
+def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, *, tile: int = 0) -> torch.Tensor:
+    """Return the sum of token losses; ``tile``: as in :func:`partool_runtime.model.loss.loss`."""
+    return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, tile=tile)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

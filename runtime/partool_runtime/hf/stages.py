@@ -27,6 +27,7 @@ from partool_runtime.hf.model import (
     tie,
 )
 from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.model.decoder import Contexts
 from partool_runtime.weights.pipeline import frozen_names
 
 Span = tuple[int, int]
@@ -64,21 +65,26 @@ class HfStage(nn.Module):
         self.shared: tuple[HfTied, ...] = ()
         """Embedding and head, where another stage of this rank uses them too."""
         self.loss: LossOfHead = head_loss
+        self.contexts: Contexts | None = None
+        """See :class:`HfPart`."""
         self._blocks_name, self._held = blocks, held
         self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
         self._draws = draws_random(self)
 
-    def forward(self, x: torch.Tensor, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, labels_BS: torch.Tensor | None = None, documents_BL: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Map tokens ``[B, S]`` (first stage) or ``[B, S, H]`` to ``[B, S, H]``, or on the last stage to the loss.
 
-        Only the last stage takes labels.
+        Only the last stage takes labels; ``documents_BL`` are those of the whole sequences.
         """
         if self._draws and self.training != torch.is_grad_enabled():
             self.train(torch.is_grad_enabled())  # an evaluation has no dropout
         if self.first and self.shared:
             x = self.shared[0](x)
         tokens = self.first and not self.shared
-        hidden_BSH = base_hidden(self.base, **{"input_ids" if tokens else "inputs_embeds": x})
+        inputs = {"input_ids" if tokens else "inputs_embeds": x}
+        hidden_BSH = base_hidden(self.base, self.contexts, documents_BL, **inputs)
         if not self.last:
             return hidden_BSH
         assert labels_BS is not None

@@ -142,11 +142,11 @@ def embedded(
     if length > position.num_embeddings:
         message = f"{length} tokens are more than the {position.num_embeddings} learned positions"
         raise ConfigurationError("PT257", message, "Raise model.max_position or shorten training.sequence_length.")
-    return cast(torch.Tensor, x_BSH + position(_positions(tokens_BS, where)))
+    return cast(torch.Tensor, x_BSH + position(positions(tokens_BS, where)))
 
 
-def _positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
-    """Return the learned position of each token, ``[S]``, or ``[B, S]`` where they start anew in each document."""
+def positions(tokens_BS: torch.Tensor, where: Tokens | None) -> torch.Tensor:
+    """Return the position of each token, ``[S]``, or ``[B, S]`` where they start anew in each document."""
     if where is None:
         return torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     index = torch.arange(where.length, device=tokens_BS.device)

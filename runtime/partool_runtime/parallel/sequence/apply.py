@@ -10,13 +10,16 @@ import torch.distributed as dist
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.model import HfPart
+from partool_runtime.hf.model import HfDecoder, HfPart
+from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.model.decoder import Block
+from partool_runtime.model.decoder import Block, Contexts
+from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.dsp import turned
+from partool_runtime.parallel.sequence.hf import take_attention
 from partool_runtime.parallel.sequence.table import METHODS
-from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.sequence.types import Put, SequenceTeam
 from partool_runtime.parallel.tensor.apply import no_heads
 
 
@@ -27,13 +30,11 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     here. Layers without heads have nothing to exchange. Returns the team, or None without sequence parallelism. Raises
     ConfigurationError PT650 for a method that the model cannot have.
     """
+    if isinstance(model, HfPart):
+        return _to_transformers(model, plan, ranks)
     if ranks.cp.size() == 1:
         return None
-    team = open_team(plan, ranks)
-    put = METHODS.get(plan.layout.sequence_method)
-    if put is None or isinstance(model, HfPart):
-        message = f"{plan.layout.sequence_method} is not there for {type(model).__name__}"
-        raise ConfigurationError("PT650", message, "Plan it again with this version.")
+    team, put = open_team(plan, ranks), _method(model, plan)
     blocks = [block for _, block in blocks_of(cast(Decoder | DecoderParts, model))]
     for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
         stage.contexts.share = (team.length, tuple(team.index(team.rank)))
@@ -44,6 +45,28 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     for block in without:
         block.attention.core = no_heads
     return team
+
+
+def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | None:
+    """Do so for a model that transformers builds, whose layers also attend otherwise where documents matter."""
+    if ranks.cp.size() == 1 and plan.data.attend == "sequence":
+        return None
+    blocks = take_attention(model, plan)
+    if ranks.cp.size() == 1:
+        return None
+    team, put = open_team(plan, ranks), _method(model, plan)
+    for part in model.stages.values() if isinstance(model, HfParts) else [cast(HfDecoder, model)]:
+        cast(Contexts, part.contexts).share = (team.length, tuple(team.index(team.rank)))
+    put(cast(list[Block], blocks), team, plan.layout)
+    return team
+
+
+def _method(model: AnyDecoder, plan: Plan) -> Put:
+    put = METHODS.get(plan.layout.sequence_method)
+    if put is None:
+        message = f"{plan.layout.sequence_method} is not there for {type(model).__name__}"
+        raise ConfigurationError("PT650", message, "Plan it again with this version.")
+    return put
 
 
 def blocks_of(model: Decoder | DecoderParts) -> list[tuple[int, Block]]:
@@ -61,7 +84,7 @@ def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
     everyone = teams(plan)
     group = None
     for members in everyone:
-        opened = dist.new_group(list(members))
+        opened = dist.new_group(list(members), group_desc=SEQUENCE)
         group = opened if ranks.rank in members else group
     assert group is not None, "every rank is in a team"
     return SequenceTeam(group, ranks.cp.get_local_rank(), plan.shares, everyone)

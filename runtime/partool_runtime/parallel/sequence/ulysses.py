@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from partool.plan.types import Layout
+from partool_runtime.hf.attention import HfAttention
 from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens, masks
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads
@@ -24,11 +25,16 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         around(block.attention, exchange, WholeSequences(block.attention.core))
 
 
-def around(attention: SelfAttention, exchange: HeadExchange, core: Attend) -> None:
+def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend) -> None:
     """Let an attention module exchange around ``core``, in place; one without heads has nothing to exchange.
 
     The exchange stays outside of ``attention.core``, which recomputation wraps: nothing is sent a second time for it.
+    Layers of transformers have no seam between their projections, so all three tensors travel at once.
     """
+    if isinstance(attention, HfAttention):
+        attention.core = AtOnce(exchange, core)
+        attention.pads = not isinstance(core, WholeSequences)
+        return
     if attention.core is no_heads:
         return
     cast(Any, attention).core = core
@@ -60,6 +66,24 @@ def _forward(
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
     out_BNSD = exchange.attend(keys, queries, values, core)
     return attention.output(out_BNSD.transpose(1, 2).flatten(-2))
+
+
+class AtOnce:
+    """An :class:`Attend` that exchanges around another."""
+
+    def __init__(self, exchange: HeadExchange, core: Attend) -> None:
+        self._exchange, self._core = exchange, core
+
+    def __call__(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        tokens: Tokens | None,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens, of all heads."""
+        return self._exchange(q_BNSD, k_BKSD, v_BKSD, partial(self._core, layout=layout, tokens=tokens))
 
 
 class WholeSequences:

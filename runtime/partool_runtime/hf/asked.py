@@ -1,0 +1,189 @@
+"""What the attention of a model of transformers computes, asked of its own code: nothing has memory, nothing is run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import nn
+
+from partool_runtime.hf.attention import NAME, Seen, place, register, unknown_options, watching
+from partool_runtime.hf.building import base_name, blocks_name, head_name
+from partool_runtime.hf.numerics import KeepWide
+from partool_runtime.model.attention import AttentionLayout, visible
+
+_TOKENS = 4
+_MOVING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
+
+
+class Asked(NamedTuple):
+    """What a layer's attention computes."""
+
+    window: int | None
+    """Tokens that a token sees, itself included; None: all earlier ones."""
+    dropout: float
+    """Of attention weights, in training."""
+
+
+class UnknownAttentionError(Exception):
+    """The model's attention is none that is known here; the text says why."""
+
+
+def asked(causal: nn.Module, layers: int) -> list[Asked]:
+    """Return what each layer's attention computes; raises :class:`UnknownAttentionError`.
+
+    The base model runs with stand-ins for its layers, which note what they are given; then each layer runs on the meta
+    device until it comes to its attention.
+    """
+    register()
+    base = causal.get_submodule(base_name(causal))
+    _check_rotary(base)
+    blocks = blocks_name(base, layers)
+    given = _given(base, blocks, layers, _hidden_size(causal))
+    found = []
+    for block, (arguments, options) in zip(cast(nn.ModuleList, base.get_submodule(blocks)), given, strict=True):
+        layer = copy.deepcopy(block).to("meta", torch.float64).train()
+        place(layer, _answer)
+        found.append(_asked(layer, arguments, options))
+    return found
+
+
+class _AnswerError(Exception):
+    """Carries what a layer asked for out of its forward pass."""
+
+    def __init__(self, found: Asked | None, why: str = "") -> None:
+        super().__init__(why)
+        self.found, self.why = found, why
+
+
+class _Noting(nn.Module):
+    """Stands for a layer, and notes what it is given."""
+
+    def __init__(self, as_tuple: bool) -> None:
+        super().__init__()
+        self.as_tuple = as_tuple
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.given = (args, kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return (hidden,) if self.as_tuple else hidden
+
+
+class _Zeros(nn.Module):
+    """Stands for an embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, places: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(*places.shape, self.width)
+
+
+def _given(base: nn.Module, blocks: str, layers: int, hidden: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return what a base model gives each of its layers."""
+    why = ""
+    for as_tuple in (False, True):
+        part = copy.copy(base)
+        part.__dict__["_modules"] = dict(base._modules)
+        for name, module in base.named_children():
+            if isinstance(module, nn.Embedding):
+                part._modules[name] = _Zeros(module.embedding_dim)
+            elif any(True for _ in module.parameters()):
+                part._modules[name] = nn.Identity()
+        noting = [_Noting(as_tuple) for _ in range(layers)]
+        part._modules[blocks] = nn.ModuleList(noting)
+        part.__dict__["config"] = copy.copy(base.config)
+        cast(Any, part).config._attn_implementation = NAME
+        positions = torch.arange(_TOKENS)[None]
+        try:
+            with torch.no_grad(), watching(_check_mask):
+                cast(Any, part)(
+                    inputs_embeds=torch.zeros(1, _TOKENS, hidden),
+                    position_ids=positions,
+                    use_cache=False,
+                    return_dict=True,
+                )
+        except UnknownAttentionError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            why = why or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            continue
+        return [note.given for note in noting]
+    raise UnknownAttentionError(f"its base model does not take a hidden state and positions ({why})")
+
+
+def _check_mask(described: Mapping[str, Any]) -> None:
+    """Raise :class:`UnknownAttentionError` unless a mask is that of causal attention, with or without a window."""
+    window = described.get("local_size")
+    places = sorted({0, 1, 2, 3, *(w + d for w in ([window, 2 * window] if window else [64]) for d in (-1, 0, 1))})
+    places_S = torch.tensor([p for p in places if p >= 0])
+    if described.get("use_vmap"):
+        raise UnknownAttentionError("its masks are not only causal, with or without a window")
+    seen = described["mask_function"](0, 0, places_S[:, None], places_S[None, :])
+    expected_SS = visible(places_S, places_S, AttentionLayout(window))
+    if not torch.equal(torch.as_tensor(seen).expand_as(expected_SS), expected_SS):
+        raise UnknownAttentionError("its masks are not only causal, with or without a window")
+
+
+def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Asked:
+    try:
+        with torch.no_grad(), KeepWide():
+            layer(*_on_meta(arguments), **_on_meta(options))
+    except _AnswerError as answer:
+        if answer.found is None:
+            raise UnknownAttentionError(answer.why) from None
+        return answer.found
+    except Exception as error:  # whatever a model's own code raises
+        first = (str(error).splitlines() or [""])[0]
+        raise UnknownAttentionError(f"its layers cannot be followed ({type(error).__name__}: {first})") from error
+    raise UnknownAttentionError("its attention does not go through the interface of transformers")
+
+
+def _answer(
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    seen: Any,
+    scaling: float | None,
+    dropout: float,
+    options: Mapping[str, Any],
+) -> NoReturn:
+    """Stand for a layer's attention, called as ``HfAttention`` is."""
+    q_BNSD, k_BKSD, v_BKSD = heads
+    told, unknown = options.get("sliding_window"), unknown_options(options)
+    if not isinstance(seen, Seen):
+        raise _AnswerError(None, "its attention gets no mask of transformers")
+    if unknown:
+        raise _AnswerError(None, f"its attention uses {', '.join(unknown)}")
+    if told not in (None, seen.window):
+        raise _AnswerError(None, f"a layer with a mask of a window of {seen.window} asks for one of {told}")
+    if k_BKSD.shape[1] != v_BKSD.shape[1] or q_BNSD.shape[1] % k_BKSD.shape[1] or q_BNSD.shape[2] != k_BKSD.shape[2]:
+        raise _AnswerError(None, "its heads of queries do not share those of keys evenly")
+    raise _AnswerError(Asked(seen.window, float(dropout)))
+
+
+def _check_rotary(base: nn.Module) -> None:
+    for module in base.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in _MOVING:
+                raise UnknownAttentionError(
+                    f"its rotary embedding ({kind}) depends on the last position that a rank holds"
+                )
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta", torch.float64 if value.is_floating_point() else value.dtype)
+    if isinstance(value, dict):
+        return {name: _on_meta(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map(_on_meta, value))
+    return value
+
+
+def _hidden_size(causal: nn.Module) -> int:
+    return cast(nn.Linear, causal.get_submodule(head_name(causal))).in_features

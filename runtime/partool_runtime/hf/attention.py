@@ -1,0 +1,223 @@
+"""The seam at which a model of transformers attends: its layers' own code, with another core.
+
+transformers looks the core of attention up by a name in the configuration, and the masks by the same name. Both are
+registered once, under one name, and keep nothing: what a layer attends with lies in its attention module, and what a
+pass must know of its tokens travels in the place of the mask, so that two models, micro-batches of a pipeline and
+layers that are computed again each get their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
+
+NAME = "partool"
+"""Of the implementation, in ``config._attn_implementation``."""
+KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
+"""Arguments of attention besides tensors and scale that are the mask's, or say nothing where nothing is generated."""
+_PLACE = "_partool_attention"
+_now: ContextVar[Tokens | None] = ContextVar("tokens of the pass that runs", default=None)
+_watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who is told of masks", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a layer gets in the place of a mask: an opaque object, which wrappers hand on."""
+
+    window: int | None
+    """Tokens that one sees, itself included; None: all earlier ones."""
+    tokens: Tokens | None
+
+
+class HfAttention:
+    """What one layer attends with; has the fields that sequence parallelism replaces in partool's own layers."""
+
+    def __init__(self, layout: AttentionLayout) -> None:
+        self.layout = layout
+        self.core: Callable[..., torch.Tensor] = self.whole
+        """See :class:`partool_runtime.parallel.sequence.types.Attend`."""
+        self.pads = True
+        """Whether the core is given values as wide as queries, with zeros behind those that are narrower."""
+        self._dropout = 0.0
+
+    def __call__(
+        self,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        seen: Any,
+        scaling: float | None,
+        dropout: float,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return ``[B, S, N, D]`` of queries, keys and values ``[B, N or K, S, D]``; raises PT654."""
+        _check(self.layout, seen, options)
+        q_BNSD, k_BKSD, v_BKSD = heads
+        if q_BNSD.shape[1] == 0:  # a tensor rank without heads has none to exchange
+            return q_BNSD.new_empty(q_BNSD.shape[0], q_BNSD.shape[2], 0, v_BKSD.shape[3])
+        own = q_BNSD.shape[3] ** -0.5
+        if scaling is not None and scaling != own:
+            q_BNSD = q_BNSD * (scaling / own)
+        self._dropout = dropout
+        out_BNSD: torch.Tensor
+        if self.pads:
+            out_BNSD = padded((q_BNSD, k_BKSD, v_BKSD), partial(self.core, layout=self.layout, tokens=seen.tokens))
+        else:
+            out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, seen.tokens)
+        return out_BNSD.transpose(1, 2).contiguous()
+
+    def whole(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        tokens: Tokens | None,
+    ) -> torch.Tensor:
+        """Attend over whole sequences, of all heads or some; drop weights as the layer asks."""
+        if self._dropout == 0.0:
+            return padded((q_BNSD, k_BKSD, v_BKSD), partial(attend, layout=layout, tokens=tokens))
+        places = torch.arange(q_BNSD.shape[2], device=q_BNSD.device)
+        documents = None if tokens is None or tokens.documents_BL is None else (tokens.documents_BL,) * 2
+        mask = None
+        if documents is not None or layout.window is not None:
+            mask = visible(places, places, layout, documents=documents)
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=self._dropout, is_causal=mask is None, enable_gqa=True
+        )
+
+
+def padded(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], core: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return what a core makes of heads all of one width; those of latent attention have two (arXiv 2405.04434)."""
+    q_BNSD, k_BKSD, v_BKSD = heads
+    width, values = q_BNSD.shape[3], v_BKSD.shape[3]
+    if values == width:
+        return core(q_BNSD, k_BKSD, v_BKSD)
+    widest = max(width, values)
+    # The core divides by the root of the width that it sees.
+    q_BNSD, k_BKSD, v_BKSD = (
+        F.pad(x, (0, widest - x.shape[3])) for x in (q_BNSD * (widest / width) ** 0.5, k_BKSD, v_BKSD)
+    )
+    return core(q_BNSD, k_BKSD, v_BKSD)[..., :values]
+
+
+class HfBlock(NamedTuple):
+    """A layer of transformers as sequence parallelism sees it."""
+
+    attention: HfAttention
+
+
+@contextmanager
+def holding(tokens: Tokens | None) -> Iterator[None]:
+    """Let the masks that a base model makes meanwhile carry what a pass must know of its tokens."""
+    token = _now.set(tokens)
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+@contextmanager
+def watching(told: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Let ``told`` see the arguments of every mask that is made meanwhile."""
+    token = _watch.set(told)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def take(
+    bases: Iterable[nn.Module], layers: Mapping[int, nn.Module], windows: Mapping[int, int | None]
+) -> dict[int, HfBlock]:
+    """Let layers of base models attend through the seam, in place; ``windows`` by the number of the layer.
+
+    Tensor parallelism may have given attention modules configurations of their own by then.
+    """
+    register()
+    found = {}
+    for number, layer in layers.items():
+        found[number] = HfBlock(HfAttention(AttentionLayout(windows[number])))
+        for module in layer.modules():
+            module.__dict__[_PLACE] = found[number].attention
+            _choose(getattr(module, "config", None))
+    for base in bases:
+        _choose(getattr(base, "config", None))
+    return found
+
+
+def place(module: nn.Module, attention: Any) -> None:
+    """Let a layer attend with something else that is called as :class:`HfAttention` is."""
+    for inner in module.modules():
+        inner.__dict__[_PLACE] = attention
+        _choose(getattr(inner, "config", None))
+
+
+def register() -> None:
+    """Make the name known to transformers."""
+    modeling: Any = import_module("transformers.modeling_utils")
+    masking: Any = import_module("transformers.masking_utils")
+    modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    masking.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
+
+
+def _choose(config: Any) -> None:
+    if config is not None and hasattr(config, "_attn_implementation"):
+        config._attn_implementation = NAME
+
+
+def _mask(**described: Any) -> Seen:
+    """Stand for a mask of transformers: its window is the only thing in it that is not known anyway."""
+    told = _watch.get()
+    if told is not None:
+        told(described)
+    return Seen(described.get("local_size"), _now.get())
+
+
+def _attention(  # noqa: PLR0917 - as transformers calls it
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Stand for a core of transformers, with its arguments."""
+    found = module.__dict__[_PLACE]((query, key, value), attention_mask, scaling, dropout, options)
+    return found, None
+
+
+def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError PT654 where a layer asks for another attention than was planned."""
+    asked = seen.window if isinstance(seen, Seen) else None
+    told = options.get("sliding_window")
+    unknown = unknown_options(options)
+    if not isinstance(seen, Seen):
+        what = f"gets a {type(seen).__name__} as its mask"
+    elif unknown:
+        what = f"asks for {', '.join(unknown)}"
+    elif asked != layout.window or told not in (None, layout.window):
+        what = f"has a window of {told or asked}, and of {layout.window} by the plan"
+    else:
+        return
+    fix = "Plan it again with the transformers that is installed here."
+    raise ConfigurationError("PT654", f"a layer's attention {what}", fix)
+
+
+def unknown_options(options: Mapping[str, Any]) -> list[str]:
+    """Return arguments of attention that change its result in a way that is not known here."""
+    return sorted(
+        name for name, value in options.items() if name not in KNOWN and value is not None and value is not False
+    )
