@@ -36,6 +36,16 @@ def splitting() -> Iterator[None]:
         _State.splitting = before
 
 
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Let :func:`linear` compute all gradients at once, for what must not be kept until later."""
+    before, _State.splitting = _State.splitting, False
+    try:
+        yield
+    finally:
+        _State.splitting = before
+
+
 def is_splitting() -> bool:
     """Tell whether products keep what they need to put gradients of weights off."""
     return _State.splitting

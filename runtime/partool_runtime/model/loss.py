@@ -24,15 +24,17 @@ def loss(
     chunk_logits: int = CHUNK_LOGITS,
     *,
     bias_V: torch.Tensor | None = None,
+    tile: int = 0,
 ) -> torch.Tensor:
     """Return the sum of the cross entropies of all labelled positions, a scalar in float32 or wider.
 
     A sum and no mean, so that the caller can divide by the tokens of the whole step over all ranks. Above
     ``chunk_logits`` logits the backward pass computes them a second time, chunk by chunk: two extra units of matrix
-    work in eight, in exchange for memory that does not grow with the batch.
+    work in eight, in exchange for memory that does not grow with the batch. ``tile`` gives the positions whose logits
+    exist at once instead.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
-    rows = max(1, chunk_logits // head_weight_VH.shape[0])
+    rows = tile or max(1, chunk_logits // head_weight_VH.shape[0])
     if hidden_TH.shape[0] <= rows:
         return _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T)
     chunks = _Chunks(labels_T, rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from partool.plan.types import Plan
@@ -9,6 +11,7 @@ from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.offload import Activations
 from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
@@ -16,24 +19,28 @@ from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
 from partool_runtime.parallel.tensor.apply import apply_tensor
 from partool_runtime.parallel.tensor.hf import apply_to_transformers
+from partool_runtime.parallel.tiling import tile_loss, tile_networks
 from partool_runtime.parallel.zero import shard, shard_stages
 
 
 def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
-    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, these exchanges are part of what is
-    computed again, recomputation is part of what is compiled, and gathers happen outside of all, on the parameters that
-    the rank computes with.
+    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, networks work on tiles of what is then a
+    layer, all of it is part of what is computed again, recomputation is part of what is compiled, what is kept after
+    that may go to the host, and gathers happen outside of all, on the parameters that the rank computes with.
     """
     if isinstance(model, HfDecoder):
         apply_to_transformers(model, plan, ranks)
     else:
         apply_tensor(model, plan, ranks)
     apply_sequence(model, plan, ranks)
-    recompute(model.layers, plan.layout.recompute, draws=_draws(model))
+    blocks = dict(enumerate(model.layers))
+    _tile(model, blocks, plan)
+    recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.mlp_tile_tokens > 0)
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
+    _offload(blocks, plan, ranks)
     return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
@@ -48,10 +55,24 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
         apply_tensor(parts, plan, ranks)
     apply_sequence(parts, plan, ranks)
     blocks: dict[int, nn.Module] = dict(parts.blocks())
-    recompute(blocks.values(), [plan.layout.recompute[layer] for layer in blocks], draws=_draws(parts))
+    _tile(parts, blocks, plan)
+    policies = [plan.layout.recompute[layer] for layer in blocks]
+    recompute(blocks.values(), policies, draws=_draws(parts), tiled=plan.layout.mlp_tile_tokens > 0)
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
+    _offload(blocks, plan, ranks)
     return shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
+
+
+def _tile(model: AnyDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> None:
+    tile_networks(blocks.values(), plan.layout.mlp_tile_tokens)
+    tile_loss(model, plan.layout.loss_tile_tokens, ranks=plan.layout.mesh.tp)
+
+
+def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks) -> None:
+    """Let layers keep what they save in host memory; outside of all that decides what that is."""
+    if plan.layout.offload_activations == "cpu":
+        Activations(ranks.device).put(blocks, last=plan.model.layers - 1)
 
 
 def _draws(model: AnyDecoder) -> bool:

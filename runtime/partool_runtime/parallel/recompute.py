@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,65 +14,111 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from partool.spec.parallel import Recompute
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
-from partool_runtime.torch_internals import summing_operators
+from partool_runtime.parallel import again
+from partool_runtime.torch_internals import exchanging_operators, summing_operators
 
 _aten = torch.ops.aten
+ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *exchanging_operators(),
+    }
+)
+"""Operators whose results ``keep_attention`` keeps: attention, and what ranks that share a sequence exchange for it.
+Their work grows with the square of the sequence, or with the slowest link; that of matrix products with its length."""
 SAVED = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
         *summing_operators(),
+        *ATTENTION,
     }
 )
-"""Operators whose results ``selective`` keeps: matrix products, attention, and what tensor-parallel ranks exchange; all
-else is cheap to do again. A sum in place of a product takes no memory beside it."""
+"""Operators whose results ``selective`` keeps: matrix products, attention, and what ranks exchange; all else is cheap
+to do again. A sum in place of a product takes no memory beside it. Operators of partool's own are attention, too."""
 
 
-def recompute(blocks: Iterable[nn.Module], policies: Iterable[Recompute], *, draws: bool = False) -> None:
+def recompute(
+    blocks: Iterable[nn.Module], policies: Iterable[Recompute], *, draws: bool = False, tiled: bool = False
+) -> None:
     """Give every block its policy, in place.
 
     ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
-    ``full`` only the block's input. Layers of transformers have no core of attention that could be told apart: of them
-    ``attention`` keeps nothing that is inside of an attention module. ``draws``: layers draw random numbers, whose
-    state is kept, too; such a layer is computed again to its end, since tensor ranks begin and end to draw numbers of
-    their own in the middle of it.
+    ``keep_attention`` :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long sequences), ``full`` only the
+    block's input. Layers of transformers have no core of attention that could be told apart: of them ``attention``
+    keeps nothing that is inside of an attention module. ``draws``: layers draw random numbers, whose state is kept,
+    too; such a layer is computed again to its end, since tensor ranks begin and end to draw numbers of their own in the
+    middle of it. ``tiled``: networks work on tiles, which they compute again by themselves.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
             _attention(block, draws)
         elif policy != "none":
-            _put(block, _WRAPPERS[policy](block.forward, draws))
+            _put(block, _again(block.forward, _CONTEXTS[policy], draws=draws, tiled=tiled))
 
 
 def _attention(block: nn.Module, draws: bool) -> None:
     if isinstance(block, Block):
-        block.attention.core = _full(block.attention.core, draws)
+        block.attention.core = _again(block.attention.core, None, draws=draws)
         return
     for module in [module for module in block.modules() if "Attention" in type(module).__name__]:
         stay_wide(module)
-        _put(module, _full(module.forward, draws))
+        _put(module, _again(module.forward, None, draws=draws))
 
 
 def _put(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, "forward", forward)  # noqa: B010 - mypy forbids assigning a method
 
 
-def _full(forward: Callable[..., Any], draws: bool) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
+def _again(
+    forward: Callable[..., Any], contexts: Callable[[], Any] | None, *, draws: bool, tiled: bool = False
+) -> Callable[..., Any]:
+    """Return a forward pass that the backward pass computes again, all of it but what ``contexts`` keep."""
+    whole = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=draws, early_stop=not draws)
+    if tiled:
+        return partial(whole, context_fn=partial(_tiled, contexts))
+    return whole if contexts is None else partial(whole, context_fn=contexts)
 
 
-def _selective(forward: Callable[..., Any], draws: bool) -> Callable[..., Any]:
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(_full(forward, draws), context_fn=contexts)
+def _products_kept() -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, SAVED))  # type: ignore[no-untyped-call]
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+def _attention_kept() -> Any:
+    return create_selective_checkpoint_contexts(partial(_policy, ATTENTION))  # type: ignore[no-untyped-call]
 
 
-_WRAPPERS = {"full": _full, "selective": _selective}
+_CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
+    "full": None,
+    "selective": _products_kept,
+    "keep_attention": _attention_kept,
+}
+
+
+def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # The results of a network's tiles would add up to those of the whole sequence.
+    save = (operator in kept or operator.namespace == "partool") and not again.is_tile()
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _tiled(contexts: Callable[[], Any] | None) -> tuple[Any, Any]:
+    forward, backward = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return forward, _LayerAgain(backward)
+
+
+class _LayerAgain:
+    """Does what another context does, and says that a layer is computed again."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self._stack = inner, ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._inner)
+        self._stack.enter_context(again.layer_again())
+
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)

@@ -59,6 +59,7 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
         length=tokens(plan.shares[ranks.cp.get_local_rank()]) if layout.sequence_norms else None,
         overlap=layout.tensor_overlap != "none",
         chunks=layout.tensor_chunks,
+        loss_tile=layout.loss_tile_tokens,
         symmetric=layout.tensor_overlap == "symmetric",
     )
     if team.symmetric:

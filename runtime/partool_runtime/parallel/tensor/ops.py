@@ -15,6 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
+from partool_runtime.parallel import again
 from partool_runtime.torch_internals import finished, start_gather, start_scatter_sum, start_sum
 
 
@@ -32,6 +33,8 @@ class Team:
     """Sums of gradients of inputs travel while those of weights are computed."""
     chunks: int = 1
     """Pieces of a product whose sums travel while the next is multiplied."""
+    loss_tile: int = 0
+    """Positions whose logits exist at once; 0: by the size of the vocabulary."""
     symmetric: bool = False
     """Products and exchanges are fused, through symmetric memory of CUDA devices."""
 
@@ -114,6 +117,8 @@ class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team, fresh: bool) -> torch.Tensor:
         ctx.team = team  # type: ignore[attr-defined]
+        if team.length is None and again.is_unread():
+            return x.view_as(x)
         return finished(start_leaving(x, team, fresh=fresh))
 
     @staticmethod

@@ -56,7 +56,7 @@ def vocabulary_loss(
     ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
     ``sum_input`` the gradient of the hidden state is this rank's part of it, for callers that sum it themselves.
     """
-    chunk = max(1, chunk_logits // max(1, weight_VH.shape[0]))
+    chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
     how = _How(team, labels_BS, first, chunk, sum_input, deferral.is_splitting())
     total: torch.Tensor = _VocabularyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
     return total

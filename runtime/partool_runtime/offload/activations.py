@@ -1,0 +1,232 @@
+"""Tensors that autograd saves go to host memory, layer by layer, and come back one layer ahead of their use.
+
+The one hook for it: what layers save between their forward and their backward pass, whatever it is (inputs of layers
+that are computed again, or all of it), is packed and unpacked here. On a device copies travel on a stream of their own
+beside compute: out while the next layer computes, in while the layer behind computes its gradients. What a layer saves
+leaves device memory two layers later at the latest, so that no more than two layers' tensors are there (for inputs of
+layers as ALST does, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary, finalize
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from partool_runtime.model.attention import Context
+from partool_runtime.offload.host import Slabs
+
+LEAST_BYTES = 2**20
+"""Smaller tensors stay: starting a copy would take longer than the copy."""
+_BEHIND = 1
+"""Layers before the one that computes whose tensors may still be on their way out."""
+
+
+class _Stored:
+    """The memory behind some saved tensors: in host memory, and at first and at last on the device."""
+
+    def __init__(self, slabs: list[torch.Tensor], there: torch.Tensor) -> None:
+        self.slabs = slabs
+        self.size_bytes = there.numel()
+        self.there: torch.Tensor | None = there
+        """Its bytes on the device."""
+        self.waiting = 0
+        """Tensors that are not unpacked yet."""
+        self.arrived: torch.Event | None = None
+        """Behind the copy to the device."""
+
+
+class _Layer:
+    """What one pass of one layer has saved."""
+
+    def __init__(self, before: _Layer | None) -> None:
+        self.before = before
+        """The same pass of the layer before."""
+        self.stored: list[_Stored] = []
+        self.left: torch.Event | None = None
+        """Behind the last copy to the host."""
+        self.asked = False
+        """Its backward pass has begun."""
+
+
+class _Packed(NamedTuple):
+    """Stands for a saved tensor."""
+
+    stored: _Stored
+    layer: _Layer
+    like: torch.Tensor
+    """On the meta device: type, size and strides."""
+    offset: int
+
+
+class Activations:
+    """Keeps in host memory what layers save that :meth:`put` was told of. One for all layers of a rank."""
+
+    def __init__(self, device: torch.device, *, least_bytes: int = LEAST_BYTES, slabs: Slabs | None = None) -> None:
+        self._device, self._least_bytes = device, least_bytes
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
+        self.slabs = slabs or Slabs(pinned=self._stream is not None)
+        self._latest: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
+        """By number of the layer."""
+        self._leaving: deque[_Layer] = deque()
+        self.moved_bytes = 0
+        """To the host, so far."""
+
+    def put(self, blocks: Mapping[int, nn.Module], *, last: int) -> None:
+        """Let layers, by number, leave what they save to this object, in place.
+
+        To be done behind recomputation and compilation and before parameters are sharded. The model's ``last`` layer
+        keeps its own, as its backward pass follows its forward pass.
+        """
+        for number, block in blocks.items():
+            if number != last:
+                setattr(block, "forward", self._hooked(number, block, block.forward))  # noqa: B010 - mypy forbids it
+
+    def _hooked(self, number: int, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            layer = self._begin(number)
+            # Parameters are gathered by now. Views are told by their memory.
+            stays = {_memory(tensor) for tensor in (*block.parameters(), *block.buffers())}
+            stays |= {_memory(tensor) for tensor in _shared(args, kwargs)}
+            with saved_tensors_hooks(_Pack(self, layer, stays), self._unpack):
+                return forward(*args, **kwargs)
+
+        return hooked
+
+    def _begin(self, number: int) -> _Layer:
+        while len(self._leaving) > _BEHIND:
+            self._let_go(self._leaving.popleft())
+        layer = _Layer(self._latest.get(number - 1))
+        self._latest[number] = layer
+        self._leaving.append(layer)
+        return layer
+
+    def _let_go(self, layer: _Layer) -> None:
+        """Free a layer's memory on the device, behind its copies to the host."""
+        self._await(layer)
+        for stored in layer.stored:
+            stored.there = None
+
+    def _await(self, layer: _Layer) -> None:
+        if layer.left is not None:
+            torch.accelerator.current_stream().wait_event(layer.left)
+            layer.left = None
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a saved tensor is one to move."""
+        plain = type(tensor) is torch.Tensor and tensor.device == self._device and tensor.layout == torch.strided
+        return plain and tensor.untyped_storage().nbytes() >= max(1, self._least_bytes)
+
+    def store(self, tensor: torch.Tensor, layer: _Layer) -> _Stored:
+        """Start to copy the memory behind a tensor to the host."""
+        there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        stored = _Stored(self.slabs.take(there.numel()), there)
+        finalize(stored, self.slabs.give_back, stored.slabs).atexit = False
+        self._copy((slab, part) for part, slab in self.slabs.beside(there, stored.slabs))
+        layer.left = self._event()
+        layer.stored.append(stored)
+        self.moved_bytes += stored.size_bytes
+        return stored
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy from the second to the first of each pair, behind what is queued for the device by now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.accelerator.current_stream())
+        with torch.no_grad(), nullcontext() if self._stream is None else self._stream:
+            for to, source in pairs:
+                to.copy_(source, non_blocking=self._stream is not None)
+
+    def _event(self) -> torch.Event | None:
+        return None if self._stream is None else self._stream.record_event()
+
+    def _unpack(self, packed: _Packed | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        stored, layer, like, offset = packed
+        if not layer.asked:
+            layer.asked = True
+            self._turn(layer)
+        self._fetch(stored)
+        assert stored.there is not None
+        if stored.arrived is not None:
+            torch.accelerator.current_stream().wait_event(stored.arrived)
+            stored.arrived = None
+        memory = torch.empty(0, dtype=like.dtype, device=self._device).set_(stored.there.untyped_storage())
+        tensor = memory.as_strided(like.size(), like.stride(), offset)
+        stored.waiting -= 1
+        if stored.waiting <= 0:
+            stored.there = None
+        return tensor
+
+    def _turn(self, layer: _Layer) -> None:
+        """Begin a layer's backward pass: bring what it and the layer before have saved, as far as that has left."""
+        wanted = (layer, layer.before)
+        while self._leaving:
+            leaving = self._leaving.popleft()
+            self._await(leaving)
+            if not any(leaving is each for each in wanted):
+                self._let_go(leaving)
+        for each in wanted:
+            for stored in each.stored if each is not None else ():
+                if stored.waiting > 0:
+                    self._fetch(stored)
+
+    def _fetch(self, stored: _Stored) -> None:
+        """Start to copy memory to the device, unless it is there."""
+        if stored.there is not None:
+            return
+        # From the memory that compute draws on, which it returns to.
+        stored.there = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
+        self._copy(self.slabs.beside(stored.there, stored.slabs))
+        stored.arrived = self._event()
+
+
+class _Pack:
+    """Packs what one pass of one layer saves; each memory once, however many tensors look at it."""
+
+    def __init__(self, owner: Activations, layer: _Layer, stays: set[int]) -> None:
+        self._owner, self._layer, self._stays = owner, layer, stays
+        self._known: dict[tuple[int, int], _Stored] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
+        if not self._owner.takes(tensor) or _memory(tensor) in self._stays:
+            return tensor
+        # A memory that was written to in between is another one.
+        key = (_memory(tensor), tensor._version)
+        if key not in self._known:
+            self._known[key] = self._owner.store(tensor, self._layer)
+        stored = self._known[key]
+        stored.waiting += 1
+        like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return _Packed(stored, self._layer, like, int(tensor.storage_offset()))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that all layers of a pass are given: all but the hidden state, which comes first."""
+    yield from _tensors(args[1:])
+    yield from _tensors({name: value for name, value in kwargs.items() if name != "hidden_states"})
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what all layers of a pass are given."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Context):
+        yield from _tensors((value.rope, dict(value.tokens.masks), value.tokens.documents_BL))
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,138 @@
+"""Feed-forward networks over tiles of a sequence, losses over tiles of tokens: what is wide never exists whole.
+
+A network maps every token by itself. Over tiles of tokens, one after the other and each computed again in the backward
+pass, what it keeps and what it holds at once no longer grow with the sequence (TiledMLP of ALST, arXiv 2506.13996,
+section 3.1). Gradients of weights are summed over tiles in float32 or wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from partool_runtime import deferral
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf import networks as of_transformers
+from partool_runtime.hf.model import HfPart, head_loss
+from partool_runtime.hf.numerics import stay_wide
+from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.model._wide import wide_dtype
+from partool_runtime.model.decoder import Block
+from partool_runtime.model.loss import loss
+from partool_runtime.parallel import again
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tile_networks(blocks: Iterable[nn.Module], tokens: int) -> None:
+    """Let the feed-forward network of every block work on ``tokens`` tokens of each sequence at once, in place.
+
+    0: on all. To be done before layers are told what to compute again. Raises ConfigurationError PT657 for a layer of
+    transformers that has no such network.
+    """
+    if not tokens:
+        return
+    for block in blocks:
+        own = isinstance(block, Block)
+        for network in [block.ffn] if isinstance(block, Block) else _found(block):
+            setattr(network, "forward", _Tiles(network, tokens, last=own))  # noqa: B010 - mypy forbids it otherwise
+
+
+def _found(block: nn.Module) -> list[nn.Module]:
+    found = of_transformers.networks(block)
+    if not found:
+        message = f"parallel.tiles: {type(block).__name__} has no network that maps every token by itself"
+        raise ConfigurationError("PT657", message, "Leave out parallel.tiles.mlp, or set it to 0.")
+    for network in found:
+        stay_wide(network)
+    return found
+
+
+class _Tiles:
+    """The forward pass of a network, in tiles."""
+
+    def __init__(self, network: nn.Module, tokens: int, *, last: bool) -> None:
+        self.body: Forward = network.forward
+        self.parameters = network.parameters
+        self.tokens = tokens
+        self.last = last
+        """Nothing that keeps tensors comes behind the network in its layer."""
+
+    def __call__(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        if x_BSH.shape[1] <= self.tokens:
+            return self.body(x_BSH)
+        if not torch.is_grad_enabled():
+            return self.forward(x_BSH)
+        out: torch.Tensor = _Tiled.apply(x_BSH, self, *self.parameters())  # type: ignore[no-untyped-call]
+        return out
+
+    def parts(self, x_BSH: torch.Tensor) -> Iterator[slice]:
+        """Yield the tiles."""
+        for start in range(0, x_BSH.shape[1], self.tokens):
+            yield slice(start, start + self.tokens)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        """Map ``[B, S, H]`` to ``[B, S, H]``."""
+        out_BSH = torch.empty_like(x_BSH)
+        with again.tile():
+            for part in self.parts(x_BSH):
+                out_BSH[:, part] = self.body(x_BSH[:, part])
+        return out_BSH
+
+
+class _Tiled(torch.autograd.Function):
+    """A network over tiles; the backward pass computes each a second time."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x_BSH)
+        ctx.tiles = tiles  # type: ignore[attr-defined]
+        if again.is_layer_again() and tiles.last:
+            # Only a residual sum follows, whose result is the layer's: nothing is kept of either.
+            return torch.empty_like(x_BSH)
+        return tiles.forward(x_BSH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x_BSH,) = ctx.saved_tensors
+        tiles: _Tiles = ctx.tiles
+        needs_x, _, *needs = ctx.needs_input_grad
+        grad_x_BSH = torch.empty_like(x_BSH) if needs_x else None
+        trained = [parameter for parameter, wanted in zip(tiles.parameters(), needs, strict=True) if wanted]
+        sums = [torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)) for parameter in trained]
+        for part in tiles.parts(x_BSH):
+            x_BTH = x_BSH[:, part].detach().requires_grad_(needs_x)
+            with torch.enable_grad(), deferral.undivided(), again.tile(unread=tiles.last):
+                out_BTH = tiles.body(x_BTH)
+            inputs = [x_BTH, *trained] if needs_x else trained
+            found = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))
+            del out_BTH
+            if grad_x_BSH is not None:
+                grad_x_BSH[:, part] = found.pop(0)
+            for total, gradient in zip(sums, found, strict=True):
+                if gradient is not None:
+                    total.add_(gradient)
+        narrow = (total.to(parameter.dtype) for total, parameter in zip(sums, trained, strict=True))
+        return grad_x_BSH, None, *(next(narrow) if wanted else None for wanted in needs)
+
+
+def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
+    """Let the loss of a model, or of a pipeline rank's part of one, hold the logits of ``tokens`` tokens at once.
+
+    0: as it does by itself. That of tensor ``ranks`` that share the vocabulary knows from their team.
+    """
+    if not tokens or ranks > 1:
+        return
+    if isinstance(model, HfPart):
+        model.loss = partial(head_loss, tile=tokens)
+    elif isinstance(model, Decoder | DecoderParts):
+        tied = model if isinstance(model, Decoder) else model.embed
+        holder: Any = model.head if model.head is not None else tied if model.config.tied_embeddings else None
+        if holder is not None:
+            holder.loss = partial(loss, tile=tokens)
