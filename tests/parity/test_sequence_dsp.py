@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import _sequence_dsp_worker as worker
 import pytest
+from _plans import write_text
 from _ranks import run_ranks
+from _tensor_plans import HALVES, QUARTERS, tensor_plan
+from test_trainer import Jobs
+
+from partool.plan.types import Mesh, Plan
 
 
 @pytest.mark.timeout(200)
@@ -15,3 +22,128 @@ def test_layers_along_two_axes_equal_one_process(tmp_path: Path, ranks: int) -> 
     """Loss, gradients and elements sent: odd grids, stages that end on rows, documents, recomputation, two models."""
     run_ranks(Path(worker.__file__), ranks, str(tmp_path), timeout_s=180)
     assert len(list(tmp_path.iterdir())) == ranks
+
+
+# --- the whole trainer ---
+
+ONE, FOUR, TWO_BY_TWO, PIPED, CUT = Mesh(), Mesh(cp=4), Mesh(cp=2, dp_shard=2), Mesh(cp=2, pp=2), Mesh(cp=2, tp=2)
+GRID = (5, 7)
+MODELS: dict[str, dict[str, Any]] = {
+    "rows first": {"layer_types": ("row", "column", "row", "column"), "heads": 6, "kv_heads": 2, "head_dim": 4},
+    "columns first": {
+        "layer_types": ("column", "row", "row", "column"), "position": "learned", "max_position": 35,
+        "tied_embeddings": True,
+    },
+}  # fmt: skip
+STEPS = 5
+Cases = dict[str, tuple[Plan, str]]
+"""Plans by name, each with the model of the run of one process that it must equal."""
+
+
+def make_plan(text: Path, model: str, mesh: Mesh, *, zero: int = 1, **layout: Any) -> Plan:
+    plan = tensor_plan(
+        text,
+        mesh,
+        model={"layers": 4, "grid": GRID} | MODELS[model],
+        training={"sequence_length": GRID[0] * GRID[1]},
+        settings={"steps": STEPS, "zero": zero},
+        sequence_method="dsp",
+        sequence_order="grid",
+        **layout,
+    )
+    documents = {"attend": "document"} if model == "columns first" else {}
+    return plan.model_copy(update={"data": plan.data.model_copy(update=documents)})
+
+
+def core_cases(text: Path) -> Cases:
+    """Return plans of four ranks; boundaries of stages lie between layers that hold rows and columns."""
+    rows, columns = (partial(make_plan, text, model) for model in MODELS)
+    return {
+        "zero-3 recomputed": (rows(FOUR, zero=3, recompute="full"), "rows first"),
+        "zero-2 documents": (columns(TWO_BY_TWO, zero=2, recompute="selective"), "columns first"),
+        "1f1b": (rows(PIPED, schedule="1f1b", stages=HALVES), "rows first"),
+        "zb-v documents": (columns(PIPED, schedule="zb-v", stages=QUARTERS), "columns first"),
+        "tensor zero-0": (rows(CUT, zero=0, recompute="attention"), "rows first"),
+    }
+
+
+def further_cases(text: Path) -> Cases:
+    """Return the rest of the combinations of four ranks."""
+    found: Cases = {}
+    for model in MODELS:
+        make = partial(make_plan, text, model)
+        for zero in range(4):
+            found[f"{model} zero-{zero}"] = (make(FOUR, zero=zero), model)
+        for policy in ("attention", "selective", "keep_attention", "full"):
+            found[f"{model} {policy}"] = (make(TWO_BY_TWO, zero=3, recompute=policy), model)
+        for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
+            found[f"{model} {schedule}"] = (make(PIPED, zero=3, schedule=schedule, stages=stages), model)
+        found[f"{model} tensor"] = (make(CUT, tensor_overlap="backward"), model)
+        found[f"{model} compiled"] = (make(TWO_BY_TWO, compile="block", recompute="selective"), model)
+        found[f"{model} compiled whole"] = (make(FOUR, compile="block"), model)
+    return found
+
+
+def launch(folder: Path, cases: Cases, timeout_s: float = 400) -> Jobs:
+    """Run the cases, their references, and one run that begins on four ranks and ends on one."""
+    text = folder / "text"
+    jobs = Jobs(folder)
+    for name, (case, _) in cases.items():
+        jobs.add(name, case, run=f"case {name}")
+    jobs.add("stopped", make_plan(text, "rows first", FOUR, zero=2), run="crossed", stop_at=2)
+    jobs.run(4, timeout_s)
+    for model in MODELS:
+        jobs.add(f"reference {model}", make_plan(text, model, ONE), run=f"reference {model}")
+    jobs.add("alone", make_plan(text, "rows first", ONE), run="crossed", resume=True)
+    jobs.run(1, timeout_s)
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder / "text")
+    return launch(folder, core_cases(folder / "text"))
+
+
+def assert_equal(jobs: Jobs, name: str, case: Plan, model: str) -> None:
+    for rank in range(case.layout.mesh.world_size):
+        assert jobs.ended(name, rank) == "done", name
+    assert_same_state(jobs, f"case {name}", f"reference {model}")
+    for kind, keys in {"step": ("loss", "grad_norm", "tokens"), "validation": ("loss",)}.items():
+        wanted, got = (jobs.events(run, kind) for run in (f"reference {model}", f"case {name}"))
+        assert len(wanted) > 0
+        for key in keys:
+            assert [event[key] for event in got] == pytest.approx([event[key] for event in wanted], rel=1e-10), name
+
+
+def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) -> None:
+    wanted, got = jobs.state(reference, step=at), jobs.state(run, step=STEPS)
+    assert wanted.keys() == got.keys()
+    for name, expected in wanted.items():
+        assert float((got[name] - expected).abs().max()) <= 1e-10 * max(1.0, float(expected.abs().max())), name
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_training_equals_one_process(ran: Jobs, name: str) -> None:
+    assert_equal(ran, name, *core_cases(Path("text"))[name])
+
+
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_without_the_others(ran: Jobs) -> None:
+    assert ran.ended("stopped", rank=3) == "Preempted: stopped by SIGTERM after step 2"
+    assert ran.ended("alone") == "done"
+    assert_same_state(ran, "crossed", "reference rows first")
+    with pytest.raises(AssertionError):
+        assert_same_state(ran, "crossed", "reference rows first", at=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_every_combination_equals_one_process(tmp_path: Path) -> None:
+    write_text(tmp_path / "text")
+    cases = further_cases(tmp_path / "text")
+    jobs = launch(tmp_path, cases, timeout_s=1200)
+    for name, (case, model) in cases.items():
+        assert_equal(jobs, name, case, model)
