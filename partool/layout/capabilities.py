@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from partool.spec.model import ModelConfig
+from partool.spec.parallel import SequenceMethod
 
 _ZERO = "tests/parity/test_zero.py"
 _MODEL = "tests/unit/test_runtime_model.py"
@@ -36,6 +38,7 @@ class Needs:
     schedule: str
     """Of its lists, where there are several such ranks."""
     sequence: int
+    """Ranks that share one sequence."""
     expert: int
     offload_optimizer: str
     offload_parameters: str
@@ -46,6 +49,8 @@ class Needs:
     precision: str
     hf: bool = False
     """Whether transformers builds the model, instead of partool."""
+    sequence_method: str = "ulysses"
+    """How they share it."""
     gathers: frozenset[str] = frozenset()
     """Ways to gather parameters with ZeRO other than the usual one, as :data:`GATHERS` names them."""
 
@@ -93,7 +98,7 @@ def aspects(needs: Needs) -> Iterator[str]:
         "tensor with fused collectives": needs.tensor > 1 and needs.tensor_overlap == "symmetric",
         "tensor in a pipeline": needs.tensor > 1 and needs.stages > 1,
         f"schedule {needs.schedule}": needs.stages > 1,
-        "sequence": needs.sequence > 1,
+        f"sequence {needs.sequence_method}": needs.sequence > 1,
         "expert": needs.expert > 1,
         "offload": needs.offload_optimizer != "none",
         "offload of parameters": needs.offload_parameters != "none",
@@ -127,6 +132,10 @@ _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
+_SHARES = "tests/parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process"
+_AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
+_SEQUENCES = {"ulysses": _SHARES, "startrail": _SHARES, "dsp": _AXES}
+"""Methods of sequence parallelism, and the test of each."""
 _TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -164,10 +173,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
     ),
+    *(Capability(f"sequence {name}", test) for name, test in _SEQUENCES.items()),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
-    *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding")),
+    *(Capability(f"attention {name}", _LAYERS) for name in ("full", "sliding", "row", "column")),
     Capability("model of transformers", "tests/parity/test_tensor_hf.py::test_models_equal_those_of_transformers"),
     *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
 )
@@ -176,7 +186,11 @@ GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
         "PT401", "tensor parallelism through symmetric memory", ("parallel", "tensor", "overlap")
     ),
-    "sequence": Gap("PT403", "sequence parallelism", ("parallel", "sequence", "degree")),
+    **{
+        f"sequence {name}": Gap("PT403", f"sequence parallelism by {name}", ("parallel", "sequence", "degree"))
+        for name in get_args(SequenceMethod)
+        if name not in _SEQUENCES
+    },
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
     "mla": Gap("PT406", "multi-head latent attention", ("model",)),

@@ -111,6 +111,7 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
         ("pipeline", "stages"),
         ("pipeline", "schedule"),
         ("sequence", "degree"),
+        ("sequence", "method"),
         ("offload", "optimizer"),
         ("offload", "parameters"),
         ("offload", "activations"),

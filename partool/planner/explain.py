@@ -89,7 +89,7 @@ def _zero(solution: Solution, best: Priced) -> str:
     layout = best.layout
     if solution.problem.spec.parallel.data.zero != "auto":
         return f"ZeRO-{layout.zero}: the spec asks for it."
-    if layout.mesh.dp == 1:
+    if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.zero == 0:
         return "ZeRO-0: copies of the state fit, and sharing it would not be faster."

@@ -163,5 +163,7 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
         layout.tensor_chunks,
         *degrees,
         SEQUENCE_METHODS.index(layout.sequence_method),
+        layout.sequence_inner,
+        layout.sequence_teams,
         -layout.micro_batch,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, Layouts
+from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.layout.capabilities import runs
 from partool.planner.problem import Problem, nothing_runs
 from partool.spec.parallel import Recompute
@@ -91,7 +91,10 @@ def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tup
         ("tensor with fused collectives", groups.tensor_overlap == OVERLAPS.index("symmetric")),
         ("tensor in a pipeline", (groups.tp > 1) & (groups.pp > 1)),
         *((f"schedule {name}", (groups.pp > 1) & (groups.schedule == at)) for at, name in enumerate(SCHEDULES)),
-        ("sequence", groups.cp > 1),
+        *(
+            (f"sequence {name}", (groups.cp > 1) & (groups.sequence_method == at))
+            for at, name in enumerate(SEQUENCE_METHODS)
+        ),
         ("expert", groups.ep > 1),
         ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
         ("accumulation", groups.accumulation > 1),

@@ -11,7 +11,7 @@ import numpy as np
 
 from partool.catalog.profile import Applied
 from partool.cost.case import EAGER, SCHEDULES, Column, Job
-from partool.cost.layer import Kind, kinds
+from partool.cost.kinds import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.cost.zero_controls import Controls, controls_of
@@ -224,6 +224,7 @@ def needs_of(
         stages=mesh.pp,
         schedule=layout.schedule,
         sequence=mesh.cp,
+        sequence_method=layout.sequence_method,
         expert=layout.expert,
         offload_optimizer=layout.offload_optimizer,
         offload_parameters=layout.offload_parameters,

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, RING, SEQUENCE_METHODS, Layouts
+from partool.cost.case import RECOMPUTE, RING, Layouts
 from partool.planner.policies import Policies, policies_of, runnable_masks
 from partool.planner.problem import Problem, divisors
 from partool.planner.schedules import Scheduled, schedules
+from partool.planner.sequence_forms import Forms, best_forms, every_form
 from partool.planner.tensor_checks import cuttable
 from partool.planner.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
 
@@ -105,10 +106,12 @@ class Space:
         return layers / self.layers
 
 
-_UNCUT = "sequences or heads do not divide by sequence.degree"
+_UNCUT = "no sequence method cuts the model so"
+_BEATEN = "another sequence method takes less time and no more memory"
 _GROUP_COLUMNS = (
     "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
-    "in_flight", "sequence_method", "tensor_inner", "sequence_norms",
+    "in_flight", "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside",
+    "tensor_inner", "sequence_norms",
 )  # fmt: skip
 _SETTLED = ("tensor_overlap", "tensor_chunks")
 """Columns of groups that follow from the others."""
@@ -185,6 +188,10 @@ class _Builder:
         return self._axis(self.problem.tensor_degree, self.problem.model.heads)
 
     @cached_property
+    def _sequence_axis(self) -> list[int]:
+        return self._axis(self.problem.spec.parallel.sequence.degree, self.problem.spec.training.sequence_length)
+
+    @cached_property
     def _divided(self) -> bool:
         """True if some open degree of tensor parallelism divides the model; others are then not tried."""
         problem = self.problem
@@ -192,13 +199,12 @@ class _Builder:
 
     def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
-        parallel, model, world = self.problem.spec.parallel, self.problem.model, self.problem.world_size
-        length = self.problem.spec.training.sequence_length
+        model, world = self.problem.model, self.problem.world_size
         for tp in self._tensor_axis:
             for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
                 if world % (tp * pp):
                     continue
-                for cp in self._axis(parallel.sequence.degree, length):
+                for cp in self._sequence_axis:
                     if world % (tp * pp * cp):
                         continue
                     dp = world // (tp * pp * cp)
@@ -222,7 +228,7 @@ class _Builder:
             (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
             (pp > model.layers, "more stages than layers"),
             (parallel.pipeline.stages == "auto" and pp > MOST_STAGES, f"more than {MOST_STAGES} pipeline stages"),
-            (training.sequence_length % cp != 0, "sequences do not divide by sequence.degree"),
+            (training.sequence_length < cp, "more sequence ranks than tokens"),
             (
                 cp > 1 and parallel.sequence.degree == "auto" and training.sequence_length // cp < TOKENS_PER_RANK,
                 f"fewer than {TOKENS_PER_RANK} tokens of a sequence per rank",
@@ -249,39 +255,47 @@ class _Builder:
         tp = self.problem.world_size // (pp * cp * dp)
         sharing = sum(
             self._with_parameters if zero == 3 else self._without
-            for zero, _ in self._sharing(dp, self._inside(tp, cp))
+            for zero, _ in self._sharing(dp, cp, tp)
         )  # fmt: skip
         shapes = max(1, len(self._forms(tp, cp)))
         experts, schedules = len(self._experts(dp * cp)), len(self._schedules(pp))
-        return self._all_methods(cp) * batches * sharing * schedules * experts * shapes
+        return max(1, len(self._every_form[cp, tp])) * batches * sharing * schedules * experts * shapes
 
     @cached_property
     def _forms(self) -> Callable[[int, int], tuple[Form, ...]]:
         return cache(partial(forms, self.problem))
 
-    def _all_methods(self, cp: int) -> int:
-        return 1 if cp == 1 or self.problem.spec.parallel.sequence.method != "auto" else 2
+    @cached_property
+    def _every_form(self) -> Forms:
+        """All forms of sequence parallelism, by degrees."""
+        world = self.problem.world_size
+        meshes = [(cp, tp) for cp in self._sequence_axis for tp in self._tensor_axis if world % (cp * tp) == 0]
+        return every_form(self.problem, meshes)
 
-    def _inside(self, tp: int, cp: int) -> int:
-        """Return the data-parallel ranks that one fast link joins."""
-        return max(1, self.problem.domain // (cp * tp))
+    @cached_property
+    def _best_forms(self) -> Forms:
+        """Those that no other beats."""
+        return best_forms(self.problem, self._every_form)
 
-    def _sharing(self, dp: int, inside: int) -> list[tuple[int, int]]:
-        """Return (ZeRO stage, ranks that share the state); one rank has nothing to share."""
-        data = self.problem.spec.parallel.data
+    def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
+        """Return (ZeRO stage, data-parallel ranks that share the state); one rank has nothing to share.
+
+        Ranks of one sequence hold the same parameters, so they share the state as well.
+        """
+        data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
         # Parameters go to the host as ZeRO-3 shards, of one rank too.
         to_host = self.problem.spec.parallel.offload.parameters == "cpu"
         zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
         found = []
         for zero in zeros:
-            if zero == 0 or dp == 1:
+            if zero == 0 or dp * cp == 1:
                 if data.zero != "auto" or to_host or (zero == 0 and data.shard in ("auto", 1)):
                     found.append((zero, 1))
             elif data.shard != "auto":
                 found += [(zero, data.shard)] if dp % data.shard == 0 else []
             else:
                 found.append((zero, dp))
-                if 1 < inside < dp and dp % inside == 0:
+                if 1 < inside * cp <= self.problem.domain and inside < dp and dp % inside == 0:
                     found.append((zero, inside))
         return found
 
@@ -298,23 +312,12 @@ class _Builder:
         found = [n for n in divisors(moe.experts) if ranks % n == 0]
         return [n for n in found if _power(n)] if self.coarse else found
 
-    def _methods(self, cp: int, tp: int) -> list[int]:
-        """Return the sequence methods that can cut this model; ring swaps pairs of half shards for causal balance."""
-        pinned, model = self.problem.spec.parallel.sequence.method, self.problem.model
-        if cp == 1:
-            return [0 if pinned == "auto" else SEQUENCE_METHODS.index(pinned)]
-        names = ("ulysses", "ring") if pinned == "auto" else (pinned,)
-        length, ways = self.problem.spec.training.sequence_length, cp * tp
-        heads = model.heads % ways == 0 and (model.kv_heads % ways == 0 or ways % model.kv_heads == 0)
-        able = {"ulysses": heads, "ring": length % (2 * cp) == 0}
-        return [SEQUENCE_METHODS.index(name) for name in names if able.get(name, True)]
-
     def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
         """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""
-        methods, experts = self._methods(cp, tp), self._experts(dp * cp)
-        sharing = self._sharing(dp, self._inside(tp, cp))
+        sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp)
+        sharing = self._sharing(dp, cp, tp)
         schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
-        lists = (methods, experts, sharing, schedules, batches, self._forms(tp, cp))
+        lists = (sequences, experts, sharing, schedules, batches, self._forms(tp, cp))
         if not all(lists):
             why = (_UNCUT, "experts do not divide over the ranks",
                    "shard does not divide the data-parallel ranks", "no schedule has room for the chunks",
@@ -322,27 +325,27 @@ class _Builder:
             reason = next(text for text, values in zip(why, lists, strict=True) if not values)
             self._prune(reason, self._weight(pp, cp, dp))
             return
-        unable = self._all_methods(cp) - len(methods)
-        self._prune(_UNCUT, self._weight(pp, cp, dp) // self._all_methods(cp) * unable)
+        every = len(self._every_form[cp, tp])
+        self._prune(_BEATEN, self._weight(pp, cp, dp) // every * (every - len(sequences)))
         index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
         shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
-        micro, shape = np.array(batches)[index[4]], np.array(lists[5])[index[5]]
+        micro, shape, sequence = (np.array(lists[at])[index[at]] for at in (4, 5, 0))
         share = self.problem.spec.training.global_batch // dp
         same = np.ones_like(micro)
         block = np.stack(
             [
                 pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
-                shared[:, 0], micro, share // micro, *scheduled.T, np.array(methods)[index[0]], *shape.T,
+                shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
             ]
         )  # fmt: skip
         # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
         takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
         whole = takes[index[3], index[4]]
-        # Owners of weights that travel have their state whole, and whole matrices.
-        whole &= ((shared[:, 0] == 0) & (tp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
+        # Owners of weights that travel have their state whole, whole matrices and whole sequences.
+        whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
         zero3 = shared[~whole, 0] == 3
         self._prune(
-            "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor parallelism",
+            "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",
             int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
         )
         yield block[:, whole]

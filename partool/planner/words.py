@@ -15,15 +15,17 @@ TIE = 1e-3
 def summary(layout: Layout) -> str:
     """Return a layout in one line."""
     mesh = layout.mesh
-    parts = [f"ZeRO-{layout.zero} over {mesh.dp} rank{'s' * (mesh.dp > 1)}"]
+    # Ranks of one sequence share the state like those of several.
+    sharing = mesh.dp if layout.zero == 0 else mesh.dp_shard * mesh.cp
+    parts = [f"ZeRO-{layout.zero} over {sharing} rank{'s' * (sharing > 1)}"]
     if mesh.dp_replicate > 1 and layout.zero:
-        parts[0] = f"ZeRO-{layout.zero} over {mesh.dp_shard}, {mesh.dp_replicate} replicas"
+        parts[0] = f"ZeRO-{layout.zero} over {sharing}, {mesh.dp_replicate} replicas"
     if mesh.tp > 1:
         parts.append(f"tensor {mesh.tp}{_tensor_form(layout)}")
     if mesh.pp > 1:
         parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
     if mesh.cp > 1:
-        parts.append(f"sequence {mesh.cp} ({layout.sequence_method})")
+        parts.append(f"sequence {mesh.cp} ({sequence_form(layout)})")
     if layout.expert > 1:
         parts.append(f"expert {layout.expert}")
     parts.append(f"micro-batch {layout.micro_batch} × {layout.accumulation}")
@@ -37,6 +39,17 @@ def _tensor_form(layout: Layout) -> str:
     inner = layout.tensor_inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def sequence_form(layout: Layout) -> str:
+    """Return how ranks share a sequence: the method, with the sizes of its groups where it has several."""
+    ranks, method = layout.mesh.cp, layout.sequence_method
+    if method == "usp":
+        return f"usp, {layout.sequence_inner} ulysses × {ranks // layout.sequence_inner} ring"
+    if method == "startrail":
+        rings = ranks // layout.sequence_teams**2
+        return f"startrail, teams of {layout.sequence_teams}, rings of {rings}"
+    return method
 
 
 def schedule(layout: Layout) -> str:
@@ -81,7 +94,6 @@ def change(layout: Layout, file: str = "") -> str:
         sizes += f", waves: {layout.chunks // 2}" if layout.schedule == "hanayo" else ""
         sizes += f", in_flight: {layout.in_flight}" if layout.in_flight else ""
         pipeline = f"{{stages: {mesh.pp}, schedule: {name}{sizes}}}"
-    sequence = "1" if mesh.cp == 1 else f"{{method: {layout.sequence_method}, degree: {mesh.cp}}}"
     fraction = f", gpu_fraction: {layout.gpu_fraction:g}" if layout.offload_optimizer == "cpu" else ""
     offload = (
         f"{{optimizer: {layout.offload_optimizer}{fraction}, parameters: {layout.offload_parameters}, "
@@ -91,7 +103,7 @@ def change(layout: Layout, file: str = "") -> str:
     policy = policies[0][0] if len(policies) == 1 else f"[{', '.join(layout.recompute)}]"
     return (
         f"parallel: {{data: {{zero: {layout.zero}{shard}}}, tensor: {_tensor(layout)}, pipeline: {pipeline}, "
-        f"sequence: {sequence}, expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
+        f"sequence: {_sequence(layout)}, expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
         f"micro_batch: {layout.micro_batch}}}"
     )
 
@@ -106,6 +118,18 @@ def _tensor(layout: Layout) -> str:
         f"{{degree: {ranks}, shape: [{ranks // inner}, {inner}], sequence_norms: {norms}, "
         f"overlap: {layout.tensor_overlap}, chunks: {layout.tensor_chunks}}}"
     )
+
+
+def _sequence(layout: Layout) -> str:
+    """Return the ``sequence`` section that leaves this form and no other."""
+    ranks, method = layout.mesh.cp, layout.sequence_method
+    if ranks == 1:
+        return "1"
+    sizes = f", ulysses: {layout.sequence_inner}" if method == "usp" else ""
+    if method == "startrail":
+        sizes = f", teams: {layout.sequence_teams}, inside: {layout.sequence_inside}"
+    order = "" if layout.sequence_order == "grid" else f", order: {layout.sequence_order}"
+    return f"{{method: {method}, degree: {ranks}{sizes}{order}}}"
 
 
 def why_lost(best: Priced, other: Priced) -> str:

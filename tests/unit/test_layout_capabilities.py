@@ -12,7 +12,7 @@ from partool.layout.capabilities import CAPABILITIES, GAPS, GATHERS, Needs, aspe
 from partool.schedule import SCHEDULES
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
-from partool.spec.parallel import Compile, Recompute, ZeroStage
+from partool.spec.parallel import Compile, Recompute, SequenceMethod, ZeroStage
 from partool.spec.training import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,8 @@ def every_kind() -> list[Needs]:
         *(model(activation=value) for value in get_args(Activation)),
         *(model(position=value) for value in get_args(Position)),
         *(model(layer_types=(value,) * 2, window=4) for value in get_args(AttentionKind)),
-        needs(nodes=2), needs(tensor=2, stages=2), needs(sequence=2), needs(expert=2),
+        needs(nodes=2), needs(tensor=2, stages=2), needs(expert=2),
+        *(needs(sequence=2, sequence_method=value) for value in get_args(SequenceMethod)),
         needs(tensor=2, tensor_inner=2), needs(tensor=2, sequence_norms=True),
         needs(tensor=2, tensor_overlap="symmetric"),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
