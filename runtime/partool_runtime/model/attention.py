@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,18 +13,12 @@ from partool.layout.grid import Axis
 from partool.spec.model import ModelConfig
 from partool_runtime.model.grid import folded, folded_documents, unfolded
 from partool_runtime.model.norm import RMSNorm
+from partool_runtime.model.operator import attend_by
 from partool_runtime.model.rope import Tables, rotate
+from partool_runtime.model.visibility import AttentionLayout as AttentionLayout  # noqa: PLC0414
+from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class AttentionLayout(NamedTuple):
-    """Which tokens see which, of a layer: all earlier ones, but for what this leaves out."""
-
-    window: int | None
-    """Tokens that one sees, itself included; None sees all earlier ones."""
-    axis: Axis | None = None
-    """Where tokens lie on a grid: those of its row, or of its column."""
 
 
 def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
@@ -88,33 +81,6 @@ def masks(
     }
 
 
-def visible(
-    queries_Q: torch.Tensor,
-    keys_K: torch.Tensor,
-    layout: AttentionLayout,
-    *,
-    documents: tuple[torch.Tensor, torch.Tensor] | None = None,
-    columns: int = 0,
-) -> torch.Tensor:
-    """Return which keys each query sees, boolean ``[Q, K]``, or ``[B, 1, Q, K]`` with documents.
-
-    Queries and keys are given by their places in the sequence, ``documents`` by the numbers of theirs, ``[B, Q]`` and
-    ``[B, K]``; ``columns`` is the length of a row of the grid.
-    """
-    distance_QK = queries_Q[:, None] - keys_K[None, :]
-    seen = distance_QK >= 0
-    if layout.window is not None:
-        seen &= distance_QK < layout.window
-    if layout.axis == "row":
-        seen &= (queries_Q // columns)[:, None] == (keys_K // columns)[None, :]
-    elif layout.axis == "column":
-        seen &= distance_QK % columns == 0
-    if documents is None:
-        return seen
-    of_queries_BQ, of_keys_BK = documents
-    return (seen & (of_queries_BQ[:, :, None] == of_keys_BK[:, None, :]))[:, None]
-
-
 def attend(
     q_BNSD: torch.Tensor,
     k_BKSD: torch.Tensor,
@@ -129,17 +95,17 @@ def attend(
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)
-    mask = None if tokens is None else tokens.masks.get(layout)
+    documents_BL = None if tokens is None else tokens.documents_BL
+    if documents_BL is not None or (layout.window is not None and layout.window < k_BKSD.shape[2]):
+        return attend_by((q_BNSD, k_BKSD, v_BKSD), layout, documents_BL)
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-    if grouped and q_BNSD.is_cuda and (mask is not None or q_BNSD.dtype not in _HALF):
-        # Only the flash kernel takes fewer key heads, and it takes neither masks nor wide types: without copies the
-        # fallback would hold all N·S·S scores.
+    if grouped and q_BNSD.is_cuda and q_BNSD.dtype not in _HALF:
+        # Only the flash kernel takes fewer key heads, and it takes no wide types: without copies the fallback would
+        # hold all N·S·S scores.
         copies = q_BNSD.shape[1] // k_BKSD.shape[1]
         k_BKSD, v_BKSD = (heads.repeat_interleave(copies, dim=1) for heads in (k_BKSD, v_BKSD))
         grouped = False
-    return F.scaled_dot_product_attention(
-        q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
 def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -> torch.Tensor:
@@ -155,7 +121,7 @@ def _along(heads: tuple[torch.Tensor, ...], axis: Axis, tokens: Tokens | None) -
         documents_BS = documents_BL if tokens.index_S is None else documents_BL[:, tokens.index_S]
         documents_XL = folded_documents(documents_BS, axis, grid)
     whole = AttentionLayout(None)
-    lines = Tokens(length, None, documents_XL, masks=masks([whole], length, device, documents_XL))
+    lines = Tokens(length, None, documents_XL)
     return unfolded(attend(q_XNLD, k_XKLD, v_XKLD, whole, lines), batch, axis)
 
 

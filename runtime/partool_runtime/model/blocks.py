@@ -43,13 +43,14 @@ class Seen:
     """What queries ``[B, N, Q, D]`` have seen so far of keys with K heads."""
 
     def __init__(self, q_BNQD: torch.Tensor) -> None:
-        self._q = q_BNQD
+        self._q, self._width = q_BNQD, q_BNQD.shape[3]
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: Meeting) -> None:
         """Let them see a block of keys and values, not seen before."""
-        for part, sight in _parts(meeting, self._q):
+        self._width = v_BKSD.shape[3]
+        for part, sight in _parts(meeting, self._q, v_BKSD):
             (first, past), (low, high) = part.queries, part.keys
             out, lse = kernels.forward(self._q[:, :, first:past], k_BKSD[:, :, low:high], v_BKSD[:, :, low:high], sight)
             self.merge(part.queries, out, lse)
@@ -59,6 +60,7 @@ class Seen:
 
         ``lse_BNQ`` is the logarithm of the sum of exponentials over these keys, minus infinity where none was seen.
         """
+        self._width = out_BNQD.shape[3]
         if self._out is None and queries == (0, self._q.shape[2]):
             self._out, self._lse = out_BNQD, lse_BNQ.to(wide(self._q.dtype))
             return
@@ -84,7 +86,7 @@ class Seen:
         """Return what has been merged, in a type and memory of its own."""
         type_ = wide(self._q.dtype)
         if self._out is None:
-            self._out = like_tokens(self._q, type_).zero_()
+            self._out = like_tokens(self._q, type_, width=self._width).zero_()
             self._lse = self._q.new_full(self._q.shape[:3], -torch.inf, dtype=type_)
         elif self._out.dtype != type_:
             self._out = self._out.to(type_)
@@ -110,7 +112,7 @@ class Returned:
         meeting: Meeting,
     ) -> None:
         """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
-        for part, sight in _parts(meeting, self._q):
+        for part, sight in _parts(meeting, self._q, keys[1]):
             rows, columns = slice(*part.queries), slice(*part.keys)
             inputs = (self._q[:, :, rows], keys[0][:, :, columns], keys[1][:, :, columns])
             results = (self._out[:, :, rows], self._lse[:, :, rows])
@@ -120,21 +122,21 @@ class Returned:
             gradients[1][:, :, columns] += dv
 
 
-def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
-    """Return an empty tensor of this shape, or of other tokens, whose memory lies token by token.
+def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
+    """Return an empty tensor of this shape, or of heads of another width, whose memory lies token by token.
 
     So do projections lie, and the result of attention need not be copied for the next one.
     """
-    batch, heads, length, width = x_BNSD.shape
-    return x_BNSD.new_empty(batch, length if tokens is None else tokens, heads, width, dtype=dtype).transpose(1, 2)
+    batch, heads, length, own = x_BNSD.shape
+    return x_BNSD.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
 
 
-def _parts(meeting: Meeting, q_BNQD: torch.Tensor) -> Iterator[tuple[Rectangle, Sight]]:
+def _parts(meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> Iterator[tuple[Rectangle, Sight]]:
     """Yield the rectangles of a meeting that one call of a kernel computes, and what is seen in them."""
     queries, keys, layout, documents = meeting
     if q_BNQD.shape[0] == 0 or q_BNQD.shape[1] == 0:
         return
-    cut = documents is not None or kernels.cut_small(q_BNQD)
+    cut = documents is not None or kernels.holds_scores(q_BNQD, v_BKSD)
     most = max(1, MOST_PAIRS // (1 if documents is None else q_BNQD.shape[0]))
     for whole in (rectangles if cut else joined)(queries, keys, layout.window):
         if not cut and whole.kind != "masked":

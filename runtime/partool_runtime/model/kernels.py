@@ -3,7 +3,7 @@
 ``scaled_dot_product_attention`` does not return it, and results of parts of the keys cannot be merged without it; so
 the kernels behind it are called by name. A backward pass is given the result and the logarithm of all keys, and yields
 the gradients through these keys: exact, as in Liu et al. (arXiv 2310.01889). Keys come with K heads, queries with N, a
-multiple of it.
+multiple of it. Their widths D are alike, those of values may differ.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forward(
 
     Those of queries that see nothing are 0 and minus infinity. There is at least one head, one query and one key.
     """
-    kernel = _kernel(q_BNQD, sight)
+    kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
         return _math(q_BNQD, k_BKSD, v_BKSD, sight)
     if kernel == "cpu":
@@ -73,7 +73,7 @@ def backward(
     ``results`` are those of all keys: ``[B, N, Q, D]`` and the logarithm ``[B, N, Q]``.
     """
     (q_BNQD, k_BKSD, v_BKSD), (out_BNQD, lse_BNQ) = inputs, results
-    kernel = _kernel(q_BNQD, sight)
+    kernel = _kernel(q_BNQD, v_BKSD, sight)
     if kernel == "math":
         return _math_backward(grad_BNQD, inputs, results, sight)
     lse_BNQ = lse_BNQ.contiguous()
@@ -102,18 +102,20 @@ def backward(
     return grads[0], _added(grads[1], heads), _added(grads[2], heads)
 
 
-def cut_small(q_BNQD: torch.Tensor) -> bool:
-    """Tell whether scores of whole rectangles would be held for these queries, masks or not."""
-    return _kernel(q_BNQD, Sight()) == "math"
+def holds_scores(q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> bool:
+    """Tell whether the scores of all pairs are held for such queries and values, masks or not."""
+    return _kernel(q_BNQD, v_BKSD, Sight()) == "math"
 
 
-def _kernel(q_BNQD: torch.Tensor, sight: Sight) -> Literal["cpu", "flash", "efficient", "math"]:
-    if q_BNQD.device.type == "cpu":
-        return "cpu"
-    if q_BNQD.device.type != "cuda" or q_BNQD.dtype == torch.float64 or q_BNQD.shape[3] % 8:
+def _kernel(q_BNQD: torch.Tensor, v_BKSV: torch.Tensor, sight: Sight) -> Literal["cpu", "flash", "efficient", "math"]:
+    device, widths = q_BNQD.device, (q_BNQD.shape[3], v_BKSV.shape[3])
+    if device.type == "cpu":
+        return "cpu" if widths[0] == widths[1] else "math"
+    if device.type != "cuda" or q_BNQD.dtype == torch.float64 or any(width % 8 for width in widths):
         return "math"
-    fits = q_BNQD.dtype in _HALF and q_BNQD.shape[3] <= 256 and _has_flash(q_BNQD.device)
-    return "flash" if fits and sight.mask is None else "efficient"
+    if sight.mask is not None or q_BNQD.dtype not in _HALF or widths[0] != widths[1] or widths[0] > 256:
+        return "efficient"
+    return "flash" if _has_flash(device) else "efficient"
 
 
 @lru_cache

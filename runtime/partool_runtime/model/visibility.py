@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
+
+from partool.layout.grid import Axis
 
 
 class AttentionLayout(NamedTuple):
@@ -12,7 +14,7 @@ class AttentionLayout(NamedTuple):
 
     window: int | None
     """Tokens that one sees, itself included; None sees all earlier ones."""
-    axis: Literal["row", "column"] | None = None
+    axis: Axis | None = None
     """Where tokens lie on a grid: those of its row, or of its column."""
 
 

@@ -1,0 +1,43 @@
+"""Which keys a rank's queries see of other ranks' shares, where tokens see earlier ones, maybe within a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partool.layout.sequence import Spans
+
+
+def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
+    """Return the stretches of some keys that at least one of some queries sees, in the order in which they are held.
+
+    Spans are those of :mod:`partool.layout.sequence`; ``window`` tokens are seen, the query's own included.
+    """
+    found = []
+    for low, high in keys:
+        ranges = sorted(
+            (low if window is None else max(low, first - window + 1), min(high, past)) for first, past in queries
+        )
+        found += _union(ranges)
+    return tuple(found)
+
+
+def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
+    """Return, for each rank, how many ranks behind it in the ring the last one is that sees any of its keys."""
+    ranks = len(shares)
+    return tuple(
+        max((step for step in range(ranks) if needed(shares[(rank + step) % ranks], shares[rank])), default=0)
+        for rank in range(ranks)
+    )
+
+
+def _union(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what ordered ranges cover, those left out that are empty."""
+    found: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if low >= high:
+            continue
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return found

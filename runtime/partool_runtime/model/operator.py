@@ -1,0 +1,178 @@
+"""One operator, with a backward pass, of every attention that is more than one call of a kernel.
+
+Compiled layers keep it as one node, selective recomputation can keep its results, and no wrapper sees what happens in
+it. An operator has no place for objects: it is given the name of an :class:`Exchange`, which may communicate.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from partool.layout.sequence import Spans
+from partool_runtime.model.blocks import Meeting, Returned, Seen, like_tokens
+from partool_runtime.model.kernels import wide
+from partool_runtime.model.visibility import AttentionLayout
+
+_NUMBERS = count()
+_UNLIMITED = 0
+"""In the place of a window that there is not."""
+
+
+class Exchange(Protocol):
+    """Attention with a backward pass of its own; ranks may communicate in it, and keep their queries."""
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the result ``[B, N, S, D]`` and the logarithm of the sum of exponentials ``[B, N, S]``, wide."""
+        ...
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v; ``saved`` are q, k, v, the result and its logarithm of sums."""
+        ...
+
+
+class Whole:
+    """An :class:`Exchange` of nothing: all tokens of the sequence are here."""
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        seen = Seen(q_BNSD)
+        seen.meet(k_BKSD, v_BKSD, _all(q_BNSD, layout, documents_BL))
+        return seen.result()
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+        back = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS)
+        dk_BKSD, dv_BKSD = (like_tokens(x, wide(x.dtype)).zero_() for x in (k_BKSD, v_BKSD))
+        back.meet((k_BKSD, v_BKSD), (dk_BKSD, dv_BKSD), _all(q_BNSD, layout, documents_BL))
+        return back.dq_BNQD, dk_BKSD, dv_BKSD
+
+
+def _all(q_BNSD: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+    spans: Spans = ((0, q_BNSD.shape[2]),)
+    return Meeting(spans, spans, layout, documents_BL)
+
+
+WHOLE: Exchange = Whole()
+_NAME_OF_WHOLE = "Whole"
+_EXCHANGES: WeakValueDictionary[str, Exchange] = WeakValueDictionary({_NAME_OF_WHOLE: WHOLE})
+"""By name, as long as somebody uses them."""
+
+
+def register(exchange: Exchange) -> str:
+    """Give it a name of its own, by which :func:`attend_by` finds it as long as it lives."""
+    name = f"{type(exchange).__name__} {next(_NUMBERS)}"
+    _EXCHANGES[name] = exchange
+    return name
+
+
+def attend_by(
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    layout: AttentionLayout,
+    documents_BL: torch.Tensor | None,
+    name: str = _NAME_OF_WHOLE,
+) -> torch.Tensor:
+    """Return the attention ``[B, N, S, D]`` of queries, keys and values ``heads`` by the exchange of a name.
+
+    Unless told, keys and values are those of the whole sequence.
+    """
+    out_BNSD: torch.Tensor
+    out_BNSD, _ = torch.ops.partool.attend_together(*heads, documents_BL, name, layout.window or _UNLIMITED)
+    return out_BNSD
+
+
+@torch.library.custom_op(
+    "partool::attend_together",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? documents, str name, int window) -> (Tensor, Tensor)",
+)
+def _attend(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the result, and the wide logarithm of the sums of exponentials ``[B, N, S]``."""
+    documents_BL, name, window = others
+    layout = AttentionLayout(window or None)
+    out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
+    return _placed(out_BNSD, q_BNSD), lse_BNS.contiguous()
+
+
+@_attend.register_fake
+def _(
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out_BNSD = like_tokens(q_BNSD, q_BNSD.dtype, width=v_BKSD.shape[3])
+    return out_BNSD, q_BNSD.new_empty(q_BNSD.shape[:3], dtype=wide(q_BNSD.dtype))
+
+
+@torch.library.custom_op(
+    "partool::attend_together_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? documents, str name, int window)"
+        " -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
+    *saved, documents_BL, name, window = arguments
+    q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+    found = _EXCHANGES[name].backward(
+        grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), AttentionLayout(window or None), documents_BL
+    )
+    dq, dk, dv = (_placed(x, like) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True))
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (like_tokens(x, x.dtype) for x in arguments[:3])
+    return dq, dk, dv
+
+
+def _placed(x_BNSD: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type of another and with memory that lies token by token, as compiled code expects it."""
+    return x_BNSD.to(like_BNSD.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q_BNSD, k_BKSD, v_BKSD, documents_BL, name, window = inputs
+    ctx.save_for_backward(q_BNSD, k_BKSD, v_BKSD, *output, documents_BL)
+    ctx.name, ctx.window = name, window
+
+
+def _gradients(ctx: Any, grad_BNSD: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    found = torch.ops.partool.attend_together_backward(grad_BNSD, *ctx.saved_tensors, ctx.name, ctx.window)
+    return *found, None, None, None
+
+
+_attend.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,101 @@
+"""Attention with all keys and values gathered: one collective, for any mask and any order of tokens.
+
+As in the training of Llama 3 (arXiv 2407.21783, section 3.3.2). The memory for keys and values is that of the whole
+sequence, of one layer at a time: the backward pass gathers them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from partool.layout.sequence import Spans
+from partool.plan.types import Layout
+from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.decoder import Block
+from partool_runtime.model.kernels import wide
+from partool_runtime.parallel.sequence.halo import WithHalo
+from partool_runtime.parallel.sequence.keys import Form
+from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.torch_internals import gather_into
+
+
+def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
+    """Let layers gather keys and values of the team, those with windows only what they see of other ranks' tokens."""
+    attend = ExchangeAttend(WithHalo(team, Gather(team)))
+    for block in blocks:
+        block.attention.core = attend
+
+
+class Gather:
+    """An :class:`Exchange` of all keys and values."""
+
+    def __init__(self, team: SequenceTeam) -> None:
+        self._team, self._own, self._most = team, team.shares[team.rank], max(team.sizes)
+        self._runs = self._others()
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
+        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        whole, work = self._gather(form)
+        seen.meet(k_BKSD, v_BKSD, Meeting(self._own, self._own, layout, documents_BL))
+        work.wait()
+        for (low, high), spans in self._runs:
+            seen.meet(*form.pair(whole[low:high]), Meeting(self._own, spans, layout, documents_BL))
+        return seen.result()
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; gradients of all keys are summed and scattered at the end."""
+        q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        whole, work = self._gather(form)
+        gradient = torch.zeros_like(whole, dtype=wide(whole.dtype))
+        first, size = self._team.rank * self._most, k_BKSD.shape[2]
+        meeting = Meeting(self._own, self._own, layout, documents_BL)
+        back.meet((k_BKSD, v_BKSD), form.pair(gradient[first : first + size]), meeting)
+        work.wait()
+        for (low, high), spans in self._runs:
+            meeting = Meeting(self._own, spans, layout, documents_BL)
+            back.meet(form.pair(whole[low:high]), form.pair(gradient[low:high]), meeting)
+        mine = gradient.new_empty(self._most, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient, group=self._team.group)
+        return back.dq_BNQD, *form.pair(mine[:size])
+
+    def _gather(self, form: Form) -> tuple[torch.Tensor, dist.Work]:
+        """Begin to gather; returns room for what ranks hold, each with as many rows as the one that holds most."""
+        mine = form.packed()
+        if mine.shape[0] < self._most:
+            mine = torch.cat([mine, form.room(self._most - mine.shape[0]).zero_()])
+        whole = form.room(self._most * self._team.ranks)
+        return whole, gather_into(whole, mine, self._team.group, asynchronous=True)
+
+    def _others(self) -> list[tuple[tuple[int, int], Spans]]:
+        """Return which rows hold which tokens of other ranks, neighbours with nothing between them together."""
+        found: list[tuple[tuple[int, int], Spans]] = []
+        for rank, share in enumerate(self._team.shares):
+            start, stop = rank * self._most, rank * self._most + self._team.sizes[rank]
+            if rank == self._team.rank or start == stop:
+                continue
+            if found and found[-1][0][1] == start:
+                (first, _), spans = found[-1]
+                found[-1] = (first, stop), (*spans, *share)
+            else:
+                found.append(((start, stop), share))
+        return found

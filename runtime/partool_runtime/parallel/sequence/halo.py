@@ -1,0 +1,145 @@
+"""Attention within a window: ranks send each other only the keys and values that are seen, straight from their owners.
+
+Of contiguous shares these are the tokens before a share, window - 1 of them, from as many ranks as hold them; other
+orders of tokens work as well.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from partool.layout.reach import needed
+from partool.layout.sequence import Spans, bounds, tokens
+from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.kernels import wide
+from partool_runtime.parallel.sequence.keys import Form, picked, rows
+from partool_runtime.parallel.sequence.post import Post, send
+from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
+
+
+class WithHalo:
+    """An :class:`Exchange` that is another one in layers in which tokens see all earlier ones, and a halo in others."""
+
+    def __init__(self, team: SequenceTeam, full: Exchange) -> None:
+        self._length, self._halo, self._full = team.length, Halo(team), full
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        return self._of(layout).forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`."""
+        return self._of(layout).backward(grad_BNSD, saved, layout, documents_BL)
+
+    def _of(self, layout: AttentionLayout) -> Exchange:
+        return self._full if layout.window is None or layout.window >= self._length else self._halo
+
+
+class Halo:
+    """An :class:`Exchange` of what is seen through a window."""
+
+    def __init__(self, team: SequenceTeam) -> None:
+        self._team, self._own = team, team.shares[team.rank]
+        self._given = cache(self._given_of)
+        self._taken = cache(self._taken_of)
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
+        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        own = form.packed()
+        post, others = self._exchange(own, layout)
+        seen.meet(*form.pair(own), Meeting(self._own, self._own, layout, documents_BL))
+        post.wait()
+        seen.meet(*form.pair(others), Meeting(self._own, self._spans(layout), layout, documents_BL))
+        return seen.result()
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; gradients of others' keys go home while those of its own are computed."""
+        q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        own = form.packed()
+        post, others = self._exchange(own, layout)
+        of_others, ours = (torch.zeros_like(block, dtype=wide(block.dtype)) for block in (others, own))
+        post.wait()
+        back.meet(
+            form.pair(others), form.pair(of_others), Meeting(self._own, self._spans(layout), layout, documents_BL)
+        )
+        post, returned = self._return(of_others, layout)
+        back.meet(form.pair(own), form.pair(ours), Meeting(self._own, self._own, layout, documents_BL))
+        post.wait()
+        for stretches, gradient in returned:
+            row = 0
+            for low, high in stretches:
+                ours[low:high] += gradient[row : row + high - low]
+                row += high - low
+        return back.dq_BNQD, *form.pair(ours)
+
+    def _exchange(self, own: torch.Tensor, layout: AttentionLayout) -> tuple[Post, torch.Tensor]:
+        """Begin to send what others see, and return what comes from them, by rank."""
+        taken = self._taken(layout.window)
+        others = own.new_empty(sum(tokens(spans) for _, spans in taken), *own.shape[1:])
+        letters = [(rank, picked(own, stretches)) for rank, stretches in self._given(layout.window)]
+        return send(letters, self._by_rank(others, layout), self._team.group), others
+
+    def _return(
+        self, of_others: torch.Tensor, layout: AttentionLayout
+    ) -> tuple[Post, list[tuple[list[tuple[int, int]], torch.Tensor]]]:
+        """Begin to send gradients home; returns those that come, with the rows of this rank's keys that they are of."""
+        returned = [
+            (rank, stretches, of_others.new_empty(sum(high - low for low, high in stretches), *of_others.shape[1:]))
+            for rank, stretches in self._given(layout.window)
+        ]
+        wanted = [(rank, gradient) for rank, _, gradient in returned]
+        post = send(self._by_rank(of_others, layout), wanted, self._team.group)
+        return post, [(stretches, gradient) for _, stretches, gradient in returned]
+
+    def _by_rank(self, others: torch.Tensor, layout: AttentionLayout) -> list[tuple[int, torch.Tensor]]:
+        """Return the parts of a buffer that belong to the ranks whose tokens this one sees."""
+        taken = self._taken(layout.window)
+        stretches = bounds([tokens(spans) for _, spans in taken])
+        return [(rank, others[low:high]) for (rank, _), (low, high) in zip(taken, stretches, strict=True)]
+
+    def _spans(self, layout: AttentionLayout) -> Spans:
+        return tuple(span for _, spans in self._taken(layout.window) for span in spans)
+
+    def _given_of(self, window: int | None) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return which rows of this rank's tokens other ranks see."""
+        seen = [(rank, needed(share, self._own, window)) for rank, share in self._others()]
+        return [(rank, rows(self._own, spans)) for rank, spans in seen if spans]
+
+    def _taken_of(self, window: int | None) -> list[tuple[int, Spans]]:
+        """Return which stretches of other ranks' tokens this one sees."""
+        seen = [(rank, needed(self._own, share, window)) for rank, share in self._others()]
+        return [(rank, spans) for rank, spans in seen if spans]
+
+    def _others(self) -> list[tuple[int, Spans]]:
+        return [(rank, share) for rank, share in enumerate(self._team.shares) if rank != self._team.rank]

@@ -1,0 +1,51 @@
+"""Keys and values as they travel: one message, tokens first, so that stretches of it and several of them lie together.
+
+A buffer is ``[S, B, K, D + V]``, of keys of width D and values of width V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from partool.layout.sequence import Spans
+
+
+class Form:
+    """How keys and values of some heads lie in a buffer."""
+
+    def __init__(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
+        self._k, self._v, self._width = k_BKSD, v_BKSD, k_BKSD.shape[3]
+
+    def packed(self) -> torch.Tensor:
+        """Return a buffer of these keys and values."""
+        found = self.room(self._k.shape[2])
+        for part_SBKD, x_BKSD in zip(found.tensor_split([self._width], dim=3), (self._k, self._v), strict=True):
+            part_SBKD.copy_(x_BKSD.permute(2, 0, 1, 3))
+        return found
+
+    def room(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return an empty buffer of so many tokens."""
+        batch, heads = self._k.shape[:2]
+        return self._k.new_empty(size, batch, heads, self._width + self._v.shape[3], dtype=dtype or self._k.dtype)
+
+    def pair(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of a buffer's keys and values, or of their gradients, each ``[B, K, S, D]``."""
+        x_BKSX = buffer.permute(1, 2, 0, 3)
+        return x_BKSX[..., : self._width], x_BKSX[..., self._width :]
+
+
+def rows(spans: Spans, parts: Spans) -> list[tuple[int, int]]:
+    """Return the rows of a buffer of the tokens of ``spans`` in which parts of them lie."""
+    found, row = [], 0
+    for start, stop in spans:
+        found += [(row + low - start, row + high - start) for low, high in parts if start <= low < stop]
+        row += stop - start
+    return found
+
+
+def picked(buffer: torch.Tensor, stretches: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """Return rows of a buffer, one stretch behind the other."""
+    found = [buffer[low:high] for low, high in stretches]
+    return found[0] if len(found) == 1 else torch.cat([buffer[:0], *found])

@@ -1,0 +1,127 @@
+"""Ring attention: keys and values go from rank to rank (Liu et al., arXiv 2310.01889), in any order of tokens.
+
+A block of keys travels no further than the last rank that sees any of it. In the backward pass the gradient of a block
+follows it from its first visitor on, and goes home from the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from partool.layout.reach import reach
+from partool.plan.types import Layout
+from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.decoder import Block
+from partool_runtime.model.kernels import wide
+from partool_runtime.parallel.sequence.halo import WithHalo
+from partool_runtime.parallel.sequence.keys import Form
+from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.post import Post, send
+from partool_runtime.parallel.sequence.types import SequenceTeam
+
+
+def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
+    """Let layers attend in a ring of the team, those with windows to what they see of other ranks' tokens."""
+    attend = ExchangeAttend(WithHalo(team, Ring(team)))
+    for block in blocks:
+        block.attention.core = attend
+
+
+class Ring:
+    """An :class:`Exchange` of the ranks of a team, in their order."""
+
+    def __init__(self, team: SequenceTeam) -> None:
+        self._team, self._reach = team, reach(team.shares)
+
+    def forward(
+        self,
+        q_BNSD: torch.Tensor,
+        k_BKSD: torch.Tensor,
+        v_BKSD: torch.Tensor,
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; while a block is computed, the next one comes."""
+        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        block = form.packed()
+        for step in range(self._team.ranks):
+            post, following = self._pass_on(step, block, form)
+            if step <= self._reach[self._source(step)]:
+                seen.meet(*form.pair(block), self._meeting(step, layout, documents_BL))
+            post.wait()
+            block = following
+        return seen.result()
+
+    def backward(
+        self,
+        grad_BNSD: torch.Tensor,
+        saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: AttentionLayout,
+        documents_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See :class:`Exchange`; gradients travel one step behind their keys."""
+        q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        block = form.packed()
+        ours = came = torch.zeros_like(block, dtype=wide(block.dtype))
+        home = torch.zeros_like(ours)
+        travels = Post([], [])
+        for step in range(self._team.ranks):
+            post, following = self._pass_on(step, block, form)
+            gradient = ours if step == 0 else torch.zeros_like(block, dtype=ours.dtype)
+            if step <= self._reach[self._source(step)]:
+                back.meet(form.pair(block), form.pair(gradient), self._meeting(step, layout, documents_BL))
+            travels.wait()
+            if 1 < step <= self._reach[self._source(step)]:
+                gradient += came
+            if step > 0:
+                travels, came = self._follow(step, gradient, home, form)
+            post.wait()
+            block = following
+        travels.wait()
+        ours += home
+        return back.dq_BNQD, *form.pair(ours)
+
+    def _source(self, step: int) -> int:
+        """Return whose keys are here at a step, or would be."""
+        return (self._team.rank - step) % self._team.ranks
+
+    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+        shares = self._team.shares
+        return Meeting(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
+
+    def _coming(self, step: int, form: Form, dtype: torch.dtype) -> torch.Tensor:
+        """Return room for what comes from the rank before for a step, none if nothing does."""
+        source = self._source(step)
+        comes = step < self._team.ranks and step <= self._reach[source]
+        return form.room(self._team.sizes[source] if comes else 0, dtype)
+
+    def _pass_on(self, step: int, block: torch.Tensor, form: Form) -> tuple[Post, torch.Tensor]:
+        """Begin to pass a block on to the next rank, if one further on needs it; returns the next block too."""
+        following = self._coming(step + 1, form, block.dtype)
+        goes = step < self._reach[self._source(step)]
+        return self._send([(1, block)] if goes else [], [(-1, following)]), following
+
+    def _follow(self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: Form) -> tuple[Post, torch.Tensor]:
+        """Begin to send a block's gradient after it, or home; returns what comes for the next block too.
+
+        All ranks exchange this after the block of the same step: messages of two ranks are told apart by their order.
+        """
+        source, rank = self._source(step), self._team.rank
+        came = self._coming(step + 1, form, gradient.dtype)
+        letters = []
+        if step <= self._reach[source]:
+            letters.append((1 if step < self._reach[source] else -step, gradient))
+        wanted = [(-1, came)]
+        if step == self._reach[rank]:
+            wanted.append((step, home))
+        return self._send(letters, wanted), came
+
+    def _send(self, letters: list[tuple[int, torch.Tensor]], wanted: list[tuple[int, torch.Tensor]]) -> Post:
+        """Begin to send to ranks so many places further on, and to receive from some."""
+        rank, ranks = self._team.rank, self._team.ranks
+        out, into = ([((rank + step) % ranks, tensor) for step, tensor in way] for way in (letters, wanted))
+        return send(out, into, self._team.group)
