@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from partool.layout.sequence import tokens
 from partool.plan.types import Plan
 from partool_runtime.parallel.comm import SEQUENCE, CommCounter, Traffic
 from partool_runtime.telemetry._memory import SavedTensors
@@ -33,8 +34,9 @@ class StepSampler:
         self._tensor_traffic: dict[str, Traffic] = {}
         self._shares_sequences = plan.layout.mesh.cp > 1
         self._possible = plan.layout.compile == "none"
-        tokens = plan.layout.micro_batch * plan.training.sequence_length
-        self._saved = SavedTensors(plan.model.vocab, tokens * plan.model.vocab, self._probe)
+        share = plan.shares[rank // tensor % plan.layout.mesh.cp]
+        rows = plan.layout.micro_batch * tokens(share)
+        self._saved = SavedTensors(plan.model.vocab, rows * plan.model.vocab, self._probe)
         self._probes: dict[str, Callable[[], int]] = {}
         self._probed: dict[str, int] = {}
         self._counter: CommCounter | None = None
