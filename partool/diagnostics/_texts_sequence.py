@@ -40,10 +40,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT468",
-        "Windowed layers, and ranks that hold two stretches or pass all keys",
-        "A window's keys are the ones just before it: a rank with one stretch fetches them from the rank before. Two "
-        "stretches need two windows from several ranks, and whole rings pass keys that nobody sees. Windowed work is "
-        "balanced over single stretches already.",
+        "Windowed layers, and ranks that hold two stretches",
+        "A window's keys are the ones just before it: a rank with one stretch fetches them from the rank before, one "
+        "with two fetches two windows from several. Windowed work is balanced over single stretches already; zigzag "
+        "balances layers that see everything, and is for models that have some.",
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4, order: zigzag}}", _SLIDING),
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4}}", _SLIDING),
     ),
@@ -69,5 +69,35 @@ RULES: tuple[Rule, ...] = (
         "a part of every token.",
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: weipipe}}"),
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: 1f1b}}"),
+    ),
+    Rule(
+        "PT479",
+        "Tiles of a network in compiled layers",
+        "A compiler makes one program of a layer and merges what its tiles hold again.",
+        _gpus(1, "parallel: {tiles: {mlp: 4096}, compile: block}"),
+        _gpus(1, "parallel: {tiles: {mlp: 4096}, compile: none}"),
+    ),
+    Rule(
+        "PT480",
+        "Tiles of what is no function of single tokens",
+        "A tile is computed by itself and once more in the backward pass: networks that draw random numbers would draw "
+        "others then, and experts are given tokens from anywhere.",
+        _gpus(8, "parallel: {tiles: {mlp: 1024}}", _MODEL.replace("}\n", ", moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n")),
+        _gpus(8, "parallel: {tiles: {mlp: 1024}}"),
+    ),
+    Rule(
+        "PT481",
+        "Tiles of tokens that a tensor rank does not hold whole",
+        "With sequence_norms a rank holds a share of the tokens, in two dimensions a share of every token: tiles would "
+        "be gathered one by one.",
+        _gpus(2, "parallel: {tiles: {mlp: 1024}, tensor: {degree: 2, sequence_norms: true}}"),
+        _gpus(2, "parallel: {tiles: {mlp: 1024}, tensor: {degree: 2, sequence_norms: false}}"),
+    ),
+    Rule(
+        "PT482",
+        "Tiles where weights travel",
+        "There the ranks of a pipeline pass weights on and compute stages again as a whole (WeiPipe, PPoPP'25).",
+        _gpus(2, "parallel: {tiles: {loss: 1024}, pipeline: {stages: 2, schedule: weipipe}}"),
+        _gpus(2, "parallel: {tiles: {loss: 1024}, pipeline: {stages: 2, schedule: 1f1b}}"),
     ),
 )

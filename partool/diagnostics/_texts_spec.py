@@ -210,8 +210,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT465",
         "A field of another sequence method",
-        "ulysses sizes the inner groups of usp; teams and inside lay out startrail; an order belongs to methods whose "
-        "ranks may hold any tokens, and zigzag to those whose keys travel.",
+        "ulysses sizes the inner groups of usp; teams and inside lay out startrail; zigzag belongs to methods "
+        "whose keys come to the queries, and dsp cuts rows and columns in its own order.",
         BASE + "parallel: {sequence: {method: ring, degree: 1, teams: 2}}\n",
         BASE + "parallel: {sequence: {method: ring, degree: 1, order: zigzag}}\n",
     ),

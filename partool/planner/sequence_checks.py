@@ -8,6 +8,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_rules import (
     inner_sizes,
+    kinds_of,
     least_heads,
     method_problem,
     methods,
@@ -39,15 +40,18 @@ def _layers(problem: Problem) -> Iterator[Diagnostic]:
     """Find methods, and an order of tokens, that the model's kinds of attention rule out."""
     model, sequence = problem.model, problem.spec.parallel.sequence
     left = methods_of(sequence)
+    if left and problem.described is not None and problem.described.method_problem(left[0]):
+        return  # said of the model, see hf.py
     if left and not methods(problem):
         why = method_problem(problem, left[0]) or ""
-        code = "PT468" if left[0] == "startrail" and windowed(model) else "PT469"
-        path = (*_PATH, "method" if sequence.method != "auto" else "teams")
-        yield Diagnostic(code, why, path=path, help="use method: auto" if sequence.method != "auto" else "drop it")
+        path = (*_PATH, "method") if sequence.method != "auto" else _PATH
+        yield Diagnostic("PT469", why, path=path, help="use method: ulysses, or auto")
     elif sequence.order == "zigzag" and windowed(model):
         message = "order: zigzag gives ranks two stretches, and each needs the window before it from another rank"
-        help = "use order: contiguous or auto: windowed layers are balanced without zigzag, or method: ulysses"
-        yield Diagnostic("PT468", message, path=(*_PATH, "order"), help=help)
+        mixed = "full" in kinds_of(model)
+        message += "; it balances full layers only" if mixed else "; it balances full layers, of which there is none"
+        help = "order: auto takes what is faster" if mixed else "use order: contiguous or auto, or method: ulysses"
+        yield Diagnostic("PT468", message, "warning" if mixed else "error", (*_PATH, "order"), help=help)
 
 
 def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:

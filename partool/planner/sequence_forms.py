@@ -16,8 +16,8 @@ Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
 """By (sequence ranks, tensor ranks)."""
 MICRO_BATCHES = (1, 8)
 """Sequences per pass at which forms are compared: what starts messages counts for short passes, their size for long."""
-_ALIKE = 1e-6
-"""Relative difference below which times are the same."""
+_LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
+"""Relative differences below which forms are alike; of those that are, the first in the order of the methods stands."""
 
 
 def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
@@ -49,6 +49,11 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
     return found
 
 
+def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> Any:
+    """Return a lower bound of the step times of forms, each given behind its sequence and tensor ranks."""
+    return bounds_s(problem, _layouts(np.array(rows).T, micro_batch))
+
+
 def _layouts(columns: Any, micro_batch: int) -> Layouts:
     cp, tp, method, order, inner, teams, inside = columns
     return Layouts(
@@ -59,9 +64,8 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 def _front(times: Any, sizes: Any) -> Any:
     """Return where no other entry is better in one respect and as good in the other; of equals the first."""
-    count = len(times)
-    as_quick = times[:, None] <= times[None, :] * (1.0 + _ALIKE)
-    as_small = sizes[:, None] <= sizes[None, :]
-    better = (times[:, None] < times[None, :] * (1.0 - _ALIKE)) | (sizes[:, None] < sizes[None, :])
-    earlier = np.arange(count)[:, None] < np.arange(count)[None, :]
-    return ~(as_quick & as_small & (better | earlier)).any(axis=0)
+    time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
+    as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
+    better = (time[:, None] < time[None, :]) | (size[:, None] < size[None, :])
+    earlier = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]
+    return ~(as_good & (better | earlier)).any(axis=0)

@@ -9,7 +9,7 @@ from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS
 from partool.layout import startrail
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
-from partool.spec.sequence_checks import RINGS, methods_of
+from partool.spec.sequence_checks import ORDERED, methods_of
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""
@@ -42,29 +42,35 @@ def windowed(model: ModelConfig) -> bool:
     return "sliding" in kinds_of(model)
 
 
-def order_of(problem: Problem, method: str) -> str:
-    """Return which tokens ranks hold: as pinned, else zigzag where keys travel and all layers see everything.
+def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
+    """Return which tokens ranks may hold: as pinned, else what balances the layers.
 
-    A window's keys are few and near; ranks that hold one stretch fetch them from the rank before.
+    Causal work is even where ranks hold a stretch from the front and one from the back, that in windows where they hold
+    one stretch, whose window is fetched from the rank before; two stretches fetch two. Models with layers of both kinds
+    may take either.
     """
     if method == "dsp":
-        return "grid"
-    if method not in RINGS:
-        return "contiguous"
+        return ("grid",)
+    if method not in ORDERED:
+        return ("contiguous",)
     pinned = problem.spec.parallel.sequence.order
-    return pinned if pinned != "auto" else "contiguous" if windowed(problem.model) else "zigzag"
+    if pinned != "auto":
+        return (pinned,)
+    if not windowed(problem.model):
+        return ("zigzag",)
+    return ("contiguous", "zigzag") if "full" in kinds_of(problem.model) else ("contiguous",)
 
 
 def method_problem(problem: Problem, method: str) -> str | None:
     """Return what keeps a method from the model's layers, whatever the degrees; None: nothing does."""
+    if problem.described is not None and (why := problem.described.method_problem(method)):
+        return why
     kinds = kinds_of(problem.model)
     along = sorted(kinds & set(AXES))
     if method == "dsp" and kinds - set(AXES):
         return f"dsp switches between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
     if along and method not in WHOLE:
         return f"{method} cuts the sequence that {_layers(along)} attend along; it knows full and sliding attention"
-    if method == "startrail" and windowed(problem.model):
-        return "the rings of startrail pass all keys, of which sliding layers see few"
     return None
 
 
@@ -88,8 +94,12 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
     if ranks == 1:
         yield SequenceForm()
         return
-    for name in methods(problem):
-        form = SequenceForm(SEQUENCE_METHODS.index(name), ORDERS.index(order_of(problem, name)))
+    starts = (
+        (name, SequenceForm(SEQUENCE_METHODS.index(name), ORDERS.index(order)))
+        for name in methods(problem)
+        for order in orders_of(problem, name)
+    )
+    for name, form in starts:
         heads = ranks * tensor if pinned.method == name else least_heads(problem, tensor)
         if name == "usp":
             sizes = inner_sizes(ranks) if pinned.ulysses == "auto" else [pinned.ulysses]
@@ -111,6 +121,23 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
                 yield form
         elif name != "ulysses" or ranks <= heads:
             yield form
+
+
+def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
+    """Return why a method that the spec leaves open has no form for so many ranks; empty: it has one."""
+    if any(form.name == method for form in all_forms(problem, ranks, tensor)):
+        return ""
+    if problem_of_layers := method_problem(problem, method):
+        return problem_of_layers
+    heads, grid = least_heads(problem, tensor), problem.model.grid
+    if method == "startrail":
+        return f"no square of a team's size divides {ranks} ranks"
+    if method == "usp" and not inner_sizes(ranks):
+        return f"{ranks} ranks are no groups of several"
+    if method == "dsp" and grid is not None:
+        return f"{ranks} ranks are more than the {min(grid)} {'rows' if grid[0] <= grid[1] else 'columns'}"
+    each = "" if tensor == 1 else " on a tensor rank"
+    return f"{heads} head{'s' * (heads != 1)}{each} are too few"
 
 
 def inner_sizes(ranks: int) -> list[int]:

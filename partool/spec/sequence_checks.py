@@ -11,8 +11,8 @@ from partool.spec.spec import Spec
 
 OWNERS: dict[str, tuple[str, ...]] = {"ulysses": ("usp",), "teams": ("startrail",), "inside": ("startrail",)}
 """Fields of ``parallel.sequence``, and the methods that read them."""
-RINGS = ("ring", "usp", "startrail")
-"""Methods whose keys travel: each of their ranks may hold a stretch from the front and one from the back."""
+ORDERED = ("ring", "usp", "startrail", "all_gather")
+"""Methods whose keys come to the queries: each of their ranks may hold any tokens, with their places."""
 _PATH = ("parallel", "sequence")
 
 
@@ -23,7 +23,7 @@ def methods_of(sequence: Sequence) -> tuple[str, ...]:
         if getattr(sequence, name) != "auto":
             found = tuple(method for method in found if method in owners)
     if sequence.order == "zigzag":
-        found = tuple(method for method in found if method in RINGS)
+        found = tuple(method for method in found if method in ORDERED)
     elif sequence.order == "contiguous":
         found = tuple(method for method in found if method != "dsp")
     return found
@@ -48,7 +48,7 @@ def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
         if methods_of(alone):
             continue
         value = getattr(sequence, name)
-        owners = OWNERS.get(name) or (RINGS if value == "zigzag" else ("any method but dsp",))
+        owners = OWNERS.get(name) or (ORDERED if value == "zigzag" else ("any method but dsp",))
         message = f"{name}: {value} belongs to {_listed(owners)}"
         message += f", not to {sequence.method}" if sequence.method != "auto" else f", and {given[0]} to another method"
         help = f"drop {name}" + ("" if owners[0].startswith("any") else f", or set method: {owners[0]}")

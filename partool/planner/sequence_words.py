@@ -1,0 +1,149 @@
+"""Why ranks share sequences in this way: the method against the others, who holds which tokens and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import INSIDES, ORDERS
+from partool.layout.sequence import deal_heads, even
+from partool.plan.types import Layout
+from partool.planner.price import Priced
+from partool.planner.problem import Problem
+from partool.planner.sequence_forms import seconds
+from partool.planner.sequence_rules import SequenceForm, all_forms, kinds_of, why_none, windowed
+from partool.planner.words import GIB, sequence_form
+from partool.spec.parallel import Sequence
+from partool.spec.sequence_checks import ORDERED, methods_of
+
+_DOES = {
+    "ulysses": "ranks trade tokens for heads, and attend to whole sequences like one device",
+    "ring": "keys and values pass from rank to rank beside the attention to those before",
+    "usp": "neighbours trade tokens for heads, and their groups form a ring over the slower links",
+    "startrail": "teams share their queries, so that keys pass fewer ranks",
+    "all_gather": "one collective brings the keys and values of all ranks",
+    "dsp": "the hidden state changes the axis that is cut, and attention itself sends nothing",
+}
+_CLOSE = 5e-4
+"""Share of the step time below which a difference is not worth a number."""
+
+
+def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
+    """Yield one sentence per decision about the ranks that share sequences."""
+    layout = best.layout
+    if layout.mesh.cp == 1:
+        return
+    asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
+    sent = best.time.traffic_bytes.get("sequence", 0)
+    waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
+    yield (
+        f"Sequence by {sequence_form(layout)}{asked}: {_DOES[layout.sequence_method]}. A rank sends {_size(sent)} per "
+        f"step for it, and waits {waits:.1%} of the step."
+    )
+    yield from _others(problem, best)
+    yield from _order(problem, layout)
+    yield from _heads(problem, layout)
+    yield from _tokens(problem, layout)
+
+
+def fields_of(form: SequenceForm) -> dict[str, Any]:
+    """Return a form as fields of a plan's layout."""
+    return {
+        "sequence_method": form.name,
+        "sequence_order": ORDERS[form.order],
+        "sequence_inner": form.inner,
+        "sequence_teams": form.teams,
+        "sequence_inside": INSIDES[form.inside],
+    }
+
+
+def rivals(problem: Problem, layout: Layout) -> list[Priced]:
+    """Return a layout with the quickest form of each other method, the quickest first."""
+    ranks, tensor = layout.mesh.cp, layout.mesh.tp
+    free = problem.with_parallel(sequence=Sequence(degree=ranks))
+    forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence_method]
+    if not forms:
+        return []
+    times = seconds(problem, [(ranks, tensor, *form) for form in forms], layout.micro_batch)
+    least: dict[str, SequenceForm] = {}
+    for at in np.argsort(times, kind="stable"):
+        least.setdefault(forms[at].name, forms[at])
+    found = [Priced(problem, layout.model_copy(update=fields_of(form))) for form in least.values()]
+    return sorted(found, key=lambda one: one.time.step_time_s)
+
+
+def _others(problem: Problem, best: Priced) -> Iterator[str]:
+    """Tell what the other methods would take on the same mesh, and which of them it does not allow."""
+    layout = best.layout
+    texts = [f"{sequence_form(one.layout)} {_against(best, one)}" for one in rivals(problem, layout)]
+    if texts:
+        yield f"Other methods on this mesh: {'; '.join(texts)}."
+    free = problem.with_parallel(sequence=Sequence(degree=layout.mesh.cp))
+    wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence_method]
+    whys = {name: why_none(free, name, layout.mesh.cp, layout.mesh.tp) for name in wanted}
+    # Models without a grid, which are almost all, need not be told about it.
+    none = [f"{name} ({why})" for name, why in whys.items() if why and (name != "dsp" or problem.model.grid)]
+    if none:
+        yield f"No {' and no '.join(none)}."
+
+
+def _against(best: Priced, other: Priced) -> str:
+    """Return what a layout would take more or less of than the one that is taken."""
+    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    time = "as fast" if abs(ratio) < _CLOSE else f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+    found = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
+    more = other.memory.total_bytes - best.memory.total_bytes
+    if abs(more) >= GIB / 100:
+        found.append(f"{_size(abs(more))} {'more' if more > 0 else 'less'} memory")
+    if not other.fits:
+        found.append("too large")
+    return ", ".join(found)
+
+
+def _order(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
+    if layout.sequence_method not in ORDERED:
+        return
+    mixed = windowed(problem.model) and "full" in kinds_of(problem.model)
+    asked = ", as the spec asks" if problem.spec.parallel.sequence.order != "auto" else ""
+    if layout.sequence_order == "zigzag":
+        text = "a stretch from the front and one from the back, so that all have as much to attend to"
+        text += "; windowed layers fetch two windows for it" if mixed else ""
+    elif mixed:
+        text = "one stretch each; windowed layers are even so, and full ones wait for the rank that sees most"
+    elif windowed(problem.model):
+        text = "one stretch each, whose windows begin with the rank before"
+    else:
+        text = "one stretch each; all wait for the rank that sees most"
+    yield f"Tokens {layout.sequence_order}{asked}: {text}."
+
+
+def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell of heads that are not even over the ranks that trade them, and of heads of keys that several need."""
+    ranks = {"ulysses": layout.mesh.cp, "usp": layout.sequence_inner}.get(layout.sequence_method, 1)
+    model, tensor = problem.model, layout.mesh.tp
+    if ranks == 1 or model.mla is not None:
+        return
+    queries, keys = -(-model.heads // tensor), max(1, -(-model.kv_heads // tensor))
+    deals = deal_heads(queries, keys, ranks)
+    sizes = [deal.queries[1] - deal.queries[0] for deal in deals]
+    if len(set(sizes)) > 1:
+        shown = ", ".join(map(str, sizes)) if ranks <= 8 else f"{sizes[0]} or {sizes[-1]}"
+        yield f"Query heads per rank in attention: {shown}; all wait for the one that has most."
+    held = sum(deal.keys[1] - deal.keys[0] for deal in deals)
+    if held > keys:
+        yield f"Keys and values: {keys} heads on {ranks} ranks; each goes to all whose queries read it."
+
+
+def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell of shares of a sequence that are not even."""
+    length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
+    sizes = even(length, ranks)
+    if layout.sequence_order != "grid" and sizes[0] != sizes[-1]:
+        yield f"Tokens per rank: {sizes[0]:,} or {sizes[-1]:,}; a sequence of {length:,} does not divide by {ranks}."
+
+
+def _size(bytes_: float) -> str:
+    return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB / 10 else f"{bytes_ / 2**20:.3g} MiB"
