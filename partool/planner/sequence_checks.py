@@ -9,8 +9,8 @@ from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_rules import (
     inner_sizes,
     kinds_of,
+    layers_problem,
     least_heads,
-    method_problem,
     methods,
     team_sizes,
     windowed,
@@ -42,8 +42,9 @@ def _layers(problem: Problem) -> Iterator[Diagnostic]:
     left = methods_of(sequence)
     if left and problem.described is not None and problem.described.method_problem(left[0]):
         return  # said of the model, see hf.py
-    if left and not methods(problem):
-        why = method_problem(problem, left[0]) or ""
+    whys = [layers_problem(model, method) for method in left]
+    if whys and all(whys):
+        why = whys[0] or ""
         path = (*_PATH, "method") if sequence.method != "auto" else _PATH
         yield Diagnostic("PT469", why, path=path, help="use method: ulysses, or auto")
     elif sequence.order == "zigzag" and windowed(model):

@@ -62,10 +62,15 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
 
 
 def method_problem(problem: Problem, method: str) -> str | None:
-    """Return what keeps a method from the model's layers, whatever the degrees; None: nothing does."""
+    """Return what keeps a method from the model, whatever the degrees; None: nothing does."""
     if problem.described is not None and (why := problem.described.method_problem(method)):
         return why
-    kinds = kinds_of(problem.model)
+    return layers_problem(problem.model, method)
+
+
+def layers_problem(model: ModelConfig, method: str) -> str | None:
+    """Return which of a model's kinds of attention a method does not know; None: it knows all."""
+    kinds = kinds_of(model)
     along = sorted(kinds & set(AXES))
     if method == "dsp" and kinds - set(AXES):
         return f"dsp switches between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
