@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from partool.layout.sequence import Spans, bounds, even
+from partool.layout.sequence import Spans, bounds, even, tokens
+from partool.layout.sequence import grid as whole_columns
 
 Axis = Literal["row", "column"]
 """Along which a layer attends, and what a rank then holds whole ones of."""
@@ -46,3 +47,39 @@ def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
     """Return the tokens of each rank where it holds whole rows; of whole columns see ``sequence.grid``."""
     cuts = bounds(even(rows, ranks))
     return tuple(((first * columns, stop * columns),) if stop > first else () for first, stop in cuts)
+
+
+def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
+    """Return the tokens of each rank where it holds whole rows, or whole columns, of a grid of ``(rows, columns)``.
+
+    Where tensor ranks share them (norms on shares of the sequence), those of each of these, rank by rank: as many as
+    the tokens over the tensor ranks, rounded up, so that the last ones have fewer.
+    """
+    found = whole_rows(*grid, ranks) if axis == "row" else whole_columns(*grid, ranks)
+    return found if tensor == 1 else tuple(part for spans in found for part in _chunks(spans, tensor))
+
+
+def _chunks(spans: Spans, parts: int) -> list[Spans]:
+    size = -(-tokens(spans) // parts)
+    found = []
+    for part in range(parts):
+        mine, place = [], 0
+        for start, stop in spans:
+            low, high = max(part * size - place, 0), min((part + 1) * size - place, stop - start)
+            if low < high:
+                mine.append((start + low, start + high))
+            place += stop - start
+        found.append(tuple(mine))
+    return found
+
+
+def common(one: Spans, other: Spans) -> int:
+    """Return how many tokens two ranks' stretches, each in the order of the sequence, have in common."""
+    found, left, right = 0, 0, 0
+    while left < len(one) and right < len(other):
+        found += max(0, min(one[left][1], other[right][1]) - max(one[left][0], other[right][0]))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return found

@@ -24,7 +24,7 @@ from partool_runtime.model import attention as plain
 from partool_runtime.parallel.comm import CommCounter, Traffic, sum_over
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
-from partool_runtime.parallel.sequence.dsp import exchanged, make_cut, turned
+from partool_runtime.parallel.sequence.dsp import Turner, turned
 from partool_runtime.weights import build, build_parts, fill, materialise
 
 SIZES: dict[str, Any] = {"hidden": 13, "ffn_hidden": 11, "vocab": 31, "heads": 6, "kv_heads": 2, "head_dim": 4}
@@ -172,11 +172,11 @@ def check_turns(ranks: Ranks) -> None:
     team = apply_sequence(made(build(case.config)), plan, ranks)
     assert team is not None
     whole_BLH = torch.randn(3, 63, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    cut = make_cut(team, case.grid)
+    turner = Turner.open(team, plan.layout)
     columns_BSH = whole_BLH[:, team.index(team.rank)].requires_grad_()
-    rows_BSH = exchanged(columns_BSH, "row", cut)
+    rows_BSH = turner(columns_BSH, "row", case.grid)
     assert torch.equal(rows_BSH, whole_BLH[:, list(turned(team, case.grid))])
-    back_BSH = exchanged(rows_BSH, "column", cut)
+    back_BSH = turner(rows_BSH, "column", case.grid)
     assert torch.equal(back_BSH, columns_BSH)
     (grad,) = torch.autograd.grad((back_BSH * whole_BLH[:, team.index(team.rank)]).sum(), columns_BSH)
     assert torch.equal(grad, columns_BSH)

@@ -13,6 +13,8 @@ from _ranks import run_ranks
 from _tensor_plans import HALVES, QUARTERS, tensor_plan
 from test_trainer import Jobs
 
+from partool.cost.pipeline import stages_of_ranks
+from partool.cost.sequence_dsp import sent_by_stages
 from partool.plan.types import Mesh, Plan
 
 
@@ -64,6 +66,7 @@ def core_cases(text: Path) -> Cases:
         "1f1b": (rows(PIPED, schedule="1f1b", stages=HALVES), "rows first"),
         "zb-v documents": (columns(PIPED, schedule="zb-v", stages=QUARTERS), "columns first"),
         "tensor zero-0": (rows(CUT, zero=0, recompute="attention"), "rows first"),
+        "tensor shares": (columns(CUT, sequence_norms=True, recompute="selective"), "columns first"),
     }
 
 
@@ -79,6 +82,8 @@ def further_cases(text: Path) -> Cases:
         for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
             found[f"{model} {schedule}"] = (make(PIPED, zero=3, schedule=schedule, stages=stages), model)
         found[f"{model} tensor"] = (make(CUT, tensor_overlap="backward"), model)
+        found[f"{model} tensor shares"] = (make(CUT, zero=3, sequence_norms=True, tensor_overlap="backward"), model)
+        found[f"{model} tensor shares compiled"] = (make(CUT, sequence_norms=True, compile="block"), model)
         found[f"{model} compiled"] = (make(TWO_BY_TWO, compile="block", recompute="selective"), model)
         found[f"{model} compiled whole"] = (make(FOUR, compile="block"), model)
     return found
@@ -128,6 +133,25 @@ def assert_same_state(jobs: Jobs, run: str, reference: str, *, at: int = STEPS) 
 @pytest.mark.parametrize("name", list(core_cases(Path("text"))))
 def test_training_equals_one_process(ran: Jobs, name: str) -> None:
     assert_equal(ran, name, *core_cases(Path("text"))[name])
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+def test_bytes_between_ranks_are_those_of_the_formula(ran: Jobs, name: str) -> None:
+    plan, _ = core_cases(Path("text"))[name]
+    layout, mesh, kinds = plan.layout, plan.layout.mesh, plan.model.layer_types
+    tensor = mesh.tp if layout.sequence_norms else 1
+    width = layout.micro_batch * layout.accumulation * plan.model.hidden
+    sent_bytes = []
+    for rank in range(mesh.world_size):
+        stages = stages_of_ranks(layout)[rank // (mesh.world_size // mesh.pp)]
+        axes = [kinds[slice(*layout.stages[stage])] for stage in stages]
+        place = rank // mesh.tp % mesh.cp * tensor + rank % mesh.tp % tensor
+        expected = sent_by_stages(GRID, mesh.cp, place, axes, width, tensor=tensor)
+        summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
+        sent_bytes.append(summary["measures"]["traffic"]["sequence"]["value"])
+        assert sent_bytes[-1] == sum(expected.bytes(8)), rank
+    assert max(sent_bytes) > 0
 
 
 @pytest.mark.timeout(500)

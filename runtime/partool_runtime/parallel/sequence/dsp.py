@@ -3,7 +3,7 @@
 Layers that attend along columns work on whole columns, layers that attend along rows on whole rows, so attention itself
 exchanges nothing. Where the axis changes, the residual stream is traded once: two exchanges per pair of layers, where
 Ulysses inside of every layer needs four. Before the first and behind the last layer of a stage a rank holds whole
-columns, as its share of the tokens does.
+columns, as its share of the tokens does. Nothing need divide, and nothing is padded on the wire.
 """
 
 from __future__ import annotations
@@ -13,33 +13,126 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx
+import torch.distributed as dist
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from partool.layout.grid import Axis, Turn, turns, whole_rows
-from partool.layout.sequence import bounds, even, index
+from partool.layout.grid import Axis, Turn, held, turns, whole_rows
+from partool.layout.sequence import Spans, index, tokens
 from partool.plan.types import Layout
 from partool_runtime.model.attention import Context
 from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.waits import finished
 from partool_runtime.torch_internals import start_exchange
 
 
-class Cut(NamedTuple):
-    """How a grid is cut over the ranks of a team."""
+class Way(NamedTuple):
+    """How this rank's tokens change from one cut of the grid to the other."""
 
     group_name: str
-    rank: int
-    rows: tuple[int, ...]
-    """Whole rows of each rank, where it holds such."""
-    columns: tuple[int, ...]
-    """Whole columns of each rank, where it holds such."""
+    leaving_S: torch.Tensor  # noqa: N815
+    """Places among those it holds of what it sends, by receiver."""
+    sent: list[int]
+    """Tokens for each rank."""
+    held: int
+    """Tokens it holds, those included that fill up its share."""
+    arriving_S: torch.Tensor  # noqa: N815
+    """Places among those it gets of what arrives, by sender."""
+    received: list[int]
+    gets: int
+
+    @property
+    def back(self) -> Way:
+        """The opposite way."""
+        return Way(self.group_name, self.arriving_S, self.received, self.gets, self.leaving_S, self.sent, self.held)
 
 
-def make_cut(team: SequenceTeam, grid: tuple[int, int]) -> Cut:
-    """Return how a grid of ``(rows, columns)`` is cut over the ranks of a team."""
-    rows, columns = (tuple(even(size, team.ranks)) for size in grid)
-    return Cut(team.group.group_name, team.rank, rows, columns)
+class Turner:
+    """The ranks that share sequences, or with norms on shares of the sequence these and their tensor ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
+        """``rank`` is the place in ``group``, of ``ranks`` that share sequences times ``tensor``, the latter within."""
+        self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
+        self._ways: dict[tuple[tuple[int, int], torch.device], Way] = {}
+
+    @classmethod
+    def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
+        """Return that of a plan's team; a collective of all ranks of the world."""
+        tensor = layout.mesh.tp if layout.sequence_norms else 1
+        if tensor == 1:
+            return cls(team.group, team.rank, team.ranks)
+        found, mine = None, dist.get_rank()
+        for first in range(0, len(team.everyone), tensor):
+            # Neighbours in the list of teams have one tensor rank each.
+            members = [rank for place in zip(*team.everyone[first : first + tensor], strict=True) for rank in place]
+            group = dist.new_group(members, group_desc=SEQUENCE)
+            if mine in members:
+                found = cls(group, members.index(mine), team.ranks, tensor)
+        assert found is not None, "every rank is in a team"
+        return found
+
+    def __call__(self, x_BSH: torch.Tensor, to: Axis, grid: tuple[int, int]) -> torch.Tensor:
+        """Return the hidden state of this rank's whole rows of a grid, or columns, of that of the other ones.
+
+        H may be any width. The gradient comes back the same way.
+        """
+        key = (grid, x_BSH.device)
+        if key not in self._ways:
+            # Later passes with gradients have no use for inference tensors.
+            with torch.inference_mode(False):
+                self._ways[key] = self._way(grid, x_BSH.device)
+        way = self._ways[key] if to == "row" else self._ways[key].back
+        out: torch.Tensor = _Turned.apply(x_BSH, way)  # type: ignore[no-untyped-call]
+        return out
+
+    def _way(self, grid: tuple[int, int], device: torch.device) -> Way:
+        """Return the way from whole columns to whole rows."""
+        columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
+        leaving, sent = _matched(columns[self._rank], rows)
+        arriving, received = _matched(rows[self._rank], columns)
+        sizes = [self._share(cut) for cut in (columns, rows)]
+        return Way(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
+
+    def _share(self, cut: Sequence[Spans]) -> int:
+        """Return the tokens this rank holds; the first of its tensor ranks has no fewer than another."""
+        return tokens(cut[self._rank - self._rank % self._tensor])
+
+
+def _matched(mine: Spans, theirs: Sequence[Spans]) -> tuple[torch.Tensor, list[int]]:
+    """Return where among one rank's tokens those lie that each of several ranks has, and how many these are.
+
+    Every rank holds its tokens in the order of the sequence, so they also travel in it.
+    """
+    owner_L = torch.empty(sum(map(tokens, theirs)), dtype=torch.int64)
+    for rank, spans in enumerate(theirs):
+        owner_L[index(spans)] = rank
+    owner_S = owner_L[index(mine)]
+    return owner_S.argsort(stable=True), owner_S.bincount(minlength=len(theirs)).tolist()
+
+
+class _Turned(torch.autograd.Function):
+    """The hidden state of other tokens; backward the opposite way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, way: Way) -> torch.Tensor:
+        ctx.way = way  # type: ignore[attr-defined]
+        return _traded(x_BSH, way)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _traded(grad_BSH, ctx.way.back), None
+
+
+def _traded(x_BSH: torch.Tensor, way: Way) -> torch.Tensor:
+    """Send tokens to the ranks that hold them from now on; what fills up a share is zero."""
+    # Tokens first, so that those of one rank lie together.
+    leaving_SBH = x_BSH.transpose(0, 1).index_select(0, way.leaving_S)
+    arrived_SBH = finished(start_exchange(leaving_SBH, way.sent, way.received, way.group_name))
+    batch, _, hidden = x_BSH.shape
+    fresh = x_BSH.new_empty if way.gets == len(way.arriving_S) else x_BSH.new_zeros
+    return fresh(batch, way.gets, hidden).index_copy_(1, way.arriving_S, arrived_SBH.transpose(0, 1))
 
 
 def turned(team: SequenceTeam, grid: tuple[int, int]) -> tuple[int, ...]:
@@ -53,11 +146,12 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     It turns outside of what is compiled and computed again, which would trade it a second time. ``Contexts.turned`` of
     the model says which tokens the rank then holds.
     """
+    turner = Turner.open(team, layout)
     for chain in chains(blocks, layout.stages):
         axes = [axis for block in chain if (axis := block.attention.layout.axis) is not None]
         assert len(axes) == len(chain), "a layer that attends along no axis of a grid"
         for block, turn in zip(chain, turns(axes), strict=True):
-            _hook(block, turn, team)
+            _hook(block, turn, turner)
 
 
 def chains(blocks: Sequence[Block], stages: Sequence[tuple[int, int]]) -> list[list[Block]]:
@@ -66,72 +160,25 @@ def chains(blocks: Sequence[Block], stages: Sequence[tuple[int, int]]) -> list[l
     return [chain for chain in of_stages if chain]
 
 
-def _hook(block: Block, turn: Turn, team: SequenceTeam) -> None:
+def _hook(block: Block, turn: Turn, turner: Turner) -> None:
     axis = block.attention.layout.axis
     if turn.before is not None or axis == "row":
-        block.register_forward_pre_hook(partial(_enter, turn.before, axis, team))
+        block.register_forward_pre_hook(partial(_enter, turn.before, axis, turner))
     if turn.after is not None:
-        block.register_forward_hook(partial(_leave, turn.after, team))
+        block.register_forward_hook(partial(_leave, turn.after, turner))
 
 
 def _enter(
-    before: Axis | None, axis: Axis | None, team: SequenceTeam, block: torch.nn.Module, inputs: tuple[Any, ...]
+    before: Axis | None, axis: Axis | None, turner: Turner, block: torch.nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[torch.Tensor, Context]:
     """Turn what goes into a layer, and tell it which tokens these are."""
     x_BSH, context = inputs
     if before is not None:
-        x_BSH = exchanged(x_BSH, before, make_cut(team, context.tokens.grid))
+        x_BSH = turner(x_BSH, before, context.tokens.grid)
     return x_BSH, context.turned if axis == "row" else context
 
 
 def _leave(
-    after: Axis, team: SequenceTeam, block: torch.nn.Module, inputs: tuple[Any, ...], out_BSH: torch.Tensor
+    after: Axis, turner: Turner, block: torch.nn.Module, inputs: tuple[Any, ...], out_BSH: torch.Tensor
 ) -> torch.Tensor:
-    return exchanged(out_BSH, after, make_cut(team, inputs[1].tokens.grid))
-
-
-def exchanged(x_BSH: torch.Tensor, to: Axis, cut: Cut) -> torch.Tensor:
-    """Return the hidden state of this rank's whole rows, or columns, of that of its whole columns, or rows.
-
-    H may be any width. The gradient comes back the same way.
-    """
-    out: torch.Tensor = _Exchanged.apply(x_BSH, to, cut)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Exchanged(torch.autograd.Function):
-    """Trades the hidden state between the two cuts of a grid; backward the other way round."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, to: Axis, cut: Cut) -> torch.Tensor:
-        ctx.back, ctx.cut = ("row" if to == "column" else "column"), cut  # type: ignore[attr-defined]
-        return _traded(x_BSH, to, cut)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BSH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _traded(grad_BSH, ctx.back, ctx.cut), None, None
-
-
-def _traded(x_BSH: torch.Tensor, to: Axis, cut: Cut) -> torch.Tensor:
-    """Exchange blocks of ``[rows, B, columns, H]`` of one rank's rows and another's columns."""
-    batch, _, hidden = x_BSH.shape
-    mine, rows, columns = cut.rank, cut.rows, cut.columns
-    of_rows = [batch * columns[mine] * count for count in rows]
-    of_columns = [batch * rows[mine] * count for count in columns]
-    if to == "row":
-        # Rows of one rank lie together once they are the first dimension.
-        x_RBcH = x_BSH.reshape(batch, sum(rows), columns[mine], hidden).transpose(0, 1)
-        blocks = _sent(x_RBcH.reshape(-1, hidden), of_rows, of_columns, cut)
-        parts = [
-            block.view(rows[mine], batch, count, hidden)
-            for block, count in zip(torch.split(blocks, of_columns), columns, strict=True)
-        ]
-        return torch.cat(parts, dim=2).transpose(0, 1).reshape(batch, -1, hidden)
-    x_rBCH = x_BSH.reshape(batch, rows[mine], sum(columns), hidden).transpose(0, 1)
-    parts = [x_rBCH[:, :, first:stop].reshape(-1, hidden) for first, stop in bounds(columns)]
-    x_RBcH = _sent(torch.cat(parts), of_columns, of_rows, cut).view(sum(rows), batch, columns[mine], hidden)
-    return x_RBcH.transpose(0, 1).reshape(batch, -1, hidden)
-
-
-def _sent(x_XH: torch.Tensor, sent: list[int], received: list[int], cut: Cut) -> torch.Tensor:
-    return finished(start_exchange(x_XH.contiguous(), sent, received, cut.group_name))
+    return turner(out_BSH, after, inputs[1].tokens.grid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from partool.layout.grid import whole_rows
 from partool.layout.sequence import tokens
 from partool.layout.tensor import Partition, by_name
 from partool.plan.types import Plan
@@ -18,6 +20,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens
+from partool_runtime.model.decoder import Block
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.parallel.tensor.columns import columns
 from partool_runtime.parallel.tensor.ops import Team
@@ -45,8 +48,20 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     team = make_team(plan, ranks)
     _hook_inputs(model, team)
     for block in model.layers.values() if isinstance(model, DecoderParts) else model.layers:
-        hook_block(cast(Any, block).attention, cast(Any, block).ffn, team)
+        hook_block(cast(Any, block).attention, cast(Any, block).ffn, _of_layer(team, cast(Block, block), plan, ranks))
     _hook_head(model, team)
+
+
+def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
+    """Return how tensor ranks work together in a layer, which may hold other tokens than the first one."""
+    turned = plan.layout.sequence_method == "dsp" and block.attention.layout.axis == "row"
+    if team.length is None or not turned or plan.model.grid is None:
+        return team
+    rows = whole_rows(*plan.model.grid, ranks.cp.size())[ranks.cp.get_local_rank()]
+    found = replace(team, length=tokens(rows))
+    if found.symmetric:
+        check_symmetric(found, ranks.device, plan.partition)
+    return found
 
 
 def make_team(plan: Plan, ranks: Ranks) -> Team:
