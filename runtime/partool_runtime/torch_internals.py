@@ -412,6 +412,12 @@ def gather_into(whole: torch.Tensor, part: torch.Tensor, ranks: Any, *, asynchro
     return gather(whole, part, group=ranks, async_op=asynchronous)
 
 
+def scatter_sum_into(part: torch.Tensor, whole: torch.Tensor, ranks: Any) -> None:
+    """Sum what ranks hold, and leave each its part of the sum; torch 2.13 has a new name for it."""
+    scatter = getattr(torch.distributed, "reduce_scatter_single", None) or torch.distributed.reduce_scatter_tensor
+    scatter(part, whole, group=ranks)
+
+
 def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Let writes to tensors that autograd has saved go unnoticed: they bring the same values again."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

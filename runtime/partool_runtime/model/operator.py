@@ -123,7 +123,8 @@ def _attend(
     documents_BL, name, window = others
     layout = AttentionLayout(window or None)
     out_BNSD, lse_BNS = _EXCHANGES[name].forward(q_BNSD, k_BKSD, v_BKSD, layout, documents_BL)
-    return _placed(out_BNSD, q_BNSD), lse_BNS.contiguous()
+    # As compiled code expects their memory.
+    return out_BNSD.transpose(1, 2).contiguous().transpose(1, 2), lse_BNS.contiguous()
 
 
 @_attend.register_fake
@@ -149,7 +150,10 @@ def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
     found = _EXCHANGES[name].backward(
         grad_BNSD, (q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS), AttentionLayout(window or None), documents_BL
     )
-    dq, dk, dv = (_placed(x, like) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True))
+    # Copies, since none of them may be a part of another.
+    dq, dk, dv = (
+        like_tokens(like, like.dtype).copy_(x) for x, like in zip(found, (q_BNSD, k_BKSD, v_BKSD), strict=True)
+    )
     return dq, dk, dv
 
 
@@ -157,11 +161,6 @@ def _backward(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
 def _(grad_BNSD: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (like_tokens(x, x.dtype) for x in arguments[:3])
     return dq, dk, dv
-
-
-def _placed(x_BNSD: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the type of another and with memory that lies token by token, as compiled code expects it."""
-    return x_BNSD.to(like_BNSD.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.keys import Form
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.types import SequenceTeam
-from partool_runtime.torch_internals import gather_into
+from partool_runtime.torch_internals import gather_into, scatter_sum_into
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
@@ -75,7 +75,7 @@ class Gather:
             meeting = Meeting(self._own, spans, layout, documents_BL)
             back.meet(form.pair(whole[low:high]), form.pair(gradient[low:high]), meeting)
         mine = gradient.new_empty(self._most, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient, group=self._team.group)
+        scatter_sum_into(mine, gradient, self._team.group)
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: Form) -> tuple[torch.Tensor, dist.Work]:

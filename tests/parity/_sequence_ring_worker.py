@@ -1,0 +1,200 @@
+"""Ranks of test_sequence_ring.py: rings, halos and gathered keys against one process, in float64."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from _forks import run_forked
+
+from partool.cost import sequence_gather, sequence_ring
+from partool.cost.sequence_types import Heads, Sent
+from partool.layout.sequence import Order, shares
+from partool_runtime.model import blocks
+from partool_runtime.model.attention import AttentionLayout, Tokens, visible
+from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.sequence.gather import Gather
+from partool_runtime.parallel.sequence.halo import Halo, WithHalo
+from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.ring import Ring
+from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
+
+WORLD = 5
+KEY_DIM = 8
+
+
+class Case(NamedTuple):
+    """One attention layer, shared by the first ranks of the world."""
+
+    method: Literal["ring", "gather"]
+    ranks: int
+    queries: int
+    keys: int
+    length: int
+    batch: int = 2
+    window: int | None = None
+    documents: bool = False
+    order: Order = "zigzag"
+    value_dim: int = KEY_DIM
+    most_pairs: int = blocks.MOST_PAIRS
+    """Of which one mask is made."""
+
+
+CASES = (
+    Case("ring", 2, 4, 4, 16),
+    Case("ring", 4, 7, 7, 17, batch=1),
+    Case("ring", 5, 6, 2, 23),
+    Case("ring", 3, 3, 1, 17, documents=True),
+    Case("ring", 4, 4, 2, 17, documents=True, most_pairs=20),
+    Case("ring", 4, 4, 2, 19, order="contiguous"),
+    Case("ring", 5, 2, 1, 17, order="contiguous", documents=True),
+    Case("ring", 5, 2, 2, 3, batch=3),
+    Case("ring", 5, 2, 2, 4, order="contiguous"),
+    Case("ring", 3, 4, 2, 17, value_dim=3),
+    Case("ring", 3, 4, 2, 17, window=5, order="contiguous"),
+    Case("ring", 5, 6, 3, 21, window=9, order="contiguous"),
+    Case("ring", 5, 6, 3, 21, window=9, order="contiguous", most_pairs=7),
+    Case("ring", 4, 2, 1, 19, window=6, order="contiguous", documents=True),
+    Case("ring", 4, 4, 2, 33, window=4),
+    Case("ring", 4, 4, 2, 33, window=13, documents=True),
+    Case("ring", 3, 2, 2, 11, window=1),
+    Case("ring", 3, 2, 2, 11, window=11),
+    Case("ring", 5, 2, 1, 4, window=2, order="contiguous"),
+    Case("gather", 2, 4, 4, 16, order="contiguous"),
+    Case("gather", 4, 7, 7, 17, batch=1, order="contiguous"),
+    Case("gather", 5, 6, 2, 23),
+    Case("gather", 4, 3, 1, 18, documents=True, order="contiguous"),
+    Case("gather", 3, 4, 2, 17, documents=True, most_pairs=30),
+    Case("gather", 5, 2, 2, 3, order="contiguous"),
+    Case("gather", 3, 4, 2, 17, value_dim=3),
+    Case("gather", 4, 6, 3, 21, window=8, order="contiguous"),
+)
+
+
+def main() -> None:
+    """Run all cases."""
+    dist.init_process_group("gloo")
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(2, WORLD + 1)}
+    for number, case in enumerate(CASES):
+        if dist.get_rank() < case.ranks:
+            team = team_of(case, groups[case.ranks])
+            check(case, team, number)
+            check_narrow(case, team, number)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def team_of(case: Case, group: dist.ProcessGroup) -> SequenceTeam:
+    """Return the ranks of a case."""
+    dealt = shares(case.length, case.ranks, case.order)
+    return SequenceTeam(group, dist.get_rank(), dealt, (tuple(range(case.ranks)),))
+
+
+def exchange_of(case: Case, team: SequenceTeam) -> Exchange:
+    """Return what the method of a case puts into layers."""
+    return WithHalo(team, Ring(team) if case.method == "ring" else Gather(team))
+
+
+def check(case: Case, team: SequenceTeam, seed: int) -> None:
+    """Compare this rank's result and gradients with those of one process, and what is sent with the formula."""
+    layout, whole, documents_BL = AttentionLayout(case.window), inputs(case, seed), documents(case, seed)
+    grad_BNLV = random(seed + 1, case.batch, case.queries, case.length, case.value_dim)
+    expected = reference(whole, grad_BNLV, layout, documents_BL)
+    found, counted = run(case, team, whole, grad_BNLV, documents_BL)
+    mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        same(f"{case} {name}", a, b[:, :, mine])
+    assert counted == list(formula(case, team).bytes(8)), (case, counted)
+
+
+def check_narrow(case: Case, team: SequenceTeam, seed: int) -> None:
+    """Check in bfloat16 what travels narrow and what wide, and that results are about right."""
+    whole, documents_BL = inputs(case, seed), documents(case, seed)
+    grad_BNLV = random(seed + 1, case.batch, case.queries, case.length, case.value_dim)
+    expected = reference(whole, grad_BNLV, AttentionLayout(case.window), documents_BL)
+    narrow = [x.bfloat16() for x in whole]
+    found, counted = run(case, team, narrow, grad_BNLV.bfloat16(), documents_BL)
+    mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.allclose(a.double(), b[:, :, mine], rtol=0.1, atol=0.1), case
+    assert counted == list(formula(case, team).bytes(2)), (case, counted)
+
+
+def formula(case: Case, team: SequenceTeam) -> Sent:
+    """Return what is to be sent."""
+    heads = Heads(case.batch, case.queries, case.keys, KEY_DIM, case.value_dim, case.window)
+    module = sequence_ring if case.method == "ring" else sequence_gather
+    return module.sent(team.shares, heads, team.rank)
+
+
+def run(
+    case: Case,
+    team: SequenceTeam,
+    whole: Sequence[torch.Tensor],
+    grad_BNLV: torch.Tensor,
+    documents_BL: torch.Tensor | None,
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Return this rank's result and gradients, and the bytes that it sent in both passes."""
+    mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
+    heads = [x[:, :, mine].requires_grad_() for x in whole]
+    attend = ExchangeAttend(exchange_of(case, team))
+    blocks.MOST_PAIRS = case.most_pairs
+    with CommCounter() as forward:
+        out = attend(*heads, AttentionLayout(case.window), Tokens(case.length, mine, documents_BL))
+    with CommCounter() as backward:
+        out.backward(grad_BNLV[:, :, mine])
+    blocks.MOST_PAIRS = Case._field_defaults["most_pairs"]
+    counted = [sum(traffic.sent_bytes for traffic in each.snapshot().values()) for each in (forward, backward)]
+    gradients = [x.grad for x in heads if x.grad is not None]
+    assert len(gradients) == len(heads)
+    return [out.detach(), *gradients], counted
+
+
+def inputs(case: Case, seed: int) -> list[torch.Tensor]:
+    """Return queries, keys and values of whole sequences."""
+    sizes = ((case.queries, KEY_DIM), (case.keys, KEY_DIM), (case.keys, case.value_dim))
+    return [random(seed + 10 * place, case.batch, n, case.length, width) for place, (n, width) in enumerate(sizes)]
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    """Return the same random numbers on all ranks."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def documents(case: Case, seed: int) -> torch.Tensor | None:
+    """Number documents of a few tokens each, other ones in each sequence."""
+    if not case.documents:
+        return None
+    starts = random(seed + 7, case.batch, case.length) > 0.8
+    return starts.cumsum(dim=1).to(torch.int32)
+
+
+def reference(
+    whole: Sequence[torch.Tensor], grad: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Return results and gradients of attention written out, without any kernel."""
+    q, k, v = (x.clone().requires_grad_() for x in whole)
+    places = torch.arange(q.shape[2])
+    mask = visible(places, places, layout, documents=None if documents_BL is None else (documents_BL, documents_BL))
+    each = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(each, 1).transpose(2, 3) * q.shape[-1] ** -0.5
+    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(each, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+def same(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise AssertionError where two tensors differ by more than rounding."""
+    assert a.shape == b.shape, (what, a.shape, b.shape)
+    if b.numel():
+        difference = float((a - b).abs().max())
+        assert difference <= 1e-12 * max(1.0, float(b.abs().max())), (what, difference)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(run_forked(WORLD, main))
