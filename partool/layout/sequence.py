@@ -60,10 +60,16 @@ def split(spans: Spans, ranks: int) -> tuple[Spans, ...]:
         mine, place = [], 0
         for first, last in spans:
             low, high = max(start - place, 0), min(stop - place, last - first)
-            mine.append((first + low, first + high))
+            mine.append((first + low, first + max(low, high)))
             place += last - first
         found.append(_spans(*mine))
     return tuple(found)
+
+
+def joined(shares: Sequence[Spans], inner: int) -> tuple[Spans, ...]:
+    """Return what every ``inner`` consecutive ranks hold together, one behind the other: what :func:`split` dealt."""
+    groups = (shares[first : first + inner] for first in range(0, len(shares), inner))
+    return tuple(_spans(*(span for spans in group for span in spans)) for group in groups)
 
 
 def tokens(spans: Spans) -> int:

@@ -17,6 +17,7 @@ from _forks import run_forked
 
 from partool.cost.sequence_types import Heads, Sent
 from partool.cost.sequence_ulysses import sent as sent_by_ulysses
+from partool.cost.sequence_usp import sent as sent_by_usp
 from partool.layout.sequence import Order, shares
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
@@ -25,8 +26,11 @@ from partool_runtime.model import Decoder
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.sequence import exchange, ulysses
+from partool_runtime.parallel.sequence import exchange, ulysses, usp
 from partool_runtime.parallel.sequence.exchange import HeadExchange
+from partool_runtime.parallel.sequence.halo import WithHalo
+from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.ring import Ring
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.ulysses import WholeSequences
 from partool_runtime.torch_internals import finished, start_exchange
@@ -62,6 +66,17 @@ ULYSSES = (
     Case(8, 5, 5, 17),
 )
 
+USP = (
+    Case(4, 7, 7, 16, order="zigzag", inner=2),
+    Case(4, 3, 3, 18, order="zigzag", inner=2, documents=True),
+    Case(6, 7, 1, 17, order="zigzag", inner=3, batch=3),
+    Case(4, 6, 2, 17, inner=2, window=5),
+    Case(4, 5, 5, 17, inner=2, window=30, documents=True),
+    Case(8, 12, 3, 19, order="zigzag", inner=2),
+    Case(8, 3, 3, 17, order="zigzag", inner=4, window=9),
+    Case(6, 4, 2, 5, order="zigzag", inner=2),
+)
+
 
 def main() -> None:
     dist.init_process_group("gloo")
@@ -69,6 +84,8 @@ def main() -> None:
     for number, case in enumerate(ULYSSES):
         if (team := teams(case)) is not None:
             check(case, team, partial(through_ulysses, team), sent_by_ulysses, number)
+    for number, case in enumerate(USP):
+        usp_of_all_teams(case, number)
     layers_of_two_models(teams)
     dist.barrier()
     dist.destroy_process_group()
@@ -94,6 +111,25 @@ def through_ulysses(
     q, k, v = heads
     heads_for_tokens = HeadExchange(team.group.group_name, team.rank, team.shares)
     return heads_for_tokens(q, k, v, partial(WholeSequences(attend), layout=layout, tokens=tokens))
+
+
+def usp_of_all_teams(case: Case, number: int) -> None:
+    """Check as many teams at once as there are ranks for; the others only take part in opening groups."""
+    everyone = tuple(tuple(range(at, at + case.ranks)) for at in range(0, WORLD - case.ranks + 1, case.ranks))
+    place, dealt = dist.get_rank() % case.ranks, shares(case.length, case.ranks, case.order, inner=case.inner)
+    team = SequenceTeam(dist.group.WORLD, place, dealt, everyone)
+    if dist.get_rank() >= case.ranks * len(everyone):
+        groups, rings = usp.sets(case.ranks, case.inner)
+        usp.open_groups(team, [*groups, *rings])
+        return
+    inner, outer = usp.split(team, case.inner)
+    core = ExchangeAttend(WithHalo(outer, Ring(outer)))
+
+    def through(heads: Sequence[torch.Tensor], layout: AttentionLayout, tokens: Tokens) -> torch.Tensor:
+        q, k, v = heads
+        return inner(q, k, v, partial(core, layout=layout, tokens=tokens))
+
+    check(case, team, through, partial(sent_by_usp, inner=case.inner), number)
 
 
 def check(

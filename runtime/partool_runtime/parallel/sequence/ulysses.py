@@ -10,7 +10,7 @@ import torch
 
 from partool.plan.types import Layout
 from partool_runtime.hf.attention import HfAttention
-from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens, masks
+from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.sequence.exchange import HeadExchange, Heads
 from partool_runtime.parallel.sequence.types import Attend, SequenceTeam
@@ -101,9 +101,6 @@ class WholeSequences:
         tokens: Tokens | None,
     ) -> torch.Tensor:
         """Return attention of all tokens, see :func:`partool_runtime.model.attention.attend`."""
-        return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, None if tokens is None else _whole(tokens, layout, q_BNSD))
-
-
-def _whole(tokens: Tokens, layout: AttentionLayout, like: torch.Tensor) -> Tokens:
-    found = masks([layout], tokens.length, like.device, tokens.documents_BL, tokens.grid)
-    return Tokens(tokens.length, None, tokens.documents_BL, tokens.grid, found)
+        if tokens is not None:
+            tokens = Tokens(tokens.length, None, tokens.documents_BL, tokens.grid)
+        return self._attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)

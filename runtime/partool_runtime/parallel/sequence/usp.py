@@ -1,0 +1,49 @@
+"""USP: Ulysses among neighbouring ranks, inside of a ring of such groups (arXiv 2405.07719, section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partool.layout.sequence import Spans, bounds, joined
+from partool.plan.types import Layout
+from partool_runtime.model.decoder import Block
+from partool_runtime.parallel.sequence import ring
+from partool_runtime.parallel.sequence.exchange import HeadExchange
+from partool_runtime.parallel.sequence.types import SequenceTeam, open_groups
+from partool_runtime.parallel.sequence.ulysses import around
+from partool_runtime.parallel.tensor.apply import no_heads
+
+
+def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
+    """Let layers trade tokens for heads in groups of ``layout.sequence_inner`` ranks, and these meet in rings.
+
+    Rings are formed of the ranks that work on the same heads. A collective of all ranks of the world.
+    """
+    inner, outer = split(team, layout.sequence_inner)
+    with_heads = [block for block in blocks if block.attention.core is not no_heads]
+    ring.put(with_heads, outer, layout)
+    for block in with_heads:
+        around(block.attention, inner, block.attention.core)
+
+
+def split(team: SequenceTeam, inner: int) -> tuple[HeadExchange, SequenceTeam]:
+    """Return what trades heads in groups of ``inner`` neighbours, and the ring over these groups."""
+    groups, rings = sets(team.ranks, inner)
+    opened = open_groups(team, [*groups, *rings])
+    mine, place = divmod(team.rank, inner)
+    sizes = [team.sizes[other] for other in groups[mine]]
+    exchange = HeadExchange(opened[groups[mine]].group_name, place, tuple(_span(*span) for span in bounds(sizes)))
+    everyone = tuple(tuple(members[other] for other in ranks) for members in team.everyone for ranks in rings)
+    outer = SequenceTeam(opened[rings[place]], mine, joined(team.shares, inner), everyone)
+    return exchange, outer
+
+
+def sets(ranks: int, inner: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the places in a team of ``ranks`` that form groups, and those that form rings."""
+    places = tuple(range(ranks))
+    groups = [places[first : first + inner] for first in places[::inner]]
+    return groups, [places[first::inner] for first in range(inner)]
+
+
+def _span(start: int, stop: int) -> Spans:
+    return ((start, stop),) if stop > start else ()
