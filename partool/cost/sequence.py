@@ -270,11 +270,14 @@ def _startrail(one: Pass) -> Exchange:
     else:
         there, back = within * query * one.small, within * (result * one.small + heads * one.wide)
     sent = collective.all_to_all_s(job, there, team) + collective.all_to_all_s(job, back, team)
-    placed = collective.all_to_all_s(job, block * one.small, across)
-    if one.backward:
-        placed = placed + collective.all_to_all_s(job, block * one.wide, across)
-    # Its own ring already carried the last gradients one step; they go home with the others.
-    found.inside = found.inside + sent + placed
+    near = one.group(ranks * members, 1)
+
+    def placed(width: int) -> Column:
+        # One ring of each group of ranks begins with a rank's keys, one of them in its own group.
+        others = collective.all_to_all_s(job, block * width, across)
+        return others + np.where(members > 1, _hop_s(one, block / members * width, near), 0.0)
+
+    found.inside = found.inside + sent + placed(one.small) + (placed(one.wide) if one.backward else 0.0)
     found.operators = found.operators + 4 * _TRADE_OPERATORS
     return found
 

@@ -197,7 +197,7 @@ class _Cut(NamedTuple):
 
 def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[Call]:
     """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
-    shards = layout.mesh.dp_shard if layout.zero else 1
+    shards = layout.mesh.dp_shard * layout.mesh.cp if layout.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
     held = [layers[layer] for stage in stages for layer in range(*layout.stages[stage])]
     held += [first] * (0 in stages) + [last] * (len(layout.stages) - 1 in stages)

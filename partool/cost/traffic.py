@@ -10,6 +10,7 @@ from partool.cost.case import Job
 from partool.cost.columns import columns
 from partool.cost.cut import share_columns
 from partool.cost.pipeline import moves_weights, sent_bytes, stages_of_ranks
+from partool.cost.sequence_traffic import sequence_bytes
 from partool.cost.tensor import tensor_bytes
 from partool.cost.zero_controls import Controls, kept_elements, messages_of_unit
 from partool.layout.parameters import count, is_frozen, parameters
@@ -38,6 +39,7 @@ def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
         "parameter_gather": int(found.gather_bytes),
         "pipeline": sent_bytes(job, layout),
         "tensor": tensor_bytes(job, layout),
+        "sequence": sequence_bytes(job, layout),
     }
 
 
@@ -49,7 +51,10 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     ZeRO-2 on for each micro-batch.
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
-    zero, k, shards, replicas = layout.zero, layout.accumulation, layout.mesh.dp_shard, layout.mesh.dp_replicate
+    # Ranks that share a sequence have gradients of other tokens, like those that have other sequences.
+    zero, k, cp = layout.zero, layout.accumulation, layout.mesh.cp
+    shards = layout.mesh.dp_shard * cp if zero else 1
+    replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
     elements = sum(on_rank)
     trained = elements * trained_share(job.model, job.frozen)
     ring = (shards - 1) / shards

@@ -6,14 +6,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from partool.cost import collective
 from partool.cost.attention import attention_s, pairs
-from partool.cost.case import ALL_GATHER, ATTENTION, DSP, RECOMPUTE, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Job, Layouts
+from partool.cost.case import (
+    ALL_GATHER,
+    ATTENTION,
+    DSP,
+    INSIDES,
+    RECOMPUTE,
+    RING_OF_KEYS,
+    STARTRAIL,
+    ULYSSES,
+    USP,
+    Job,
+    Layouts,
+)
+from partool.cost.columns import columns
 from partool.cost.kinds import Kind, kinds
 from partool.cost.peak import peak_memory
 from partool.cost.sequence import Exchange, exchange
 from partool.cost.sequence_memory import buffer_bytes, saved_bytes
+from partool.cost.sequence_traffic import Team, heads_of, sent_by_rank
+from partool.cost.traffic import traffic_bytes
+from partool.plan.types import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 
@@ -125,11 +143,23 @@ def test_uneven_heads_cost_what_the_fullest_rank_has(heads: int, ranks: int, mos
 
 
 def test_slow_networks_carry_a_ring_of_teams_less_often() -> None:
-    """32 ranks on 4 nodes: rings of a team's keys stay inside a node, a plain ring crosses them with every block."""
-    one = job(length=131072)
-    plain = sent(one, cp=32, sequence_method=RING_OF_KEYS, sequence_order=1)
-    trails = sent(one, cp=32, sequence_method=STARTRAIL, sequence_teams=2, sequence_order=1)
-    assert trails.total < 0.5 * plain.total
+    """32 ranks on 4 nodes: with teams of four all but the placement stays in a node, a plain ring crosses at each step.
+
+    Teams of two leave rings of eight ranks: those stay in a node where rings, not teams, are neighbours.
+    """
+    one, order = job(length=131072), {"cp": 32, "sequence_order": 1}
+    plain = sent(one, sequence_method=RING_OF_KEYS, **order).total
+    seconds = {
+        (teams, inside): float(
+            sent(one, sequence_method=STARTRAIL, sequence_teams=teams, sequence_inside=at, **order).total
+        )
+        for teams in (2, 4)
+        for at, inside in enumerate(INSIDES)
+    }
+    assert min(seconds, key=lambda form: seconds[form])[0] == 4
+    assert seconds[4, "teams"] == pytest.approx(seconds[4, "rings"], rel=0.3)
+    assert seconds[4, "teams"] < 0.5 * plain
+    assert seconds[2, "rings"] < 0.7 * seconds[2, "teams"] < plain
 
 
 def test_usp_keeps_both_to_their_tier() -> None:
@@ -236,3 +266,129 @@ def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
             for cp in (1, 4, 16)
         ]
         assert totals == sorted(totals, reverse=True), method
+
+
+# Closed forms and counts.
+
+ONE_LINK = GPU.model_copy(update={"per_node": 4096, "nodes": 1, "link_bytes_per_s": 1 / 0.78, "link_latency_s": 0.0})
+"""Everything is in one node, messages cost nothing to start, and a byte takes a second."""
+
+
+@st.composite
+def even_cases(draw: st.DrawFn) -> tuple[Job, Layout, Kind]:
+    """Sizes that divide, so that what the columns say of the busiest rank is what each sends."""
+    method = draw(st.sampled_from(["ulysses", "ring", "usp", "startrail", "all_gather"]))
+    inner = draw(st.sampled_from([2, 4])) if method == "usp" else 1
+    teams = draw(st.sampled_from([2, 3, 4])) if method == "startrail" else 1
+    ranks = {"usp": inner * draw(st.integers(2, 5)), "startrail": teams**2 * draw(st.integers(1, 4))}.get(
+        method, draw(st.integers(2, 9))
+    )
+    trading = ranks if method == "ulysses" else inner
+    keys = trading * draw(st.integers(1, 3)) if draw(st.booleans()) else 1
+    queries = max(keys, trading) * draw(st.integers(1, 3))
+    length = 2 * ranks * draw(st.integers(1, 40))
+    window = draw(st.integers(2, 2 * length)) if method in ("ring", "all_gather") else None
+    kind = Kind(window, False)
+    order = draw(st.sampled_from(["contiguous", "zigzag"])) if window is None else "contiguous"
+    model = MODEL.model_copy(
+        update={"heads": queries, "kv_heads": keys, "head_dim": 8, "hidden": 64, "window": window}
+        | ({} if window is None else {"layer_types": ("sliding",) * 4})
+    )
+    layout = Layout(
+        mesh=Mesh(cp=ranks), zero=0, micro_batch=draw(st.integers(1, 3)), accumulation=1, recompute=("none",) * 4,
+        compile="none", stages=((0, 4),), sequence_method=method, sequence_order=order, sequence_inner=inner,
+        sequence_teams=teams, sequence_inside=draw(st.sampled_from(["teams", "rings"])),
+    )  # fmt: skip
+    return Job(model, ONE_LINK, length, 64, draw(st.sampled_from(["bf16", "fp32", "fp64"]))), layout, kind
+
+
+@given(even_cases())
+@settings(max_examples=150, deadline=None)
+def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[Job, Layout, Kind]) -> None:
+    one, layout, kind = case
+    exact = [
+        tuple(map(sum, zip(*(part.bytes(one.compute_bytes) for part in parts), strict=True)))
+        for parts in sent_by_rank(Team.of(one, layout), heads_of(one, layout)._replace(window=kind.window))
+    ]
+    for index, backward in enumerate((False, True)):
+        seconds = float(exchange(one, columns(layout), kind, backward=backward).total)
+        busiest = layout.micro_batch * max(sums[index] for sums in exact)
+        if layout.sequence_order == "contiguous" and (kind.window or layout.sequence_method in ("ring", "usp")):
+            # Early ranks give keys and late ones gradients; in the middle of many ranks one gives almost all of both.
+            assert 0.3 * seconds <= busiest <= seconds * (1 + 1e-9)
+        else:
+            assert seconds == pytest.approx(busiest, rel=1e-9), layout
+
+
+def test_bytes_of_a_step_follow_policies_and_micro_batches() -> None:
+    def sent_bytes(method: str, policy: str, **changes: Any) -> int:
+        layout = Layout(
+            mesh=Mesh(cp=4), zero=0, micro_batch=2, accumulation=3, recompute=(policy,) * 4, compile="none",
+            stages=((0, 4),), sequence_method=method, sequence_order="zigzag" if method != "ulysses" else "contiguous",
+            **changes,
+        )  # fmt: skip
+        return traffic_bytes(job(), layout)["sequence"]
+
+    rows, key = 32768 / 4, 2 * 1024
+    ring = 3 * 2 * 4 * 3 * rows * key
+    assert sent_bytes("ring", "none") == ring * (2 + 2 + 4)
+    assert sent_bytes("ring", "attention") == sent_bytes("ring", "full") == ring * (2 + 2 + 2 + 4)
+    assert sent_bytes("ring", "selective") == sent_bytes("ring", "keep_attention") == sent_bytes("ring", "none")
+    traded = 3 * 2 * 4 * 3 / 4 * rows * (2 * 4096 + key) * 2
+    assert sent_bytes("ulysses", "attention") == sent_bytes("ulysses", "none") == 2 * traded
+    assert sent_bytes("ulysses", "full") == 3 * traded
+    both = sent_bytes("usp", "none", sequence_inner=2)
+    assert both < sent_bytes("usp", "attention", sequence_inner=2) < sent_bytes("usp", "full", sequence_inner=2)
+
+
+def test_gradients_and_parameters_are_shared_by_ranks_of_one_sequence_too() -> None:
+    """Of four ranks that share a sequence each has gradients of its tokens: all that data-parallel ranks exchange."""
+
+    def moved(**changes: Any) -> dict[str, int]:
+        layout = Layout(
+            micro_batch=1, accumulation=2, recompute=("none",) * 4, compile="none", stages=((0, 4),), **changes
+        )
+        return traffic_bytes(job(), layout)
+
+    for zero in (0, 1, 2, 3):
+        whole = {"dp_replicate": 4} if zero == 0 else {"dp_shard": 4}
+        alone, shared = moved(mesh=Mesh(**whole), zero=zero), moved(mesh=Mesh(cp=4), zero=zero)
+        assert shared.pop("sequence") > alone.pop("sequence") == 0
+        assert shared == alone
+
+
+def test_more_than_some_ranks_are_counted_by_a_few_of_them() -> None:
+    heads = heads_of(job(), Layout(
+        mesh=Mesh(), zero=0, micro_batch=1, accumulation=1, recompute=("none",) * 4, compile="none", stages=((0, 4),)
+    ))  # fmt: skip
+    for method, order in (("ring", "zigzag"), ("all_gather", "contiguous"), ("ulysses", "contiguous")):
+        team = Team(method, 96, order, 1, 1, "teams", 96 * 8 + 5, 0)  # type: ignore[arg-type]
+        few = [sum(part.bytes(2)[0] for part in parts) for parts in sent_by_rank(team, heads)]
+        assert len(few) == 7
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("partool.cost.sequence_traffic.MANY", 96)
+            every = [sum(part.bytes(2)[0] for part in parts) for parts in sent_by_rank.__wrapped__(team, heads)]
+        assert len(every) == 96
+        assert max(few) == max(every)
+
+
+# What is known of the methods.
+
+
+@pytest.mark.parametrize("exponent", [4, 5, 6, 7, 8])
+def test_best_teams_of_uniform_links(exponent: int) -> None:
+    """A rank sends 2·P/C + 2·(C - 1) times its keys and values forward: least near the root of P."""
+    ranks = 2**exponent
+    model = MODEL.model_copy(update={"kv_heads": 32})
+    one = Job(model, ONE_LINK, 64 * ranks, 64, "bf16")
+    sizes = [teams for teams in (1, 2, 4, 8, 16) if ranks % teams**2 == 0]
+    totals = [
+        float(sent(one, cp=ranks, sequence_method=STARTRAIL, sequence_teams=teams, sequence_order=1).total)
+        for teams in sizes
+    ]
+    best = sizes[int(np.argmin(totals))]
+    assert best <= ranks**0.5 < 4 * best
+    ring = float(sent(one, cp=ranks, sequence_method=RING_OF_KEYS, sequence_order=1).total)
+    assert min(totals) < ring
+    assert totals[0] == pytest.approx(ring), "teams of one are a plain ring"
+    assert float(sent(one, cp=min(ranks, 32), sequence_method=ULYSSES).total) < min(totals)
