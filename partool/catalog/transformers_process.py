@@ -20,7 +20,7 @@ from partool.catalog.profile_file import home
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
-_FORMAT = "2"
+_FORMAT = "3"
 """Of the answer; changing it asks again."""
 _NEEDED = ("torch", "transformers")
 

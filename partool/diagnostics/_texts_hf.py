@@ -1,4 +1,4 @@
-"""Rules about models that transformers builds (PT447 to PT454, PT643 to PT649); the examples are to be read."""
+"""Rules about models that transformers builds (PT447 to PT454, PT483, PT484, PT643 to PT654); examples to be read."""
 
 from __future__ import annotations
 
@@ -59,6 +59,24 @@ RULES: tuple[Rule, ...] = (
         "model: {config: ./my-llama}\nparallel: {tensor: {degree: 2, sequence_norms: true}}",
     ),
     _rule(
+        "PT483",
+        "The model's attention leaves no place for another",
+        "Ranks that share a sequence, and documents that do not see each other, need attention that knows which tokens "
+        "are where. The model's layers must ask transformers for their attention by name, with masks that are causal, "
+        "with or without a window, and without sinks, caps or biases of scores.",
+        "model: {hf: ./gpt-oss-20b}\nparallel: {sequence: 4}",
+        "model: {hf: ./qwen3-8b}\nparallel: {sequence: 4}",
+    ),
+    _rule(
+        "PT484",
+        "Dropped attention weights, and keys that are met in parts",
+        "Where keys are met block by block, or rank by rank, sums of exponentials are merged; dropout works on weights "
+        "that are whole. Ulysses gives each rank whole sequences of some heads, of which it drops weights as one "
+        "process would.",
+        "model: {hf: ./gpt2}   # attn_pdrop: 0.1\nparallel: {sequence: {method: ring, degree: 4}}",
+        "model: {hf: ./gpt2}\nparallel: {sequence: {method: ulysses, degree: 4}}",
+    ),
+    _rule(
         "PT643",
         "transformers cannot build the model",
         "The folder's config.json must be one that the installed version of transformers knows.",
@@ -93,5 +111,14 @@ RULES: tuple[Rule, ...] = (
         "DeepSeek-V3's routers, would keep its first value, and be missing from what is exported.",
         "model: {hf: ./deepseek-v3}",
         "model: {hf: ./deepseek-v2-lite}",
+    ),
+    _rule(
+        "PT654",
+        "A layer's attention is not what was planned",
+        "What a model's layers ask of attention is looked at when it is planned. Another version of transformers may "
+        "ask for another window, or for something that partool's attention does not compute; going on would train "
+        "another model without a word.",
+        "pip install transformers==OTHER && partool launch plan.json",
+        "partool plan mine.yaml --out plan.json && partool launch plan.json",
     ),
 )

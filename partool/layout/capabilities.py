@@ -51,6 +51,8 @@ class Needs:
     """Whether transformers builds the model, instead of partool."""
     sequence_method: str = "ulysses"
     """How they share it."""
+    mlp_tile: int = 0
+    loss_tile: int = 0
     gathers: frozenset[str] = frozenset()
     """Ways to gather parameters with ZeRO other than the usual one, as :data:`GATHERS` names them."""
 
@@ -99,7 +101,10 @@ def aspects(needs: Needs) -> Iterator[str]:
         "tensor in a pipeline": needs.tensor > 1 and needs.stages > 1,
         f"schedule {needs.schedule}": needs.stages > 1,
         f"sequence {needs.sequence_method}": needs.sequence > 1,
+        "shared sequences of a model of transformers": needs.hf and needs.sequence > 1,
         "expert": needs.expert > 1,
+        "tiles of networks": needs.mlp_tile > 0,
+        "tiles of the loss": needs.loss_tile > 0,
         "offload": needs.offload_optimizer != "none",
         "offload of parameters": needs.offload_parameters != "none",
         "offload of activations": needs.offload_activations != "none",
@@ -129,12 +134,13 @@ _LAYERS = f"{_MODEL}::test_decoder_is_the_reference"
 _STAGES = f"{_ZERO}::test_two_ranks_equal_one_process"
 _LOSSES = f"{_ZERO}::test_losses_of_lower_precision_are_near"
 _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
+_TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
 _SHARES = "tests/parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process"
 _AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
-_SEQUENCES = {"ulysses": _SHARES, "startrail": _SHARES, "dsp": _AXES}
+_SEQUENCES = {**dict.fromkeys(("ulysses", "ring", "startrail", "all_gather"), _SHARES), "dsp": _AXES}
 """Methods of sequence parallelism, and the test of each."""
 _TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
 
@@ -159,6 +165,10 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("recompute attention", _RECOMPUTE),
     Capability("recompute selective", _RECOMPUTE),
     Capability("recompute full", _RECOMPUTE),
+    Capability("recompute keep_attention", f"{_TILES}::test_keep_attention_changes_nothing"),
+    Capability("tiles of networks", f"{_TILES}::test_training_in_tiles_equals_one_process"),
+    Capability("tiles of the loss", f"{_TILES}::test_training_in_tiles_equals_one_process"),
+    Capability("offload of activations", "tests/parity/test_cuda.py::test_activations_in_host_memory_change_nothing"),
     *(
         Capability(f"schedule {name}", _PIPELINES)
         for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")
@@ -174,6 +184,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
     ),
     *(Capability(f"sequence {name}", test) for name, test in _SEQUENCES.items()),
+    Capability(
+        "shared sequences of a model of transformers",
+        "tests/parity/test_sequence_hf.py::test_models_on_shares_equal_one_process",
+    ),
     *(Capability(f"norm {name}", _LAYERS) for name in ("rmsnorm", "layernorm")),
     *(Capability(f"activation {name}", _LAYERS) for name in ("swiglu", "geglu", "gelu", "gelu_tanh", "relu")),
     *(Capability(f"position {name}", _LAYERS) for name in ("rope", "learned", "none")),
@@ -198,7 +212,6 @@ GAPS: dict[str, Gap] = {
     "backend rocm": Gap("PT408", "AMD accelerators (ROCm)", ("hardware", "accelerator")),
     "precision fp8": Gap("PT411", "matrix products in fp8", ("training", "precision")),
     "offload of parameters": Gap("PT412", "parameters in host memory", ("parallel", "offload", "parameters")),
-    "offload of activations": Gap("PT413", "activations in host memory", ("parallel", "offload", "activations")),
 }
 """By aspect; together with the capabilities these are all aspects there are."""
 

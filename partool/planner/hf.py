@@ -15,6 +15,7 @@ from partool.layout.tensor import Decided, decide
 from partool.layout.tensor.patterns import Patterns
 from partool.layout.tensor.structure import Structure
 from partool.plan.types import HfModel
+from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -37,8 +38,14 @@ class Description(BaseModel):
     """Why pipeline stages cannot be cut; empty: they can."""
     draws: bool
     """Whether training draws random numbers."""
+    tiles_problem: str = ""
+    """Why its networks cannot work on tiles of a sequence; empty: they can."""
     auxiliary_loss: bool
     """Whether its configuration asks for a loss that balances experts."""
+    attention_problem: str = ""
+    """Why its attention cannot go through partool's seam; empty: it can."""
+    attention_dropout: float = 0.0
+    """Share of attention weights that training drops."""
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
 
     def decided(self, ranks: int, patterns: Patterns) -> Decided:
@@ -47,6 +54,14 @@ class Description(BaseModel):
         if key not in self._decided:
             self._decided[key] = decide(self.structure, ranks, patterns)
         return self._decided[key]
+
+    def method_problem(self, method: str) -> str | None:
+        """Return what keeps a method of sequence parallelism from the model; None: nothing does."""
+        if self.attention_problem:
+            return self.attention_problem
+        if self.attention_dropout > 0.0 and method != "ulysses":
+            return f"{method} adds up attention over parts of the keys, whose weights cannot be dropped part by part"
+        return None
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:
@@ -78,6 +93,8 @@ def narrowed(spec: Spec, described: Description) -> Spec:
         changes["tensor"] = parallel.tensor.model_copy(update={"sequence_norms": False})
     if described.pipeline_problem and parallel.pipeline.stages == "auto":
         changes["pipeline"] = parallel.pipeline.model_copy(update={"stages": 1})
+    if described.attention_problem and parallel.sequence.degree == "auto":
+        changes["sequence"] = parallel.sequence.model_copy(update={"degree": 1})
     return spec.model_copy(update={"parallel": parallel.model_copy(update=changes)})
 
 
@@ -95,6 +112,7 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
         message = f"{name} cannot be cut into {stages} pipeline stages: {described.pipeline_problem}"
         yield Diagnostic("PT453", message, path=("parallel", "pipeline"), help="use stages: 1, and tensor or zero: 3")
     yield from _unfit(problem, name)
+    yield from _attention(problem, described, name)
     if described.auxiliary_loss:
         message = f"{name}: the loss that balances experts (output_router_logits) is left out of training"
         yield Diagnostic("PT451", message, "warning", ("model", "hf"), help="set output_router_logits: false")
@@ -104,6 +122,25 @@ def check_hf(problem: Problem) -> Iterator[Diagnostic]:
         message = f"{name} has {elements:,} parameters; memory and time are those of {priced:,}"
         help = "predictions are of the nearest model that partool knows, and may be off by that share"
         yield Diagnostic("PT451", message, "warning", ("model", "hf"), help=help)
+
+
+def _attention(problem: Problem, described: Description, name: str) -> Iterator[Diagnostic]:
+    """Find what needs attention of partool's, which the model's own code leaves no place for."""
+    sequence, data = problem.spec.parallel.sequence, problem.spec.data
+    shared = sequence.degree != 1
+    why = described.attention_problem
+    if why and shared:
+        help = "use sequence: 1, and tensor or zero: 3, or a model whose attention transformers registers"
+        message = f"{name} cannot share sequences between ranks: {why}"
+        yield Diagnostic("PT483", message, path=("parallel", "sequence"), help=help)
+    if why and data.attend == "document":
+        message = f"{name} cannot be told which tokens see each other: {why}"
+        yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
+    left = methods_of(sequence)
+    if not why and shared and left and (lost := described.method_problem(left[0])) and "ulysses" not in left:
+        message = f"{name} drops {described.attention_dropout:g} of its attention weights, and {lost}"
+        help = "use method: ulysses, which sees whole sequences, or set attention_dropout: 0 in config.json"
+        yield Diagnostic("PT484", message, path=("parallel", "sequence", "method"), help=help)
 
 
 def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:

@@ -15,32 +15,60 @@ from torch import nn
 
 from partool.layout.tensor.structure import Kind, Structure, StructureModule
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
+from partool_runtime.hf.asked import UnknownAttentionError, asked
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
 from partool_runtime.hf.cutting import head_problem, returns_tuples
 from partool_runtime.hf.model import aliases, draws_random
+from partool_runtime.hf.networks import tiles_problem
 from partool_runtime.hf.sizes import expert_count, model_fields
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Return ``structure`` (:class:`Structure`) and what decides which layouts the model allows.
 
-    ``head_problem``, ``pipeline_problem``: why the loss cannot be taken at the seam, why stages cannot be cut; empty:
-    they can. ``draws``: whether training draws random numbers. ``fields``: those of a ``ModelConfig`` that the planner
-    prices. Raises ConfigurationError PT643, PT644, PT649.
+    ``head_problem``, ``pipeline_problem``, ``attention_problem``, ``tiles_problem``: why the loss cannot be taken at
+    the seam, why stages cannot be cut, why attention cannot be partool's, why networks cannot work on tiles; empty:
+    they can. ``draws``: whether training draws random numbers; ``attention_dropout``: the share of attention weights
+    that it drops. ``fields``: those of a ``ModelConfig`` that the planner prices. Raises ConfigurationError PT643,
+    PT644, PT649.
     """
     causal = build_causal(path)
     check_buffers(causal)
     config = cast(Any, causal).config
     structure = structure_of(causal)
     tuples = returns_tuples(causal, config.num_hidden_layers)
+    fields, attention = model_fields(causal, config), _attention(causal, config.num_hidden_layers)
+    if attention["windows"] is not None:
+        fields |= _windows(attention["windows"])
     return {
         "structure": structure.model_dump(mode="json"),
         "head_problem": head_problem(causal),
         "pipeline_problem": tuples if isinstance(tuples, str) else "",
         "draws": draws_random(causal),
+        "tiles_problem": tiles_problem(cast(nn.ModuleList, causal.get_submodule(structure.blocks))),
         "auxiliary_loss": bool(getattr(config, "output_router_logits", False)),
-        "fields": model_fields(causal, config),
+        "fields": fields,
+        "attention_problem": attention["problem"],
+        "attention_dropout": attention["dropout"],
     }
+
+
+def _attention(causal: nn.Module, layers: int) -> dict[str, Any]:
+    """Return why its attention cannot be partool's (empty: it can), and what of it its own code says."""
+    try:
+        found = asked(causal, layers)
+    except UnknownAttentionError as error:
+        return {"problem": str(error), "dropout": 0.0, "windows": None}
+    windows = [layer.window for layer in found]
+    several = sorted({window for window in windows if window is not None})
+    problem = f"its layers have windows of {' and '.join(map(str, several))} tokens" if len(several) > 1 else ""
+    return {"problem": problem, "dropout": max(layer.dropout for layer in found), "windows": windows}
+
+
+def _windows(windows: list[int | None]) -> dict[str, Any]:
+    """Return them as fields of a ``ModelConfig``."""
+    kinds = ["full" if window is None else "sliding" for window in windows]
+    return {"window": max((window for window in windows if window is not None), default=None), "layer_types": kinds}
 
 
 def structure_of(causal: nn.Module) -> Structure:
