@@ -60,6 +60,8 @@ class Job:
     """Of each node's cable; 0: ranks share this machine's loopback and compute."""
     flops_per_s: tuple[float, float] = (0.0, 0.0)
     """Rates of the waits that stand for the scores and values of the forward and of the backward pass."""
+    latency_s: float = 0.0
+    """Of a small message from one rank to another, measured; the prediction takes it."""
 
     def write(self, path: Path) -> None:
         """Write it for the ranks."""

@@ -1,0 +1,58 @@
+"""What partool's cost model says of a measured case: the same equations that plans are made with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from _sequence_job import Case, Job
+
+from partool.cost.attention import _head_share, attention_s
+from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
+from partool.cost.case import Job as CostJob
+from partool.cost.kinds import Kind
+from partool.cost.sequence import exchange
+from partool.spec.hardware import Devices
+from partool.spec.model import ModelConfig
+
+LOOPBACK_BYTES_PER_S = 1.5e9
+"""What gloo's ranks of one machine exchange, per rank, on the machine of the published results."""
+
+
+def predicted_s(case: Case, job: Job) -> float:
+    """Return the seconds of the attention of one layer, forward and backward, without projections."""
+    return sum(_pass_s(case, job, backward=backward) for backward in (False, True))
+
+
+def _pass_s(case: Case, job: Job, *, backward: bool) -> float:
+    cost = _job(job, job.flops_per_s[backward])
+    layouts = Layouts(
+        cp=job.ranks,
+        micro_batch=job.shape.batch,
+        sequence_method=SEQUENCE_METHODS.index(case.method),
+        sequence_order=ORDERS.index(case.order),
+        sequence_inner=case.inner,
+        sequence_teams=case.teams,
+        sequence_inside=INSIDES.index(case.inside),
+        compiled=0,
+    )
+    kind = Kind(job.shape.window, False)
+    busy_s = attention_s(cost, layouts, kind, backward=backward)
+    found = replace(exchange(cost, layouts, kind, backward=backward), hidden=0.0)  # projections take no time here
+    return float(busy_s + found.exposed(cost, busy_s))
+
+
+def _job(job: Job, flops_per_s: float) -> CostJob:
+    shape = job.shape
+    model = ModelConfig(
+        layers=1, hidden=shape.queries * shape.head_dim, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys,
+        head_dim=shape.head_dim, vocab=2, position="none", window=shape.window,
+        layer_types=("sliding",) if shape.window else (),
+    )  # fmt: skip
+    cable = job.rate_mbit * 1e6 / 8 / job.per_node
+    devices = Devices(
+        accelerator="cpu", backend="cpu", nodes=job.ranks // job.per_node, per_node=job.per_node,
+        memory_bytes=2**40, peak_flops=None, achievable_flops=1e15, memory_bytes_per_s=1e15,
+        attention_flops=flops_per_s / _head_share(shape.head_dim), link_bytes_per_s=LOOPBACK_BYTES_PER_S,
+        fabric_bytes_per_s=cable, link_latency_s=job.latency_s, fabric_latency_s=job.latency_s, operator_s=0.0,
+    )  # fmt: skip
+    return CostJob(model, devices, shape.length, 1, "fp32")

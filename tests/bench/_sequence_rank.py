@@ -1,0 +1,244 @@
+"""One rank of a measurement: ``python _sequence_rank.py JOB RESULT``, with torch's RANK, WORLD_SIZE, MASTER_* set.
+
+All methods are set up first and then run in turn, round after round. A step is one attention layer forward and
+backward; it starts on all ranks at an agreed time of the machine's clock and ends when its last rank is through. With
+rates given, scores and values are not computed: the rank waits as long as they would take, with real tensors on the
+wire. Without, everything is computed, and results and gradients are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from _pipeline_net import sent_bytes
+from _sequence_job import Case, Job, Shape
+from torch import nn
+
+from partool.plan.types import Layout, Mesh
+from partool.spec.model import ModelConfig
+from partool_runtime.model import AttentionLayout, Block, attend, kernels
+from partool_runtime.model.attention import Context, SelfAttention, Tokens
+from partool_runtime.model.kernels import Sight
+from partool_runtime.parallel.sequence.table import METHODS
+from partool_runtime.parallel.sequence.types import SequenceTeam
+
+START_IN_S = 0.004
+"""Between the agreement on a start and the start."""
+
+
+class Clock:
+    """Waits for as long as work would take, and adds it up."""
+
+    def __init__(self, flops_per_s: tuple[float, float]) -> None:
+        self.forward_rate, self.backward_rate = flops_per_s
+        self.waited_s = 0.0
+
+    def wait(self, flops: float, rate: float) -> None:
+        """Wait for that many operations."""
+        self.waited_s += flops / rate
+        time.sleep(flops / rate)
+
+
+def pairs(sight: Sight, queries: int, keys: int) -> float:
+    """Return how many pairs of a query and a key see each other, per sequence."""
+    if sight.causal:
+        return queries * (queries + 1) / 2
+    if sight.mask is None:
+        return float(queries * keys)
+    return float(sight.mask.sum()) / (sight.mask.shape[0] if sight.mask.dim() == 4 else 1)
+
+
+def seen(length: int, window: int | None) -> float:
+    """Return the same of a whole sequence."""
+    narrow = min(window or length, length)
+    return narrow * (narrow + 1) / 2 + (length - narrow) * narrow
+
+
+def wait_in_kernels(clock: Clock) -> None:
+    """Let the kernels that methods call wait and return nothing."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, heads, rows, width = q.shape
+        clock.wait(4.0 * batch * heads * width * pairs(sight, rows, k.shape[2]), clock.forward_rate)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(
+        grad: torch.Tensor, inputs: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], sight: Sight
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = inputs
+        batch, heads, rows, width = q.shape
+        clock.wait(10.0 * batch * heads * width * pairs(sight, rows, k.shape[2]), clock.backward_rate)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    replaced: Any = kernels
+    replaced.forward, replaced.backward = forward, backward
+
+
+class _Waiting(torch.autograd.Function):
+    """Attention of whole sequences that only takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, each: float, clock: Clock) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.flops, ctx.clock = each * q.shape[0] * q.shape[1] * q.shape[3], clock
+        clock.wait(4.0 * ctx.flops, clock.forward_rate)
+        return torch.zeros_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        ctx.clock.wait(10.0 * ctx.flops, ctx.clock.backward_rate)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
+
+
+class Part(nn.Module):
+    """Stands for a projection: hands on some of the columns."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.empty(width, hidden, device="meta")
+        self.width = width
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[..., : self.width].clone()
+
+
+class Runner:
+    """A method on this rank."""
+
+    def __init__(self, case: Case, job: Job, teams: tuple[tuple[int, ...], ...]) -> None:
+        shape, rank = job.shape, dist.get_rank()
+        self.case, self.job, self.steps, self.apart = case, job, [], 0.0  # type: ignore[var-annotated]
+        self.clock = Clock(job.flops_per_s)
+        shares = case.shares(shape.length, job.ranks)
+        self.team = SequenceTeam(dist.new_group(), rank, shares, teams)
+        self.block = block_of(shape, double=job.rate_mbit == 0)
+        attention = self.block.attention
+        if job.rate_mbit:
+            attention.core = self._wait
+        mesh = Mesh(cp=job.ranks)
+        layout = Layout(
+            mesh=mesh, zero=0, micro_batch=1, accumulation=1, recompute=("none",), compile="none", stages=((0, 1),),
+            sequence_method=case.method, sequence_order=case.order, sequence_inner=case.inner,
+            sequence_teams=case.teams, sequence_inside=case.inside,
+        )  # type: ignore[arg-type]  # fmt: skip
+        METHODS[layout.sequence_method]([self.block], self.team, layout)
+        self.index = torch.tensor(self.team.index(rank))
+        self.context = Context(None, Tokens(shape.length, self.index))
+        self.x = whole(shape)[:, self.index].clone().requires_grad_()
+        self.grad = whole(shape, seed=1)[:, self.index].clone()
+
+    def _wait(self, q: Any, k: Any, v: Any, layout: AttentionLayout, tokens: Tokens | None) -> torch.Tensor:
+        out: torch.Tensor = _Waiting.apply(q, k, v, seen(q.shape[2], layout.window), self.clock)  # type: ignore[no-untyped-call]
+        return out
+
+    def step(self) -> None:
+        """Run one step with the others and note when it ended."""
+        self.x.grad, self.clock.waited_s = None, 0.0
+        if self.job.rate_mbit:
+            wait_in_kernels(self.clock)
+        sent = sent_bytes() if self.job.rate_mbit else 0
+        start = _start_together()
+        out = self.block.attention(self.x, self.context)
+        out.backward(self.grad)
+        stop = time.perf_counter()
+        dist.barrier()  # what a rank sent last may still be on its way
+        found = {"start_s": start, "stop_s": stop}
+        if self.job.rate_mbit:
+            found["sent_bytes"] = sent_bytes() - sent
+        self.steps.append(found)
+        if not self.job.rate_mbit:
+            self.apart = self._apart(out)
+
+    def _apart(self, out: torch.Tensor) -> float:
+        """Return how far results and gradients are from those of one process."""
+        block = block_of(self.job.shape, double=True)
+        block.attention.core = attend
+        x = whole(self.job.shape).requires_grad_()
+        window = self.job.shape.window
+        expected = _dense(block.attention, x, window)
+        expected.backward(whole(self.job.shape, seed=1))
+        assert x.grad is not None
+        assert self.x.grad is not None
+        both = ((out, expected), (self.x.grad, x.grad))
+        return max(float((a - b[:, self.index]).abs().max() / b.abs().max()) for a, b in both)
+
+
+def _dense(attention: SelfAttention, x: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return attention by an explicit mask."""
+    length = x.shape[1]
+    places = torch.arange(length)
+    distance = places[:, None] - places[None]
+    mask = (distance >= 0) & (distance < (window or length))
+    q, k, v = (
+        part(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for part in (attention.q, attention.k, attention.v)
+    )
+    k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
+    scores = (q @ k.mT / attention.head_dim**0.5).masked_fill(~mask, -torch.inf)
+    out: torch.Tensor = attention.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+    return out
+
+
+def block_of(shape: Shape, *, double: bool) -> Block:
+    """Return a layer whose projections hand on columns."""
+    hidden = shape.queries * shape.head_dim
+    config = ModelConfig(
+        layers=1, hidden=hidden, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys, head_dim=shape.head_dim,
+        vocab=2, position="none", window=shape.window, layer_types=("sliding",) if shape.window else (),
+    )  # fmt: skip
+    with torch.device("meta"):
+        block = Block(config, 0)
+    attention = cast(Any, block.attention)
+    del attention.q, attention.k, attention.v, attention.o
+    keys = shape.keys * shape.head_dim
+    attention.q, attention.k, attention.v = Part(hidden, hidden), Part(keys, hidden), Part(keys, hidden)
+    attention.o = Part(hidden, hidden)
+    return block
+
+
+def whole(shape: Shape, seed: int = 0) -> torch.Tensor:
+    """Return the same numbers on every rank: the hidden state of all tokens, float64 for small ones."""
+    numbers = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if shape.length < 100 else torch.float32
+    return torch.randn(shape.batch, shape.length, shape.queries * shape.head_dim, generator=numbers, dtype=dtype)
+
+
+def _start_together() -> float:
+    """Wait for the others; return the time on the machine's clock at which all of them go on."""
+    dist.barrier()
+    start = torch.tensor([time.perf_counter() + START_IN_S], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    left = float(start) - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+    return float(start)
+
+
+def main(job_path: str, result_path: str) -> None:
+    """Run a job and write what this rank has seen."""
+    torch.set_num_threads(1)
+    job = Job.read(Path(job_path))
+    dist.init_process_group("gloo")
+    teams = (tuple(range(job.ranks)),)
+    runners = [Runner(case, job, teams) for case in job.cases]
+    for runner in runners:  # sockets connect and buffers are allocated here
+        runner.step()
+        runner.steps.clear()
+    for turn in range(job.rounds):
+        for runner in runners if turn % 2 == 0 else reversed(runners):
+            runner.step()
+    result = [{"steps": one.steps, "waited_s": one.clock.waited_s, "apart": one.apart} for one in runners]
+    dist.barrier()
+    Path(result_path).write_text(json.dumps(result), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
