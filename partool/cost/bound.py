@@ -182,6 +182,10 @@ def saved_bytes(job: Job, layouts: Layouts) -> Column:
     stream, (queries, _) = model.hidden / cut.stream(job, layouts), cut.heads(model, layouts.tp)
     inner = 4.0 * queries * model.head_dim + 8.0 * cut.width(model.ffn_hidden, cut.outer(layouts))
     whole = 8.0 * stream + inner / 2
-    kept = np.where(layouts.recompute == FULL, stream, np.where(layouts.recompute >= SELECTIVE, 0.6 * whole, whole))
+    # What selection keeps by itself, where blocks are not compiled, stays on the device.
+    attention = stream + queries * model.head_dim
+    chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * whole, attention)
+    kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), whole)
+    kept = np.where(layouts.recompute == FULL, stream, kept)
     kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
     return rows * kept * job.compute_bytes * model.layers / layouts.pp

@@ -11,6 +11,7 @@ from partool.cost import attention, collective, cut, dealt, sequence, tensor_tim
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind
+from partool.cost.tiled import in_tiles, products_s
 from partool.spec.model import ModelConfig
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
@@ -80,7 +81,12 @@ def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of a kind."""
     sent = tensor_time.layer_seconds(job, layouts)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
-    return Layer(forward, backward, _again(job, layouts, forward, sent.again))
+    again = _again(job, layouts, forward, sent.again)
+    if not kind.moe and np.any(tiled := in_tiles(job, layouts)):
+        # Under policies that compute all again, networks in tiles do so only then.
+        rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
+        again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
+    return Layer(forward, backward, again)
 
 
 def tokens(job: Job, layouts: Layouts) -> Column:

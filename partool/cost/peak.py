@@ -15,13 +15,20 @@ import numpy as np
 from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
 from partool.cost import sequence_memory
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
 from partool.cost.memory_stacks import MemoryStack, memory_stack
 from partool.cost.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
-from partool.cost.saved import gradients_per_token, micro_batch_tokens, norm_per_token, saved_by_layer, widths
+from partool.cost.saved import (
+    gradients_per_token,
+    micro_batch_tokens,
+    norm_per_token,
+    saved_by_layer,
+    tile_bytes,
+    widths,
+)
 from partool.cost.states import HOST_FACTOR, States, states
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
 from partool.plan.terms import MEMORY_TERMS
@@ -44,6 +51,8 @@ CPU_FIRST_STEP_BYTES = 70 * MIB
 """What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
 CPU_SIGMA = 0.15
 """Relative standard deviation on a CPU, where libraries decide what they keep."""
+_ON_DEVICE = 3.0
+"""Layers whose saved tensors are on the device while others' are in host memory."""
 Layers = dict[tuple[int, int], tuple[Column, Column]]
 """Bytes that one layer saves, and that it takes while its backward pass runs, by kind and policy."""
 
@@ -159,7 +168,7 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     state = states(job, layouts, stack, held)
     saved, at_work = _activations(job, layouts, stack, held, layers)
-    on_host = np.where(layouts.host_activations == 1, np.maximum(0.0, saved - 2 * at_work), 0.0)
+    on_host = np.where(layouts.host_activations == 1, _movable(job, layouts, held, layers), 0.0)
     saved = saved - on_host
     loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
     buffers = state.buffers + exchange_bytes(job, layouts) + _copies_bytes(job, held)
@@ -188,6 +197,23 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
     return Memory(terms, sigma, host, outside, np.floor(job.memory_scalar * empty))
+
+
+def _movable(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Column:
+    """Return the bytes that go to the host of what layers save.
+
+    Those of three layers do not: the last one's, and of two that are on their way. Nor do results that selective
+    recomputation keeps itself, where blocks are not compiled: autograd is handed the layers' inputs only.
+    """
+    inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    total: Column = 0.0
+    for (kind, policy), count in held.kept.items():
+        there = layers[kind, policy][0]
+        if policy in (SELECTIVE, KEEP_ATTENTION):
+            there = np.where(layouts.compiled == 1, there, inputs)
+        total = total + there * count
+    several = held.layer_count * np.maximum(held.in_flight, 1.0)
+    return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
 
 
 def _copies_bytes(job: Job, held: Held) -> Column:
@@ -253,7 +279,8 @@ def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]
                 more = sequence_memory.saved_bytes(job, layouts, policy)
                 there = saved_by_layer(job, layouts, stack, kind, policy) + more
             # One layer's tensors are rebuilt while its backward pass runs.
-            found[kind, policy] = there, np.maximum(0.0, whole - there) + backward
+            rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
+            found[kind, policy] = there, rebuilt + backward
     return found
 
 

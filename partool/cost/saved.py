@@ -18,6 +18,7 @@ from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column
 from partool.cost.held import MOE
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.tensor import keeps_gathered
+from partool.cost.tiled import in_tiles
 from partool.cost.traced import Coefficients, coefficients
 
 IMBALANCE = 1.1
@@ -127,20 +128,35 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
         copied = 1.0 if job.precision in ("fp32", "fp64") else sliding
         key = key + copied * (sizes.query - key)
 
+    # A network in tiles keeps its input alone; the result of its last product is kept by selection only.
+    tiled = in_tiles(job, layouts)
+    dropped = np.where(tiled, job.compute_bytes * sizes.hidden, 0.0) if policy == SELECTIVE else 0.0
+
     def total(known: Coefficients) -> Column:
         per_token = (
             known.token["hidden"] * sizes.hidden
             + known.token["query"] * sizes.query
             + known.token["key"] * key
-            + known.token["inner"] * sizes.inner
+            + known.token["inner"] * np.where(tiled, 0.0, sizes.inner)
             + known.token["heads"] * sizes.heads
             + known.token["kv_heads"] * sizes.kv_heads
             + known.token["scores"] * sizes.scores
             + known.token["one"]
         )
-        return per_token * tokens + known.square * sliding * job.sequence_length**2 + known.layer
+        return (per_token - dropped) * tokens + known.square * sliding * job.sequence_length**2 + known.layer
 
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def tile_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the bytes that a tile's backward pass rebuilds, and those of the weights' gradients over all tiles."""
+    known = coefficients(job.model, job.precision, 0, "none")
+    if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
+        return 0.0
+    sizes, small = widths(job, layouts, 0), job.compute_bytes
+    rebuilt = known.token["inner"] * sizes.inner * layouts.mlp_tile_tokens * layouts.micro_batch
+    weights = (2 + job.model.gated) * job.model.hidden * sizes.inner * (small + max(small, 4))
+    return np.where(in_tiles(job, layouts), rebuilt + weights, 0.0)
 
 
 def _gathered(job: Job, layouts: Layouts, policy: int) -> Column:
@@ -229,4 +245,7 @@ def gradients_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: in
     """
     sizes = widths(job, layouts, kind)
     parts = 1 if stack.in_place_gates or not job.model.gated else 3
+    # Of one tile at a time.
+    share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
+    parts = np.where(in_tiles(job, layouts), parts * share, parts)
     return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)

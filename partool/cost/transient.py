@@ -23,6 +23,9 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
     at_once = logits / stack.logit_chunks
     if stack.logit_limit:
         at_once = np.minimum(at_once, stack.logit_limit)
+    at_once = np.where(
+        np.asarray(layouts.loss_tile_tokens) > 0, np.minimum(logits, layouts.loss_tile_tokens * vocab), at_once
+    )
     narrow = small if small != wide else 0
     in_parts = at_once < logits
     tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)

@@ -341,13 +341,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {data: {zero: 3}}"),
     ),
     Rule(
-        "PT413",
-        "Activations in host memory are planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {offload: {activations: cpu}}"),
-        _gpus("parallel: {recompute: full}"),
-    ),
-    Rule(
         "PT303",
         "The model could not be traced",
         "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime builds.",

@@ -284,6 +284,13 @@ RULES: tuple[Rule, ...] = (
         "batch of sequences of 1024 tokens   # training: {sequence_length: 1024}",
     ),
     _rule(
+        "PT657",
+        "A layer has no network that works on tiles",
+        "A tile is a stretch of the sequence, and only what maps every token by itself can take one at a time.",
+        "parallel: {tiles: {mlp: 4096}}   # the plan of another model, or changed by hand",
+        "parallel: {tiles: {mlp: 0}}",
+    ),
+    _rule(
         "PT656",
         "A sequence has another length than the model's grid",
         "Layers that attend along rows or columns know every token's place by it.",

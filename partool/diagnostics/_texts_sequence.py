@@ -82,7 +82,11 @@ RULES: tuple[Rule, ...] = (
         "Tiles of what is no function of single tokens",
         "A tile is computed by itself and once more in the backward pass: networks that draw random numbers would draw "
         "others then, and experts are given tokens from anywhere.",
-        _gpus(8, "parallel: {tiles: {mlp: 1024}}", _MODEL.replace("}\n", ", moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n")),
+        _gpus(
+            8,
+            "parallel: {tiles: {mlp: 1024}}",
+            _MODEL.replace("}\n", ", moe: {experts: 4, top_k: 2, ffn_hidden: 64}}\n"),
+        ),
         _gpus(8, "parallel: {tiles: {mlp: 1024}}"),
     ),
     Rule(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner import pipeline_checks, tensor_rules, zero_controls
+from partool.planner import pipeline_checks, tensor_rules, tiles, zero_controls
 from partool.planner.hf import check_hf
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_checks import check_sequence
@@ -134,7 +134,7 @@ def _kernels(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     _kernels, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists,
-    check_sequence, _experts, _recompute, _offload, _position, _mesh, zero_controls.check,
+    check_sequence, _experts, _recompute, _offload, _position, _mesh, zero_controls.check, tiles.check,
 )  # fmt: skip
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline_checks.micro_batches)

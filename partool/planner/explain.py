@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from partool.cost.case import RECOMPUTE
 from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
-from partool.planner import zero_controls
+from partool.planner import tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
 from partool.planner.problem import nothing_runs, runnable
 from partool.planner.search import SLACK, firsts
+from partool.planner.sequence_words import sequence_reasons
 from partool.planner.solve import Solution
 from partool.planner.table import kind
 from partool.planner.tensor_words import tensor_reasons
@@ -58,8 +60,10 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
                 )
             )
     found += tensor_reasons(solution.problem, best)
+    found += sequence_reasons(solution.problem, best)
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
+    found += tiles.sentences(solution.problem, layout)
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
@@ -134,6 +138,11 @@ def _recompute(solution: Solution, best: Priced) -> str:
         return "Recompute full: WeiPipe keeps the inputs of stages only, and computes the rest again."
     if text == "none":
         return "Recompute none: all activations fit."
+    if "keep_attention" in best.layout.recompute:
+        return (
+            f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need; attention, "
+            "whose work grows with the square of the sequence, is not done twice."
+        )
     return f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need."
 
 
@@ -179,7 +188,7 @@ def _price_unstaged(solution: Solution) -> None:
     bound, _ = search.columns(group, policy)
     order = np.argsort(bound, kind="stable")
     order = order[np.isfinite(bound[order])]
-    code = 4 * groups.zero[group[order]] + space.policies.recompute[policy[order]]
+    code = len(RECOMPUTE) * groups.zero[group[order]] + space.policies.recompute[policy[order]]
     for at in np.sort(firsts(code))[:_LOOKED_AT]:
         search.price(int(group[order[at]]), int(policy[order[at]]))
 
@@ -195,7 +204,7 @@ def _price_kinds(solution: Solution, leaves: Any) -> None:
         groups.tp[group] > 1, groups.pp[group] > 1, groups.cp[group] > 1, groups.ep[group] > 1, groups.zero[group],
         table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
     ):  # fmt: skip
-        code = 4 * code + column
+        code = len(RECOMPUTE) * code + column
     for index in np.sort(firsts(code))[:_LOOKED_AT]:
         solution.search.price(group[index], policy[index])
 

@@ -14,7 +14,7 @@ from partool.spec.parallel import Recompute
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the layers that recompute, where the policy is open."""
-_OPEN = tuple(RECOMPUTE.index(policy) for policy in ("attention", "selective", "full"))
+_OPEN = ("attention", "selective", "full")
 """Policies that are tried where the spec leaves them open."""
 GPU_FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """Shares of an offloaded optimizer's state that may stay on the device."""
@@ -49,7 +49,7 @@ def policies_of(problem: Problem) -> Policies:
     elif pinned != "auto":
         recompute = [(RECOMPUTE.index(pinned), 1.0)]
     else:
-        recompute = [(0, 1.0), *((index, share) for index in _OPEN for share in SHARES)]
+        recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
     fractions = GPU_FRACTIONS if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     may = problem.host_link
@@ -66,6 +66,17 @@ def policies_of(problem: Problem) -> Policies:
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     return Policies(columns[0], *(column.astype(float) for column in columns[1:3]), *columns[3:])
+
+
+def _open_policies(problem: Problem) -> list[int]:
+    """Return the policies to try, by index, mildest first.
+
+    Among them keeping attention where sequences are long: its work then is a part of a layer's that counts (a twelfth
+    at as many tokens as the model is wide), and grows with the square.
+    """
+    long = problem.spec.training.sequence_length >= problem.model.hidden
+    names = (*_OPEN, *(("keep_attention",) if long else ()))
+    return sorted(RECOMPUTE.index(name) for name in names)
 
 
 def _mildest(policies: list[Recompute]) -> Recompute:

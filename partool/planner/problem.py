@@ -16,6 +16,7 @@ from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
+from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
 from partool.planner.hf import Description
@@ -41,6 +42,8 @@ class Problem:
     """What the runtime says of a model that transformers builds; None for partool's own decoder."""
     pressed: bool = False
     """Memory is short: what is open about gathers is chosen to need least of it."""
+    tiled: bool = False
+    """Memory is so short that open tiles of sequences are taken."""
 
     @property
     def world_size(self) -> int:
@@ -56,6 +59,30 @@ class Problem:
     def controls(self) -> Controls:
         """How ranks that share parameters bring them together."""
         return controls_of(self.spec.parallel.data, self.model, pressed=self.pressed)
+
+    @cached_property
+    def tiles_problem(self) -> str:
+        """Why networks cannot work on tiles of a sequence; empty: they can."""
+        if self.model.moe is not None:
+            return "experts are given tokens by their router"
+        return self.described.tiles_problem if self.described is not None else ""
+
+    @cached_property
+    def mlp_tile(self) -> int:
+        """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+        pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
+        if pinned != "auto":
+            return pinned
+        held = self.spec.parallel.compile == "block" or self.spec.parallel.tensor.sequence_norms is True
+        return network_tile(self.model, length) if self.tiled and not held and not self.tiles_problem else 0
+
+    @cached_property
+    def loss_tile(self) -> int:
+        """Tokens whose logits exist at once; 0: as the runtime does by itself."""
+        pinned, length = self.spec.parallel.tiles.loss, self.spec.training.sequence_length
+        if pinned != "auto":
+            return pinned
+        return loss_tile(self.model, length) if self.tiled else 0
 
     def job_of(self, compile: Compile) -> Job:
         """Return what the cost functions read of layouts whose blocks are compiled, or not."""
@@ -140,14 +167,17 @@ class Problem:
         """Whether blocks are compiled where the schedule allows it: as pinned, else on accelerators.
 
         Leaves are gathered inside of blocks, which are not compiled then; nor are blocks whose collectives are to be
-        overlapped as the spec says: a compiler orders them by itself.
+        overlapped as the spec says: a compiler orders them by itself. Tiles of networks it would merge.
         """
         pinned = self.spec.parallel.compile
         if pinned != "auto":
             return pinned
         leaves, tensor = self.spec.parallel.data.leaves, self.spec.parallel.tensor
         apart = (
-            (leaves != "auto" and leaves) or tensor.overlap not in ("auto", "none") or tensor.chunks not in ("auto", 1)
+            bool(self.mlp_tile)
+            or (leaves != "auto" and leaves)
+            or tensor.overlap not in ("auto", "none")
+            or tensor.chunks not in ("auto", 1)
         )
         return "none" if self.devices.backend == "cpu" or apart else "block"
 
@@ -235,6 +265,8 @@ def needs_of(
         precision=precision,
         hf=hf,
         gathers=_gathers(layout),
+        mlp_tile=layout.mlp_tile_tokens,
+        loss_tile=layout.loss_tile_tokens,
     )
 
 

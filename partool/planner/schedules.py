@@ -77,7 +77,7 @@ def _excluded(problem: Problem, name: str) -> bool:
         return True
     if name not in WEIPIPE:
         return False
-    if problem.described is not None:
+    if problem.described is not None or problem.mlp_tile or problem.loss_tile:
         return True
     # Its passes take as long as those of the other two, and it sends less than either.
     alike = parallel.pipeline.schedule == "auto" and name != "weipipe"

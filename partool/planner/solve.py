@@ -12,6 +12,7 @@ from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
 from partool.planner.search import Found, Search, firsts
 from partool.planner.space import Space, build
+from partool.planner.tiles import in_tiles
 from partool.planner.words import TIE
 from partool.planner.zero_controls import under_pressure
 
@@ -77,14 +78,15 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """Search all layouts, and where the best cannot run, those that can.
 
-    If none is sure to fit, they are searched again with gathers that need least memory.
+    If none is sure to fit, they are searched again with gathers that need least memory, then with tiles of sequences.
     """
     solution = _solve(problem)
-    pressed = under_pressure(problem)
-    if pressed is None or (solution.chosen is not None and solution.chosen.safe):
-        return solution
-    again = _solve(pressed)
-    return again if _rank(again.chosen) > _rank(solution.chosen) else solution
+    for harder in (under_pressure(problem), in_tiles(problem)):
+        if harder is None or (solution.chosen is not None and solution.chosen.safe):
+            continue
+        again = _solve(harder)
+        solution = again if _rank(again.chosen) > _rank(solution.chosen) else solution
+    return solution
 
 
 def _rank(priced: Priced | None) -> int:
@@ -106,6 +108,6 @@ def _solve(problem: Problem) -> Solution:
 
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
-    problem = under_pressure(problem) or problem
+    problem = in_tiles(problem) or under_pressure(problem) or problem
     space = build(problem)
     return space.size > 0 and Search(problem, space).could_fit()

@@ -113,7 +113,7 @@ _GROUP_COLUMNS = (
     "in_flight", "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside",
     "tensor_inner", "sequence_norms",
 )  # fmt: skip
-_SETTLED = ("tensor_overlap", "tensor_chunks")
+_SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
 """Columns of groups that follow from the others."""
 
 
@@ -164,6 +164,8 @@ class _Builder:
             groups,
             tensor_overlap=overlap_of(self.problem, groups),
             tensor_chunks=pieces_of(self.problem, groups),
+            mlp_tile_tokens=self.problem.mlp_tile,
+            loss_tile_tokens=self.problem.loss_tile,
         )
         runnable, policies = runnable_masks(self.problem, groups, self.policies)
         return Space(

@@ -47,6 +47,9 @@ def forms(problem: Problem, ranks: int, sequence: int) -> tuple[Form, ...]:
         if inner > 1:
             return (Form(inner),)
     norms = (0, 1) if tensor.sequence_norms == "auto" else (int(tensor.sequence_norms),)
+    if problem.mlp_tile:
+        # A tile is of tokens that a rank holds whole.
+        return tuple(Form(1, one) for one in norms if not one and tensor.overlap != "symmetric")
     if tensor.overlap == "symmetric":
         # Fused kernels exchange even shares of the sequence only.
         even = problem.spec.training.sequence_length % (ranks * sequence) == 0
