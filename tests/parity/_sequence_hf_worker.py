@@ -51,6 +51,13 @@ FURTHER: dict[str, dict[str, Any]] = {
         "hidden_size": 24, "intermediate_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3,
         "attention_multiplier": 0.3,
     },
+    "phi3_long": {
+        **MODELS["phi3"], "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [3.0, 4.0], "rope_theta": 100.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
 }  # fmt: skip
 MODELS |= FURTHER
 
@@ -233,6 +240,7 @@ def cases(world: int, chosen: str) -> list[Case]:
         Case("deepseek_v2", "ring", cp=2, dp=2, fields=(*ZIGZAG, *ways(zero=3)), steps=0),
         Case("qwen3_deep", "ring", cp=2, pp=2, fields=(*HALVES, *ways(zero=1)), documents=True),
         Case("gpt2", "all_gather", documents=True, steps=0),
+        Case("phi3_long", "ring", fields=ZIGZAG, steps=0),
         Case("llama", "ulysses", cp=2, tp=2, documents=True, fields=ways(recompute=("full",) * 2), steps=0),
     ]
 

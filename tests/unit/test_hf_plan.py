@@ -51,10 +51,16 @@ def structure() -> Structure:
 
 
 def planned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parallel: str = "{}", model: str = "", **said: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    parallel: str = "{}",
+    model: str = "",
+    *,
+    data: str = "python-stdlib",
+    **said: Any,
 ) -> PlanResult:
     """Plan a spec whose model the runtime describes as a Llama, but for what is ``said``."""
-    (tmp_path / "m").mkdir(exist_ok=True)
+    (tmp_path / "m").mkdir(exist_ok=True, parents=True)
     (tmp_path / "m" / "config.json").write_text("{}")
     found = {
         "structure": structure().model_dump(mode="json"),
@@ -67,7 +73,7 @@ def planned(
     monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(transformers_process, "_asked", lambda folder: found | said)
     text = f"model: {{hf: m{model}}}\nparallel: {parallel}\nhardware: {{accelerator: cpu, per_node: 2}}\n"
-    text += "data: python-stdlib\ntraining: {steps: 2, sequence_length: 16, global_batch: 4}\n"
+    text += f"data: {data}\ntraining: {{steps: 2, sequence_length: 16, global_batch: 4}}\n"
     loaded = load_text(text)
     assert loaded.spec is not None, loaded.diagnostics
     return make_plan(loaded.spec, base_dir=tmp_path, default_name="x")
@@ -114,6 +120,9 @@ def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("{tensor: {degree: 2, shape: [1, 2]}}", {}, "PT454"),
         ("{pipeline: {stages: 2, schedule: weipipe}}", {}, "PT454"),
         ("{tensor: {degree: 2, overlap: symmetric}}", {}, "PT454"),
+        ("{sequence: 2}", {"attention_problem": "its attention uses s_aux"}, "PT483"),
+        ("{sequence: {method: ring, degree: 2}}", {"attention_dropout": 0.1}, "PT484"),
+        ("{sequence: {method: all_gather}}", {"attention_dropout": 0.1}, "PT484"),
         ("{data: {zero: 3, leaves: ['*.mpl']}}", {}, "PT461"),
         ("{pipeline: 2, data: {leaves: ['*.mlp.*_proj', '*.expert']}}", {}, "PT461"),
     ],
@@ -161,6 +170,30 @@ def test_models_that_cannot_be_cut_get_one_stage(monkeypatch: pytest.MonkeyPatch
     assert result.plan is not None
     assert result.plan.layout.mesh.pp == 1
     assert all("pipeline" not in row.summary for row in result.plan.candidates)
+
+
+def test_models_share_sequences_where_their_attention_can_be_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for method in ("ulysses", "ring", "all_gather"):
+        plan = planned(monkeypatch, tmp_path, f"{{sequence: {{method: {method}, degree: 2}}}}").plan
+        assert plan is not None
+        assert (plan.layout.mesh.cp, plan.layout.sequence_method, plan.runnable) == (2, method, True)
+    dropping = planned(monkeypatch, tmp_path / "dropping", "{sequence: 2}", attention_dropout=0.1)
+    assert dropping.plan is not None
+    assert dropping.plan.layout.sequence_method == "ulysses"
+    alone = planned(monkeypatch, tmp_path / "alone", attention_problem="its attention uses s_aux")
+    assert alone.plan is not None
+    assert alone.plan.layout.mesh.cp == 1
+
+
+def test_documents_need_attention_that_can_be_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    data = "{source: python-stdlib, attend: document}"
+    assert "PT483" not in codes(planned(monkeypatch, tmp_path, data=data))
+    said = {"attention_problem": "its layers compute with masks themselves"}
+    result = planned(monkeypatch, tmp_path / "refused", data=data, **said)
+    (found,) = [found for found in result.diagnostics if found.severity == "error"]
+    assert (found.code, found.path) == ("PT483", ("data", "attend"))
 
 
 def test_differences_in_size_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.model.attention import AttentionLayout, visible
 
 _TOKENS = 4
-_MOVING = ("dynamic", "longrope")
-"""Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 
 
 class Asked(NamedTuple):
@@ -40,7 +38,6 @@ def asked(causal: nn.Module, layers: int) -> list[Asked]:
     """
     register()
     base = causal.get_submodule(base_name(causal))
-    _check_rotary(base)
     blocks = blocks_name(base, layers)
     given = _given(base, blocks, layers, _hidden_size(causal))
     found = []
@@ -140,6 +137,8 @@ def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
         return answer.found
     except Exception as error:  # whatever a model's own code raises
         first = (str(error).splitlines() or [""])[0]
+        if Seen.__name__ in first:
+            raise UnknownAttentionError("its layers compute with masks themselves") from error
         raise UnknownAttentionError(f"its layers cannot be followed ({type(error).__name__}: {first})") from error
     raise UnknownAttentionError("its attention does not go through the interface of transformers")
 
@@ -163,16 +162,6 @@ def _answer(
     if k_BKSD.shape[1] != v_BKSD.shape[1] or q_BNSD.shape[1] % k_BKSD.shape[1] or q_BNSD.shape[2] != k_BKSD.shape[2]:
         raise _AnswerError(None, "its heads of queries do not share those of keys evenly")
     raise _AnswerError(Asked(seen.window, float(dropout)))
-
-
-def _check_rotary(base: nn.Module) -> None:
-    for module in base.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in _MOVING:
-                raise UnknownAttentionError(
-                    f"its rotary embedding ({kind}) depends on the last position that a rank holds"
-                )
 
 
 def _on_meta(value: Any) -> Any:

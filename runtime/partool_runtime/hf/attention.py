@@ -22,11 +22,14 @@ from torch.nn import functional as F
 
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
+from partool_runtime.model.decoder import positions
 
 NAME = "partool"
 """Of the implementation, in ``config._attn_implementation``."""
 KNOWN = frozenset({"sliding_window", "position_ids", "cache_position", "use_cache", "is_causal", "output_attentions"})
 """Arguments of attention besides tensors and scale that are the mask's, or say nothing where nothing is generated."""
+MOVING = frozenset({"dynamic", "longrope"})
+"""Kinds of rotary embeddings whose frequencies depend on the last position of a pass."""
 _PLACE = "_partool_attention"
 _now: ContextVar[Tokens | None] = ContextVar("tokens of the pass that runs", default=None)
 _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who is told of masks", default=None)
@@ -153,6 +156,10 @@ def take(
             _choose(getattr(module, "config", None))
     for base in bases:
         _choose(getattr(base, "config", None))
+        for module in base.modules():
+            kinds = getattr(module, "rope_type", None)
+            if MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
+                setattr(module, "forward", partial(_of_whole_sequences, module.forward))  # noqa: B010 - a method
     return found
 
 
@@ -174,6 +181,19 @@ def register() -> None:
 def _choose(config: Any) -> None:
     if config is not None and hasattr(config, "_attn_implementation"):
         config._attn_implementation = NAME
+
+
+def _of_whole_sequences(
+    forward: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, *others: Any, **options: Any
+) -> Any:
+    """Return rotary tables of a rank's tokens, with the frequencies that whole sequences have."""
+    tokens = _now.get()
+    if tokens is None or tokens.index_S is None:
+        return forward(x, position_ids, *others, **options)
+    whole = Tokens(tokens.length, None, tokens.documents_BL)
+    at = positions(x, whole)
+    found = forward(x, at if at.dim() == 2 else at[None], *others, **options)
+    return tuple(table[:, tokens.index_S] for table in found)
 
 
 def _mask(**described: Any) -> Seen:
