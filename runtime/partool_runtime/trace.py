@@ -135,8 +135,7 @@ def _chain(case: Case, count: int) -> Found:
             for block in blocks:
                 x_BSH = block(x_BSH, context)
         return alive.found(x_BSH)
-    shared = [*(context.rope or ()), *context.tokens.masks.values()]
-    handed = _Handed([*model.parameters(), *shared, x_BSH])
+    handed = _Handed([*model.parameters(), *(context.rope or ()), x_BSH])
     with saved_tensors_hooks(handed, lambda tensor: tensor):
         for block in blocks:
             x_BSH = block(x_BSH, context)

@@ -14,7 +14,7 @@ from partool.spec.model import Mla, ModelConfig, Moe, RopeScaling
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import head_loss
 from partool_runtime.model import Decoder, loss
-from partool_runtime.model.attention import AttentionLayout, Tokens, attend, masks, visible
+from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.rope import frequencies, rotate, tables
 
@@ -352,22 +352,19 @@ def test_a_grid_takes_sequences_of_its_length_only():
     assert caught.value.code == "PT656"
 
 
-def test_window_mask_and_full_attention_beyond_it():
-    window = AttentionLayout(2)
-    assert masks([window, AttentionLayout(None)], 4, torch.device("cpu"))[window].tolist() == [
-        [True, False, False, False],
-        [True, True, False, False],
-        [False, True, True, False],
-        [False, False, True, True],
-    ]
+def test_tokens_behind_the_window_change_nothing():
+    """Of a model whose layers all have windows, the hidden state depends on the last few tokens only."""
     config = CONFIGS["relu"]
+    assert config.layer_types is not None
     model = make(config)
-    short, _ = batch(config, length=20)
-    model.hidden(short)
-    assert not any(model.contexts._masks.values())  # all positions fit into the window: the mask-free path
-    model.hidden(torch.cat((short, short), 1))
-    model.hidden(torch.cat((short, short), 1))
-    assert sum(map(len, model.contexts._masks.values())) == 1
+    tokens, _ = batch(config, length=40)
+    reached = config.layers * (config.window - 1) + 1
+    assert set(config.layer_types) == {"sliding"}, "a layer without a window sees all"
+    other = tokens.clone()
+    other[:, : 40 - reached] = (other[:, : 40 - reached] + 1) % config.vocab
+    assert torch.equal(model.hidden(tokens)[:, -1], model.hidden(other)[:, -1])
+    other[:, 40 - reached] = (other[:, 40 - reached] + 1) % config.vocab
+    assert not torch.equal(model.hidden(tokens)[:, -1], model.hidden(other)[:, -1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

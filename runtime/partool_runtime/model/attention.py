@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -30,7 +27,7 @@ def attention_layout(config: ModelConfig, layer: int) -> AttentionLayout:
 class Tokens:
     """Which tokens a pass holds, and which of them belong together.
 
-    Masks are made from this, never from places in a shard. An opaque object, so that no wrapper casts its tensors.
+    What sees what is told by this, never by places in a shard. An opaque object, so that no wrapper casts its tensors.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class Tokens:
         index_S: torch.Tensor | None = None,
         documents_BL: torch.Tensor | None = None,
         grid: tuple[int, int] | None = None,
-        masks: Mapping[AttentionLayout, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.length = length
         """Tokens of the whole sequence (L)."""
@@ -49,8 +45,6 @@ class Tokens:
         """Number of the document of every token of the whole sequence, int32; None: all are of one."""
         self.grid = grid
         """Rows and columns of the sequence."""
-        self.masks = masks
-        """Where this rank holds all tokens, by layout: see :func:`visible`. What is missing sees all earlier tokens."""
 
 
 class Context:
@@ -62,23 +56,6 @@ class Context:
         self.tokens = tokens
         self.turned: Context | None = None
         """That of layers which attend along the rows of a grid, where this rank holds other tokens in them."""
-
-
-def masks(
-    layouts: Iterable[AttentionLayout],
-    length: int,
-    device: torch.device,
-    documents_BL: torch.Tensor | None = None,
-    grid: tuple[int, int] | None = None,
-) -> dict[AttentionLayout, torch.Tensor]:
-    """Return the masks of whole sequences of some layouts, less those in which a token sees all earlier ones."""
-    places = torch.arange(length, device=device)
-    documents = None if documents_BL is None else (documents_BL.to(device),) * 2
-    return {
-        layout: visible(places, places, layout, documents=documents, columns=grid[1] if grid else 0)
-        for layout in layouts
-        if layout.axis is None and (documents is not None or (layout.window is not None and layout.window < length))
-    }
 
 
 def attend(

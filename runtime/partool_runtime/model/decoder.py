@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from partool.layout.parameters import parameters
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens, attention_layout, masks
+from partool_runtime.model.attention import Context, SelfAttention, Tokens
 from partool_runtime.model.ffn import FeedForward
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
@@ -59,7 +59,7 @@ class Head(nn.Module):
 
 
 class Contexts:
-    """Makes the context of a pass; rotary tables and masks are kept, by length, type and device."""
+    """Makes the context of a pass; rotary tables are kept, by length, type and device."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -69,8 +69,6 @@ class Contexts:
         """Tokens of a whole sequence, and the places in it of those of this rank, where ranks share sequences."""
         self.turned: tuple[int, ...] | None = None
         """Places of those that it holds in layers that attend along the rows of a grid, where these are others."""
-        self._layouts = {attention_layout(config, layer) for layer in range(config.layers)}
-        self._masks: dict[tuple[int, torch.device], dict[AttentionLayout, torch.Tensor]] = {}
         self._index: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self._rope: dict[tuple[int, bool, torch.dtype, torch.device], Tables] = {}
 
@@ -95,7 +93,7 @@ class Contexts:
             message = f"sequences of {whole} tokens, where the model lays them on {grid[0]} × {grid[1]}"
             raise ConfigurationError("PT656", message, "Use sequences of as many tokens as model.attention.grid has.")
         if share is None:
-            return Tokens(length, None, documents_BL, grid, self._masks_of(length, device, documents_BL))
+            return Tokens(length, None, documents_BL, grid)
         return Tokens(whole, self._index_of(share[1], device), documents_BL, grid)
 
     def _index_of(self, places: tuple[int, ...], device: torch.device, *, turned: bool = False) -> torch.Tensor:
@@ -104,17 +102,6 @@ class Contexts:
             with torch.inference_mode(False):
                 self._index[key] = torch.tensor(places, dtype=torch.int64, device=device)
         return self._index[key]
-
-    def _masks_of(
-        self, length: int, device: torch.device, documents_BL: torch.Tensor | None
-    ) -> dict[AttentionLayout, torch.Tensor]:
-        if documents_BL is not None:
-            return masks(self._layouts, length, device, documents_BL, self._config.grid)
-        key = (length, device)
-        if key not in self._masks:
-            with torch.inference_mode(False):
-                self._masks[key] = masks(self._layouts, length, device, grid=self._config.grid)
-        return self._masks[key]
 
     def _rope_tables(
         self, tokens: Tokens, dtype: torch.dtype, device: torch.device, *, turned: bool = False

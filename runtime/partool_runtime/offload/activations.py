@@ -224,7 +224,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Context):
-        yield from _tensors((value.rope, dict(value.tokens.masks), value.tokens.documents_BL))
+        yield from _tensors((value.rope, value.tokens.documents_BL))
     elif isinstance(value, dict):
         yield from _tensors(tuple(value.values()))
     elif isinstance(value, list | tuple):
