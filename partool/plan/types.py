@@ -113,6 +113,17 @@ class Layout(Record):
     offload_parameters: Literal["none", "cpu"] = "none"
     offload_activations: Literal["none", "cpu"] = "none"
 
+    @property
+    def sequence_form(self) -> str:
+        """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
+        ranks, method = self.mesh.cp, self.sequence_method
+        if method == "usp":
+            return f"usp, {self.sequence_inner} ulysses × {ranks // self.sequence_inner} ring"
+        if method == "startrail":
+            rings = ranks // self.sequence_teams**2
+            return f"startrail, teams of {self.sequence_teams}, rings of {rings}"
+        return method
+
 
 class RankMemory(Record):
     """Predicted peak memory of the ranks of one pipeline position."""

@@ -16,6 +16,7 @@ from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
 from partool.planner.problem import Problem
+from partool.planner.sequence_rules import PREFERENCE
 from partool.planner.tensor_forms import divides
 from partool.planner.zero_controls import fields
 from partool.spec.parallel import Recompute, ZeroStage
@@ -162,7 +163,7 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
         layout.sequence_norms,
         layout.tensor_chunks,
         *degrees,
-        SEQUENCE_METHODS.index(layout.sequence_method),
+        PREFERENCE.index(layout.sequence_method),
         layout.sequence_inner,
         layout.sequence_teams,
         -layout.micro_batch,

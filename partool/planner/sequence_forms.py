@@ -1,4 +1,4 @@
-"""Which forms of sequence parallelism are worth a search: none that another beats in time and memory alike."""
+"""Which forms of sequence parallelism are worth a search: none that a preferred one, or a faster one, matches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
 MICRO_BATCHES = (1, 8)
 """Sequences per pass at which forms are compared: what starts messages counts for short passes, their size for long."""
 _LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
-"""Relative differences below which forms are alike; of those that are, the first in the order of the methods stands."""
+"""Relative differences below which forms are alike."""
 
 
 def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
@@ -26,7 +26,7 @@ def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
 
 
 def best_forms(problem: Problem, every: Forms) -> Forms:
-    """Return the forms of each pair that no other form beats: less time for a layer's passes, and no more memory.
+    """Return the forms of each pair that no other form beats: with less time, or preferred, and no more memory.
 
     All are priced at once. What else a layout does is the same for all forms of a mesh, so it is left out.
     """
@@ -63,9 +63,8 @@ def _layouts(columns: Any, micro_batch: int) -> Layouts:
 
 
 def _front(times: Any, sizes: Any) -> Any:
-    """Return where no other entry is better in one respect and as good in the other; of equals the first."""
+    """Return where no other entry is as quick and as small, and quicker or named before."""
     time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
     as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
-    better = (time[:, None] < time[None, :]) | (size[:, None] < size[None, :])
-    earlier = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]
-    return ~(as_good & (better | earlier)).any(axis=0)
+    before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]
+    return ~(as_good & ((time[:, None] < time[None, :]) | before)).any(axis=0)

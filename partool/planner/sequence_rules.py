@@ -13,6 +13,9 @@ from partool.spec.sequence_checks import ORDERED, methods_of
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""
+PREFERENCE = ("dsp", "ulysses", "usp", "ring", "startrail", "all_gather")
+"""Of methods that take as long, which to take: the one that sends less. What a prediction hides beside attention may
+show on a network that others use as well."""
 WHOLE = ("ulysses", "dsp")
 """Methods under which a layer that attends along an axis has all of it."""
 
@@ -91,7 +94,7 @@ def least_heads(problem: Problem, tensor: int) -> int:
 
 
 def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceForm]:
-    """Yield every form that so many sequence ranks may have beside so many tensor ranks.
+    """Yield every form that so many sequence ranks may have beside so many tensor ranks, the preferred ones first.
 
     Ulysses leaves no rank without a head, unless the spec asks for it: they would wait for the others.
     """
@@ -101,7 +104,7 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
         return
     starts = (
         (name, SequenceForm(SEQUENCE_METHODS.index(name), ORDERS.index(order)))
-        for name in methods(problem)
+        for name in sorted(methods(problem), key=PREFERENCE.index)
         for order in orders_of(problem, name)
     )
     for name, form in starts:

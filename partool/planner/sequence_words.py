@@ -13,15 +13,15 @@ from partool.plan.types import Layout
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.sequence_forms import seconds
-from partool.planner.sequence_rules import SequenceForm, all_forms, kinds_of, why_none, windowed
-from partool.planner.words import GIB, sequence_form
+from partool.planner.sequence_rules import PREFERENCE, SequenceForm, all_forms, kinds_of, why_none, windowed
+from partool.planner.words import GIB, TIE
 from partool.spec.parallel import Sequence
 from partool.spec.sequence_checks import ORDERED, methods_of
 
 _DOES = {
     "ulysses": "ranks trade tokens for heads, and attend to whole sequences like one device",
     "ring": "keys and values pass from rank to rank beside the attention to those before",
-    "usp": "neighbours trade tokens for heads, and their groups form a ring over the slower links",
+    "usp": "neighbours trade tokens for heads, and their groups form a ring",
     "startrail": "teams share their queries, so that keys pass fewer ranks",
     "all_gather": "one collective brings the keys and values of all ranks",
     "dsp": "the hidden state changes the axis that is cut, and attention itself sends nothing",
@@ -39,7 +39,7 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     sent = best.time.traffic_bytes.get("sequence", 0)
     waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
     yield (
-        f"Sequence by {sequence_form(layout)}{asked}: {_DOES[layout.sequence_method]}. A rank sends {_size(sent)} per "
+        f"Sequence by {layout.sequence_form}{asked}: {_DOES[layout.sequence_method]}. A rank sends {_size(sent)} per "
         f"step for it, and waits {waits:.1%} of the step."
     )
     yield from _others(problem, best)
@@ -77,9 +77,13 @@ def rivals(problem: Problem, layout: Layout) -> list[Priced]:
 def _others(problem: Problem, best: Priced) -> Iterator[str]:
     """Tell what the other methods would take on the same mesh, and which of them it does not allow."""
     layout = best.layout
-    texts = [f"{sequence_form(one.layout)} {_against(best, one)}" for one in rivals(problem, layout)]
+    others = rivals(problem, layout)
+    texts = [f"{one.layout.sequence_form} {_against(best, one)}" for one in others]
     if texts:
-        yield f"Other methods on this mesh: {'; '.join(texts)}."
+        alike = any(abs(one.time.step_time_s / best.time.step_time_s - 1.0) <= TIE for one in others)
+        names = ", ".join(PREFERENCE)
+        rule = f" Of those within {TIE:.1%} and that fit, the first of {names} is taken." if alike else ""
+        yield f"Other methods on this mesh: {'; '.join(texts)}.{rule}"
     free = problem.with_parallel(sequence=Sequence(degree=layout.mesh.cp))
     wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence_method]
     whys = {name: why_none(free, name, layout.mesh.cp, layout.mesh.tp) for name in wanted}

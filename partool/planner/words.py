@@ -25,7 +25,7 @@ def summary(layout: Layout) -> str:
     if mesh.pp > 1:
         parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
     if mesh.cp > 1:
-        parts.append(f"sequence {mesh.cp} ({sequence_form(layout)})")
+        parts.append(f"sequence {mesh.cp} ({layout.sequence_form})")
     if layout.expert > 1:
         parts.append(f"expert {layout.expert}")
     parts.append(f"micro-batch {layout.micro_batch} × {layout.accumulation}")
@@ -39,17 +39,6 @@ def _tensor_form(layout: Layout) -> str:
     inner = layout.tensor_inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def sequence_form(layout: Layout) -> str:
-    """Return how ranks share a sequence: the method, with the sizes of its groups where it has several."""
-    ranks, method = layout.mesh.cp, layout.sequence_method
-    if method == "usp":
-        return f"usp, {layout.sequence_inner} ulysses × {ranks // layout.sequence_inner} ring"
-    if method == "startrail":
-        rings = ranks // layout.sequence_teams**2
-        return f"startrail, teams of {layout.sequence_teams}, rings of {rings}"
-    return method
 
 
 def schedule(layout: Layout) -> str:

@@ -120,7 +120,7 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("schedule", f"{layout.schedule}{chunks}"))
         rows.append(("stages", f"{len(layout.stages)} of {each} layers"))
     if mesh.cp > 1:
-        rows.append(("sequences", f"split by {layout.sequence_method} over {mesh.cp} ranks"))
+        rows.append(("sequences", f"over {mesh.cp} ranks by {layout.sequence_form}, {layout.sequence_order}"))
     if layout.expert > 1:
         rows.append(("experts", f"over {layout.expert} ranks"))
     kinds = list(dict.fromkeys(layout.recompute))

@@ -73,12 +73,13 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
     yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
     copies = f", {mesh.dp_replicate} copies" if layout.zero and mesh.dp_replicate > 1 else ""
-    shard = f", state shared by {mesh.dp_shard}" if layout.zero and mesh.dp_shard > 1 else ""
+    sharing = mesh.dp_shard * mesh.cp
+    shard = f", state shared by {sharing}" if layout.zero and sharing > 1 else ""
     parts = [f"ZeRO-{layout.zero}{shard}{copies}", f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"]
     if mesh.pp > 1:
         parts.append(f"schedule {_schedule(plan)}, {_stage_sizes(plan)} per stage")
     if mesh.cp > 1:
-        parts.append(f"sequences by {layout.sequence_method}")
+        parts.append(f"sequences over {mesh.cp} ranks by {layout.sequence_form}, {layout.sequence_order}")
     parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_offloaded(plan)]
     yield "Layout", "; ".join(parts)
     if variables := environment.summary(plan):

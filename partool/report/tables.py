@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.layout.gemms import Gemm, gemms
+from partool.layout.sequence import tokens as tokens_of
 from partool.plan.diff import differences, moved_inputs, predictions
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
@@ -65,7 +66,7 @@ def _shown_ranks(plan: Plan) -> list[Any]:
 def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
     layout = plan.layout
-    tokens = layout.micro_batch * plan.training.sequence_length // layout.mesh.cp
+    tokens = layout.micro_batch * max(tokens_of(share) for share in plan.shares)
     return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor_inner)
 
 
