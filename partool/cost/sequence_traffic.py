@@ -92,7 +92,9 @@ def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     bounds = [layout.stages[stage] for stage in stages]
     team, kind_of = Team.of(job, layout), kinds(job.model)
     if team.method == "dsp":
-        return max(sum(_turns(job, layout, bounds, rank).bytes(job.compute_bytes)) for rank in range(layout.mesh.cp))
+        tensor = layout.mesh.tp if layout.sequence_norms else 1
+        turned = [_turns(job, layout, bounds, rank, tensor) for rank in range(layout.mesh.cp * tensor)]
+        return max(sum(sent.bytes(job.compute_bytes)) for sent in turned)
     heads, totals = heads_of(job, layout), [0] * len(looked_at(team.ranks))
     counted = Counter((kind_of[at].window, layout.recompute[at]) for bound in bounds for at in range(*bound))
     for (window, policy), layers in counted.items():
@@ -104,8 +106,11 @@ def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     return layout.micro_batch * max(totals)
 
 
-def _turns(job: Job, layout: Layout, bounds: list[tuple[int, int]], rank: int) -> Sent:
-    """Return what DSP sends; every stage of a pipeline begins and ends with the same axis cut."""
+def _turns(job: Job, layout: Layout, bounds: list[tuple[int, int]], rank: int, tensor: int) -> Sent:
+    """Return what DSP sends; every stage of a pipeline begins and ends with the same axis cut.
+
+    Where ``tensor`` ranks share the tokens of a sequence rank, ``rank`` is the place among all of them.
+    """
     grid = job.model.grid
     if grid is None:
         return NOTHING
@@ -113,7 +118,7 @@ def _turns(job: Job, layout: Layout, bounds: list[tuple[int, int]], rank: int) -
         [axis for at in range(*bound) if (axis := axis_of(job.model, at)) is not None] for bound in bounds
     ]
     width = layout.micro_batch * job.model.hidden
-    return sequence_dsp.sent_by_stages(grid, layout.mesh.cp, rank, axes, width)
+    return sequence_dsp.sent_by_stages(grid, layout.mesh.cp, rank, axes, width, tensor=tensor)
 
 
 def heads_of(job: Job, layout: Layout) -> Heads:

@@ -7,6 +7,7 @@ keeps the other axis cut, and between layers of different axes every rank trades
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from partool.layout.sequence import Spans, bounds, even, tokens
@@ -49,6 +50,7 @@ def whole_rows(rows: int, columns: int, ranks: int) -> tuple[Spans, ...]:
     return tuple(((first * columns, stop * columns),) if stop > first else () for first, stop in cuts)
 
 
+@lru_cache(maxsize=64)
 def held(grid: tuple[int, int], ranks: int, axis: Axis, tensor: int = 1) -> tuple[Spans, ...]:
     """Return the tokens of each rank where it holds whole rows, or whole columns, of a grid of ``(rows, columns)``.
 
