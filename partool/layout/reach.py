@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from partool.layout.sequence import Spans
 
@@ -23,9 +24,14 @@ def needed(queries: Spans, keys: Spans, window: int | None = None) -> Spans:
 
 def reach(shares: Sequence[Spans]) -> tuple[int, ...]:
     """Return, for each rank, how many ranks behind it in the ring the last one is that sees any of its keys."""
+    return _reach(tuple(shares))
+
+
+@lru_cache(maxsize=64)
+def _reach(shares: tuple[Spans, ...]) -> tuple[int, ...]:
     ranks = len(shares)
     return tuple(
-        max((step for step in range(ranks) if needed(shares[(rank + step) % ranks], shares[rank])), default=0)
+        next((step for step in reversed(range(ranks)) if needed(shares[(rank + step) % ranks], shares[rank])), 0)
         for rank in range(ranks)
     )
 

@@ -21,6 +21,7 @@ from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.keys import Form
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.sequence.waits import waiting
 from partool_runtime.torch_internals import gather_into, scatter_sum_into
 
 
@@ -50,7 +51,8 @@ class Gather:
         seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
         seen.meet(k_BKSD, v_BKSD, Meeting(self._own, self._own, layout, documents_BL))
-        work.wait()
+        with waiting():
+            work.wait()
         for (low, high), spans in self._runs:
             seen.meet(*form.pair(whole[low:high]), Meeting(self._own, spans, layout, documents_BL))
         return seen.result()
@@ -70,12 +72,14 @@ class Gather:
         first, size = self._team.rank * self._most, k_BKSD.shape[2]
         meeting = Meeting(self._own, self._own, layout, documents_BL)
         back.meet((k_BKSD, v_BKSD), form.pair(gradient[first : first + size]), meeting)
-        work.wait()
+        with waiting():
+            work.wait()
         for (low, high), spans in self._runs:
             meeting = Meeting(self._own, spans, layout, documents_BL)
             back.meet(form.pair(whole[low:high]), form.pair(gradient[low:high]), meeting)
         mine = gradient.new_empty(self._most, *gradient.shape[1:])
-        scatter_sum_into(mine, gradient, self._team.group)
+        with waiting():
+            scatter_sum_into(mine, gradient, self._team.group)
         return back.dq_BNQD, *form.pair(mine[:size])
 
     def _gather(self, form: Form) -> tuple[torch.Tensor, dist.Work]:
