@@ -22,6 +22,7 @@ from partool.layout.sequence import Order, shares
 from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
+from partool_runtime import deferral
 from partool_runtime.model import Decoder
 from partool_runtime.model.attention import AttentionLayout, Tokens, attend, visible
 from partool_runtime.parallel.comm import CommCounter
@@ -247,24 +248,26 @@ class Layers:
 def order_of_exchanges(layers: Layers) -> None:
     """Check that the next projection is computed while the last one travels, and backward likewise."""
     attention, log = layers.shared.layers[1].attention, []
-    hooks = [getattr(attention, name).register_forward_hook(lambda *_, name=name: log.append(name)) for name in "kqvo"]
-    for name in "kqvo":
-        module = getattr(attention, name)
-        hooks.append(module.register_full_backward_hook(lambda *_, name=name: log.append(name)))
+    hooks = [getattr(attention, name).register_forward_hook(lambda *_, name=name: log.append(name)) for name in "kqv"]
+    hooks += [
+        getattr(attention, name).register_full_backward_hook(lambda *_, name=name: log.append(name)) for name in "kqv"
+    ]
+    real = deferral.of_weight
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "start_exchange", lambda *sent: (log.append("start"), start_exchange(*sent))[1])
         patch.setattr(exchange, "finished", lambda x: (log.append("end"), finished(x))[1])
+        patch.setattr(deferral, "of_weight", lambda *pair: (log.append("o"), real(*pair))[1])
         x = layers.input.detach().requires_grad_()
         out = attention(x, layers.shared.contexts(x))
-        assert log == ["k", "start", "q", "start", "v", "start", "end", "end", "end", "start", "end", "o"], log
+        assert log == ["k", "start", "q", "start", "v", "start", "end", "end", "end", "start", "end"], log
         log.clear()
         out.sum().backward()
-        assert log == ["o", "start", "end", "start", "start", "start", "end", "v", "end", "q", "end", "k"], log
+        assert log == ["start", "o", "end", "start", "start", "start", "end", "v", "end", "q", "end", "k"], log
     for hook in hooks:
         hook.remove()
 
 
-EXCHANGES = {"none": 8, "attention": 8, "selective": 8, "full": 12}
+EXCHANGES = {"none": 8, "attention": 8, "selective": 8, "keep_attention": 8, "full": 12}
 """Per layer and step; only ``full`` sends again in the backward pass what it sent before."""
 
 

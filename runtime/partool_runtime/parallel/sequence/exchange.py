@@ -13,9 +13,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
 
 from partool.layout.sequence import Deal, Spans, bounds, deal_heads, tokens
+from partool_runtime import deferral
 from partool_runtime.parallel.sequence.waits import finished
 from partool_runtime.torch_internals import start_exchange
 
@@ -57,8 +60,8 @@ class HeadExchange:
     def __call__(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, core: Core) -> torch.Tensor:
         """Return ``[B, N, S, V]`` of this rank's tokens, where ``core`` computes all tokens of some heads."""
         of_queries, of_keys = self.ranges(q_BNSD.shape[1], k_BKSD.shape[1])
-        keys, queries = self.start(k_BKSD, of_keys), self.start(q_BNSD, of_queries)
-        return self.attend(keys, queries, self.start(v_BKSD, of_keys), core)
+        travelling = [self.start(k_BKSD, of_keys), self.start(q_BNSD, of_queries), self.start(v_BKSD, of_keys)]
+        return self.back(*self.compute(travelling, core))
 
     def ranges(self, queries: int, keys: int) -> tuple[tuple[Heads, ...], tuple[Heads, ...]]:
         """Return the heads of queries, and of keys, that each rank works on."""
@@ -68,8 +71,8 @@ class HeadExchange:
     def start(self, x_BNSD: torch.Tensor, heads: tuple[Heads, ...]) -> Started:
         """Begin to send a tensor's heads to the ranks that work on them.
 
-        What is computed until :meth:`attend` hides it. The gradient comes back in the opposite order: what started last
-        is there first, and what made it goes backward while others travel. So the first and the last should be small:
+        What is done until :meth:`compute` hides it. The gradient comes back in the opposite order: what started last is
+        there first, and what made it goes backward while others travel. So the first and the last should be small:
         keys, queries, values.
         """
         batch, all_heads, _, width = x_BNSD.shape
@@ -77,22 +80,36 @@ class HeadExchange:
         sent, coming = _Start.apply(x_BNSD, way, self)  # type: ignore[no-untyped-call]
         return Started(sent, coming, way)
 
-    def attend(self, keys: Started, queries: Started, values: Started, core: Core) -> torch.Tensor:
-        """Return what ``core`` makes of all tokens, ``[B, N, S, V]`` of this rank's tokens and all heads."""
-        ways = (keys.way, queries.way, values.way)
-        travelling = (keys.sent, keys.coming, queries.sent, queries.coming, values.sent, values.coming)
-        k_BkLD, q_BnLD, v_BkLV = _Arrive.apply(ways, self, *travelling)  # type: ignore[no-untyped-call]
+    def compute(self, travelling: list[Started], core: Core) -> tuple[torch.Tensor, Way]:
+        """Return what ``core`` makes of all tokens of this rank's heads, and the way :meth:`back`.
+
+        ``travelling`` are keys, queries and values; the list is emptied, so that what was sent need not live longer.
+        """
+        ways = tuple(started.way for started in travelling)
+        tensors = [tensor for started in travelling for tensor in (started.sent, started.coming)]
+        travelling.clear()
+        k_BkLD, q_BnLD, v_BkLV = _Arrive.apply(ways, self, *tensors)  # type: ignore[no-untyped-call]
+        del tensors
+        keys, queries, values = ways
+        way = Way(values.batch, values.width, queries.heads, queries.all_heads)
         if q_BnLD.shape[1] == 0:
-            out_BnLV = _nothing(q_BnLD, k_BkLD, v_BkLV)
-        else:
-            read = self.deal(queries.way.all_heads, keys.way.all_heads)[self.rank]
-            k_BkLD, v_BkLV = (
-                grouped(x, read.keys_of_queries(queries.way.all_heads, keys.way.all_heads)) for x in (k_BkLD, v_BkLV)
-            )
-            out_BnLV = core(q_BnLD, k_BkLD, v_BkLV)
-        way = Way(values.way.batch, values.way.width, queries.way.heads, queries.way.all_heads)
+            return _nothing(q_BnLD, k_BkLD, v_BkLV), way
+        read = self.deal(queries.all_heads, keys.all_heads)[self.rank]
+        copies = read.keys_of_queries(queries.all_heads, keys.all_heads)
+        return core(q_BnLD, grouped(k_BkLD, copies), grouped(v_BkLV, copies)), way
+
+    def back(self, out_BnLV: torch.Tensor, way: Way) -> torch.Tensor:
+        """Return all heads of this rank's tokens, ``[B, N, S, V]``."""
         returned: torch.Tensor = _Return.apply(out_BnLV, way, self)  # type: ignore[no-untyped-call]
         return returned
+
+    def projected(self, out_BnLV: torch.Tensor, way: Way, linear: nn.Linear) -> torch.Tensor:
+        """Return ``linear`` of all heads of this rank's tokens, ``[B, S, H]``.
+
+        Gradients of the heads travel while those of the matrix are computed.
+        """
+        out: torch.Tensor = _Project.apply(out_BnLV, linear.weight, linear.bias, way, self)  # type: ignore[no-untyped-call]
+        return out
 
 
 class Started(NamedTuple):
@@ -173,6 +190,36 @@ class _Return(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _, coming = _leave(grad, ctx.way, ctx.exchange)
         return _whole(finished(coming), ctx.way, ctx.exchange), None, None
+
+
+class _Project(torch.autograd.Function):
+    """:class:`_Return` and a product with a matrix; backward the heads' gradients leave before the matrix's is made."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd gives it tensors by position
+        ctx: FunctionCtx,
+        x_BnLD: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        way: Way,
+        exchange: HeadExchange,
+    ) -> torch.Tensor:
+        x_BSX = _joined(finished(_go_home(x_BnLD, way, exchange)), way, exchange).transpose(1, 2).flatten(-2)
+        ctx.save_for_backward(x_BSX, weight)
+        ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
+        return F.linear(x_BSX, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_BSX, weight = ctx.saved_tensors
+        way: Way = ctx.way
+        grad_BSND = (grad @ weight).view(*grad.shape[:2], way.all_heads, way.width)
+        _, coming = _leave(grad_BSND.transpose(1, 2), way, ctx.exchange)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_weight = deferral.of_weight(x_BSX, grad) if needs_weight else None
+        of_bias = deferral.of_bias(grad) if needs_bias else None
+        return _whole(finished(coming), way, ctx.exchange), of_weight, of_bias, None, None
 
 
 def _leave(x_BNSD: torch.Tensor, way: Way, exchange: HeadExchange) -> tuple[torch.Tensor, torch.Tensor]:

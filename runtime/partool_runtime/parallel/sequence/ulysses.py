@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from partool.plan.types import Layout
+from partool_runtime import deferral
 from partool_runtime.hf.attention import HfAttention
 from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens
 from partool_runtime.model.decoder import Block
@@ -51,21 +52,29 @@ def _forward(
 ) -> torch.Tensor:
     """Do what attention does; keys travel while queries are projected, and these while values are.
 
-    The gradients of values come back first, and go through their projection while the others travel.
+    The gradients of values come back first, and go through their projection while the others travel; those of the
+    result travel while that of the output matrix is computed.
     """
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once
         q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH)
-        keys = exchange.start(attention.keys(k_BSX, context), of_keys)
-        queries = exchange.start(attention.queries(q_BSX, context), of_queries)
-        values = exchange.start(attention.values(v_BSX), of_keys)
+        travelling = [
+            exchange.start(attention.keys(k_BSX, context), of_keys),
+            exchange.start(attention.queries(q_BSX, context), of_queries),
+            exchange.start(attention.values(v_BSX), of_keys),
+        ]
     else:
-        keys = exchange.start(attention.keys(attention.k(x_BSH), context), of_keys)
-        queries = exchange.start(attention.queries(attention.q(x_BSH), context), of_queries)
-        values = exchange.start(attention.values(attention.v(x_BSH)), of_keys)
+        travelling = [
+            exchange.start(attention.keys(attention.k(x_BSH), context), of_keys),
+            exchange.start(attention.queries(attention.q(x_BSH), context), of_queries),
+            exchange.start(attention.values(attention.v(x_BSH)), of_keys),
+        ]
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
-    out_BNSD = exchange.attend(keys, queries, values, core)
-    return attention.output(out_BNSD.transpose(1, 2).flatten(-2))
+    out_BnLD, way = exchange.compute(travelling, core)
+    # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
+    if "output" in vars(attention) or deferral.is_splitting() or torch.compiler.is_compiling():
+        return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2))
+    return exchange.projected(out_BnLD, way, attention.o)
 
 
 class AtOnce:
