@@ -14,6 +14,8 @@ from _tensor_plans import HALVES, ONE, QUARTERS
 from test_checkpoint import stored_values
 from test_trainer import Jobs
 
+from partool.cost.case import Job
+from partool.cost.sequence_traffic import sequence_bytes
 from partool.plan.types import Mesh, Plan
 from partool_runtime.checkpoint import step_folder
 
@@ -105,6 +107,8 @@ def further_cases(make: Make) -> Cases:
             add(f"{method} {model}", model, FOUR, method, **inner)
             add(f"{method} {model} full", model, FOUR, method, recompute="full", **inner)
         add(f"{method} contiguous", "five", FOUR, method, **inner)
+        add(f"{method} windows zigzag", "windows documents", FOUR, method, **inner, **ZIGZAG)
+        add(f"{method} zigzag", "grouped", FOUR, method, **inner, **ZIGZAG)
     add("ring frozen", "frozen", FOUR, "ring", **FROZEN["frozen"], **ZIGZAG)
     add("ring replicas", "grouped", Mesh(cp=2, dp_replicate=2), "ring", **ZIGZAG)
     return found
@@ -190,6 +194,27 @@ THREE = list(three_cases(partial(make_plan, Path())))
 def test_training_on_shares_equals_one_process(ran: Jobs, name: str) -> None:
     make = partial(make_plan, ran.folder)
     assert_equal(ran, name, *(core_cases(make) | three_cases(make))[name])
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", CORE)
+def test_bytes_between_ranks_of_a_sequence_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
+    case = core_cases(partial(make_plan, ran.folder))[name][0]
+    training = case.training
+    job = Job(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    sent_bytes = []
+    for rank in range(case.layout.mesh.world_size):
+        summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")
+        sent_bytes.append(summary["measures"]["traffic"]["sequence"]["value"])
+    assert max(sent_bytes) == sequence_bytes(job, case.layout) > 0, sent_bytes
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", ["ulysses", "ring zero-3", "all_gather short", "ulysses zb-v"])
+def test_waits_for_ranks_of_a_sequence_are_measured(ran: Jobs, name: str) -> None:
+    terms_s = ran.events(f"case {name}", "step")[-1]["terms_s"]
+    assert terms_s["sequence_parallel"] > 0
+    assert "tensor_parallel" not in terms_s
 
 
 @pytest.mark.timeout(500)
