@@ -9,11 +9,12 @@ window needs its neighbours' tokens only. USP (arXiv 2405.07719): the one within
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from partool.cost import collective, cut, dealt
-from partool.cost.attention import widths
+from partool.cost.attention import keys_between, widths
 from partool.cost.case import (
     ALL_GATHER,
     DSP,
@@ -36,6 +37,16 @@ _TRADE_OPERATORS, _BLOCK_OPERATORS, _GATHER_OPERATORS = 6.0, 12.0, 10.0
 """Kernels that the host starts for an exchange of heads, for a block that comes and is merged, and for a gather."""
 
 
+class Step(NamedTuple):
+    """Something that travels beside a part of attention; columns."""
+
+    times: Column
+    seconds: Column
+    """Each time."""
+    share: Column
+    """Of attention's time, beside which it travels."""
+
+
 @dataclass
 class Exchange:
     """Seconds of what one layer sends in one pass over one micro-batch; fields are columns."""
@@ -44,10 +55,8 @@ class Exchange:
     """Around attention's core, which recomputation of the core alone does not repeat."""
     inside: Column = 0.0
     """Within it, beside nothing."""
-    steps: list[tuple[Column, Column]] = field(default_factory=list)
-    """How often blocks travel beside the attention to others, and seconds of each."""
-    blocks: Column = 1
-    """That attention works on one by one."""
+    steps: list[Step] = field(default_factory=list)
+    """Of what travels beside attention."""
     hidden: Column = 0.0
     """Of what is outside, what projections hide."""
     turns: Column = 0.0
@@ -58,7 +67,7 @@ class Exchange:
     @property
     def rings(self) -> Column:
         """Seconds of all that is within attention's core."""
-        return self.inside + sum(times * seconds for times, seconds in self.steps)
+        return self.inside + sum(step.times * step.seconds for step in self.steps)
 
     @property
     def total(self) -> Column:
@@ -66,11 +75,10 @@ class Exchange:
         return self.outside + self.turns + self.rings
 
     def exposed_core(self, job: Job, attention_s: Column) -> Column:
-        """Return what shows of what is within the core: more than the block beside which it travels."""
-        stack, each = job.stack, attention_s / self.blocks
-        shown = self.inside
-        for times, seconds in self.steps:
-            left = np.maximum(seconds - stack.overlap_blocks * each, 0.0)
+        """Return what shows of what is within the core: what outlasts the attention beside which it travels."""
+        stack, shown = job.stack, self.inside
+        for times, seconds, share in self.steps:
+            left = np.maximum(seconds - stack.overlap_blocks * share * attention_s, 0.0)
             shown = shown + times * (left + (stack.contention - 1.0) * (seconds - left))
         return shown
 
@@ -86,7 +94,7 @@ class Exchange:
 
         self.outside = self.outside + where(other.outside)
         self.inside = self.inside + where(other.inside)
-        self.steps += [(where(times), seconds) for times, seconds in other.steps]
+        self.steps += [step._replace(times=where(step.times)) for step in other.steps]
         self.hidden, self.turns = self.hidden + where(other.hidden), self.turns + where(other.turns)
         self.operators = self.operators + where(other.operators)
 
@@ -129,7 +137,7 @@ class Pass:
 
 def exchange(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Exchange:
     """Return what ranks that share a sequence send for one layer."""
-    found, several = Exchange(blocks=dealt.blocks(layouts, kind)), np.asarray(layouts.cp) > 1
+    found, several = Exchange(), np.asarray(layouts.cp) > 1
     if not np.any(several):
         return found
     method = np.asarray(layouts.sequence_method)
@@ -189,24 +197,31 @@ def _trade(one: Pass) -> Exchange:
 def _ring(one: Pass) -> Exchange:
     """Return the steps of a ring, whose neighbours are as far apart as the ranks that trade heads are many.
 
-    In the backward pass a block's gradients follow it, wide, and leave once the attention to it is done: the first step
-    has none, and the last ones go home beside nothing.
+    In the backward pass the gradients of a block leave once a visitor has attended to it, so they are a step behind,
+    and the last ones go home beside nothing.
     """
     ranks, inner = dealt.ring(one.layouts), dealt.trading(one.layouts)
-    block = one.rows * inner * one.key_width
-    return _steps(one, ranks, block, one.group(ranks, inner))
+    block, group = one.rows * inner * one.key_width, one.group(ranks, inner)
+    found = _steps(one, ranks, block, group, alone=2)
+    if one.backward:
+        found.inside = np.minimum(np.maximum(ranks - 1, 0), 1) * _hop_s(one, block * one.wide, group)
+    return found
 
 
-def _steps(one: Pass, ranks: Column, block: Column, group: Group) -> Exchange:
-    """Return ``ranks - 1`` steps of a block of so many elements."""
+def _steps(one: Pass, ranks: Column, block: Column, group: Group, *, alone: int) -> Exchange:
+    """Return the steps of a ring of blocks of so many elements.
+
+    Backward, keys travel with no gradients ``alone`` times, and the last gradients that stay in the ring without keys.
+    """
+    steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)
     narrow = _hop_s(one, block * one.small, group)
-    steps = np.maximum(ranks - 1, 0)
     if not one.backward:
-        return Exchange(steps=[(steps, narrow)], operators=steps * _BLOCK_OPERATORS)
-    both, home = (_hop_s(one, block * width, group) for width in (one.small + one.wide, one.wide))
-    first = np.minimum(steps, 1)
+        return Exchange(steps=[Step(steps, narrow, share)], operators=steps * _BLOCK_OPERATORS)
+    wide, both = (_hop_s(one, block * width, group) for width in (one.wide, one.small + one.wide))
+    first = np.minimum(steps, alone)
+    times = ((first, narrow), (steps - first, both), (np.clip(steps + 1 - alone, 0, 1), wide))
     return Exchange(
-        steps=[(first, narrow), (steps - first, both)], inside=first * home, operators=2 * steps * _BLOCK_OPERATORS
+        steps=[Step(count, seconds, share) for count, seconds in times], operators=2 * steps * _BLOCK_OPERATORS
     )
 
 
@@ -219,7 +234,7 @@ def _hop_s(one: Pass, sent_bytes: Column, group: Group) -> Column:
 def _halo(one: Pass) -> Exchange:
     """Return what windows need of the tokens before each stretch: ranks hold one, or two with zigzag.
 
-    Backward the gradients of those keys go back.
+    Backward the keys come first, and their gradients go back beside the attention to a rank's own tokens.
     """
     inner = dealt.trading(one.layouts)
     ranks = one.layouts.cp // inner
@@ -228,21 +243,27 @@ def _halo(one: Pass) -> Exchange:
     stretches = np.where(np.asarray(one.layouts.sequence_order) == ZIGZAG, 2, 1)
     rows = np.minimum(stretches * ((one.kind.window or 1) - 1), one.job.sequence_length - share)
     elements = one.layouts.micro_batch * rows * one.key_width
-    sent = _hop_s(one, elements * one.small, group)
-    if one.backward:
-        sent = sent + _hop_s(one, elements * one.wide, group)
-    near = np.minimum(np.ceil(rows / np.maximum(share, 1)), 1)
-    return Exchange(inside=np.where(ranks > 1, near * sent, 0.0), operators=_BLOCK_OPERATORS)
+    window, near = one.kind.window or 1, np.where(ranks > 1, np.minimum(rows, 1), 0)
+    # Beside the attention to a rank's own tokens.
+    piece = share / stretches
+    own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
+    narrow, wide = (_hop_s(one, elements * width, group) for width in (one.small, one.wide))
+    if not one.backward:
+        return Exchange(steps=[Step(near, narrow, own)], operators=_BLOCK_OPERATORS)
+    return Exchange(inside=near * narrow, steps=[Step(near, wide, own)], operators=2 * _BLOCK_OPERATORS)
 
 
 def _gather(one: Pass) -> Exchange:
-    """Return the gather of all keys and values, and backward also the sum of their gradients."""
+    """Return the gather of all keys and values, beside the attention to a rank's own; backward their gradients' sum."""
     group = one.group(one.layouts.cp, 1)
     whole = one.rows * one.layouts.cp * one.key_width
-    found = collective.gather_s(one.job, whole * one.small, group)
+    found = Exchange(
+        steps=[Step(1, collective.gather_s(one.job, whole * one.small, group), 1.0 / one.layouts.cp)],
+        operators=_GATHER_OPERATORS * (2.0 if one.backward else 1.0),
+    )
     if one.backward:
-        found = found + collective.reduce_scatter_s(one.job, whole * one.wide, group)
-    return Exchange(inside=found, operators=_GATHER_OPERATORS * (2.0 if one.backward else 1.0))
+        found.inside = collective.reduce_scatter_s(one.job, whole * one.wide, group)
+    return found
 
 
 def _startrail(one: Pass) -> Exchange:
@@ -263,7 +284,7 @@ def _startrail(one: Pass) -> Exchange:
     result = values / keys * heads
     block = one.rows * members * one.key_width
     within = one.rows * members
-    found = _steps(one, ranks, block, circle)
+    found = _steps(one, ranks, block, circle, alone=1)
     if one.backward:
         there = within * ((query + 2.0 * result) * one.small + heads * one.wide)
         back = within * query * one.small

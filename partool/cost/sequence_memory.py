@@ -47,9 +47,10 @@ def buffer_bytes(job: Job, layouts: Layouts) -> Column:
     """Return the bytes of what the attention of one layer holds besides, in the pass that needs more of it.
 
     Exchanges of heads: what is sent and what arrives. Blocks that travel: the one at work and the one that comes, in
-    the backward pass with their wide gradients, and those of the queries. StarTrail: all that for a team, with its
-    queries, results and their gradients. Gathered: keys and values of all ranks, and their wide gradients. Windows take
-    their neighbours' rows. DSP: the hidden state twice.
+    the backward pass with wide gradients: of the one, of the one before, of those that come home and of a rank's own;
+    and those of the queries. StarTrail: all that but its own for a team, with queries, results and their gradients.
+    Gathered: keys and values of all ranks, and their wide gradients. Windows take their neighbours' rows. DSP: the
+    hidden state twice.
     """
     several = np.asarray(layouts.cp) > 1
     if not np.any(several):
@@ -58,8 +59,9 @@ def buffer_bytes(job: Job, layouts: Layouts) -> Column:
     sizes = _inside(job, layouts, _outside(job, layouts))
     method = np.asarray(layouts.sequence_method)
     traded = 2.0 * (sizes.query + sizes.keys) * small
-    blocks = 2.0 * sizes.keys * (small + wide) + sizes.query * wide
-    team = layouts.sequence_teams * (blocks + (sizes.query + 2.0 * sizes.result) * small)
+    blocks = sizes.keys * (2.0 * small + 4.0 * wide) + sizes.query * wide
+    team = blocks - sizes.keys * wide + (sizes.query + 2.0 * sizes.result) * small
+    team = layouts.sequence_teams * team
     windows = [kind.window for kind in kinds(job.model)]
     if all(window is not None and window < job.sequence_length for window in windows):
         # As a share of a rank's own tokens.
