@@ -76,9 +76,9 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
     kinds = kinds_of(model)
     along = sorted(kinds & set(AXES))
     if method == "dsp" and kinds - set(AXES):
-        return f"dsp switches between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
+        return f"dsp changes between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
     if along and method not in WHOLE:
-        return f"{method} cuts the sequence that {_layers(along)} attend along; it knows full and sliding attention"
+        return f"{method} knows full and sliding layers, not {_layers(along)}"
     return None
 
 
@@ -139,9 +139,9 @@ def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
         return problem_of_layers
     heads, grid = least_heads(problem, tensor), problem.model.grid
     if method == "startrail":
-        return f"no square of a team's size divides {ranks} ranks"
+        return f"{ranks} ranks divide by no square of a team's size"
     if method == "usp" and not inner_sizes(ranks):
-        return f"{ranks} ranks are no groups of several"
+        return f"{ranks} ranks are not several groups of several"
     if method == "dsp" and grid is not None:
         return f"{ranks} ranks are more than the {min(grid)} {'rows' if grid[0] <= grid[1] else 'columns'}"
     each = "" if tensor == 1 else " on a tensor rank"

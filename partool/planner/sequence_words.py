@@ -86,11 +86,15 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
         yield f"Other methods on this mesh: {'; '.join(texts)}.{rule}"
     free = problem.with_parallel(sequence=Sequence(degree=layout.mesh.cp))
     wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence_method]
-    whys = {name: why_none(free, name, layout.mesh.cp, layout.mesh.tp) for name in wanted}
-    # Models without a grid, which are almost all, need not be told about it.
-    none = [f"{name} ({why})" for name, why in whys.items() if why and (name != "dsp" or problem.model.grid)]
-    if none:
-        yield f"No {' and no '.join(none)}."
+    whys: dict[str, list[str]] = {}
+    for name in wanted:
+        why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
+        # Models without a grid, which are almost all, need not be told about it.
+        if why and (name != "dsp" or problem.model.grid):
+            whys.setdefault(why, []).append(name)
+    if whys:
+        told = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
+        yield f"Not here: {'; '.join(told)}."
 
 
 def _against(best: Priced, other: Priced) -> str:
