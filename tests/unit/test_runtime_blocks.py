@@ -1,0 +1,253 @@
+"""Attention of blocks of queries and keys against attention written out, and that no mask of all tokens is made."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from partool.layout.reach import needed
+from partool.layout.sequence import Spans, index, shares, tokens
+from partool_runtime.model import blocks, kernels
+from partool_runtime.model.attention import Tokens, attend
+from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.kernels import Sight
+from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
+from partool_runtime.model.visibility import AttentionLayout, visible
+from partool_runtime.torch_internals import TorchDispatchMode
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+def random_shares(draw: random.Random) -> tuple[int, tuple[Spans, ...]]:
+    """Return the length of a sequence and how some ranks share it."""
+    length = draw.randint(1, 40)
+    return length, shares(length, draw.randint(1, 5), draw.choice(("contiguous", "zigzag")))
+
+
+# --- rectangles ---
+
+
+def seen_in(rectangle: Rectangle, window: int | None) -> set[tuple[int, int]]:
+    """Return the pairs of places in the sequence that a rectangle lets meet."""
+    (first, past), (low, high) = rectangle.queries, rectangle.keys
+    pairs = [(q, k) for q in range(past - first) for k in range(high - low)]
+    if rectangle.kind == "causal":
+        assert past - first == high - low
+        pairs = [(q, k) for q, k in pairs if k <= q]
+    elif rectangle.kind == "masked":
+        away = rectangle.first_query - rectangle.first_key
+        pairs = [(q, k) for q, k in pairs if 0 <= away + q - k < (window or 10**9)]
+    return {(first + q, low + k) for q, k in pairs}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rectangles_hold_every_pair_that_sees_once(seed: int) -> None:
+    """Whether cut, joined or in pieces."""
+    draw = random.Random(seed)
+    _, dealt = random_shares(draw)
+    window, most = draw.choice((None, 1, 2, 5, 13, 50)), draw.choice((1, 10, 60))
+    for queries in dealt:
+        for keys in dealt:
+            places = list(enumerate(index(queries))), list(enumerate(index(keys)))
+            expected = {(i, j) for i, q in places[0] for j, k in places[1] if 0 <= q - k < (window or 10**9)}
+            plain = rectangles(queries, keys, window)
+            for parts in (plain, joined(queries, keys, window)):
+                found = [pair for part in parts for pair in seen_in(part, window)]
+                assert sorted(found) == sorted(expected)
+            cut = [piece for part in plain for piece in pieces(part, window, most)]
+            # A piece of a rectangle that sees all has pairs of all sorts, which a mask tells apart.
+            assert sorted(pair for piece in cut for pair in seen_in(piece, window)) == sorted(expected)
+            assert not plain or all(sizes_of(piece, most) for piece in cut)
+
+
+def sizes_of(piece: Rectangle, most: int) -> bool:
+    rows, columns = piece.queries[1] - piece.queries[0], piece.keys[1] - piece.keys[0]
+    return rows == 1 or rows * columns <= most
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needed_is_what_is_seen(seed: int) -> None:
+    draw = random.Random(seed)
+    _, dealt = random_shares(draw)
+    window = draw.choice((None, 1, 3, 8, 60))
+    for queries in dealt:
+        for keys in dealt:
+            expected = [k for k in index(keys) if any(0 <= q - k < (window or 10**9) for q in index(queries))]
+            assert index(needed(queries, keys, window)) == expected
+
+
+def test_ring_in_zigzag_order_needs_no_mask() -> None:
+    """Half of the queries see all, or all queries half of the keys; one call of a kernel each, but for the diagonal."""
+    dealt = shares(64, 4, "zigzag")
+    for rank, mine in enumerate(dealt):
+        for source, theirs in enumerate(dealt):
+            parts = joined(mine, theirs, None)
+            assert all(part.kind != "masked" for part in parts)
+            assert rank == source or [part.kind for part in parts] == ["all"], (rank, source, parts)
+
+
+# --- forward and backward ---
+
+
+def reference(
+    heads: tuple[torch.Tensor, ...], layout: AttentionLayout, documents_BL: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return result and logarithm of the sum of exponentials, written out."""
+    q, k, v = heads
+    places = torch.arange(q.shape[2], device=q.device)
+    mask = visible(places, places, layout, documents=None if documents_BL is None else (documents_BL, documents_BL))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", ["fastest", "math"])
+@pytest.mark.parametrize("seed", range(12))
+def test_blocks_in_any_order_equal_attention_written_out(
+    seed: int, kernel: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    length, dealt = random_shares(draw)
+    batch, keys, each = draw.choice((1, 2)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
+    layout = AttentionLayout(draw.choice((None, None, 1, 2, 5, 13, 50)))
+    documents_BL = torch.randint(0, 3, (batch, length)).sort(-1).values.int() if draw.random() < 0.5 else None
+    monkeypatch.setattr(blocks, "MOST_PAIRS", draw.choice((1, 7, 40, 1 << 22)))
+    if kernel == "math":
+        monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
+    whole = tuple(
+        torch.randn(batch, n, length, 8, dtype=torch.float64, device=device, requires_grad=True)
+        for n in (keys * each, keys, keys)
+    )
+    out, lse = reference(whole, layout, documents_BL)
+    grad = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, whole, grad)
+    found_dk, found_dv = torch.zeros_like(dk), torch.zeros_like(dv)
+    with torch.no_grad():
+        for mine in dealt:
+            rows = torch.tensor(index(mine), dtype=torch.int64, device=device)
+            q, back = whole[0][:, :, rows], grad[:, :, rows]
+            order = draw.sample(dealt, len(dealt))
+            seen = Seen(q)
+            for theirs in order:
+                k, v = (x[:, :, index(theirs)] for x in whole[1:])
+                seen.meet(k, v, Meeting(mine, theirs, layout, documents_BL))
+            same(seen.result()[0], out[:, :, rows])
+            same(seen.result()[1], lse[:, :, rows])
+            returned = Returned(q, back, *seen.result())
+            for theirs in order:
+                k, v = (x[:, :, index(theirs)] for x in whole[1:])
+                parts = torch.zeros_like(k), torch.zeros_like(v)
+                returned.meet((k, v), parts, Meeting(mine, theirs, layout, documents_BL))
+                found_dk[:, :, index(theirs)] += parts[0]
+                found_dv[:, :, index(theirs)] += parts[1]
+            same(returned.dq_BNQD, dq[:, :, rows])
+    same(found_dk, dk)
+    same(found_dv, dv)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    a, b = a.detach(), b.detach()
+    assert a.shape == b.shape
+    if b.numel():
+        assert float((a - b).abs().max()) <= 1e-12 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sight", ["all", "causal", "mask", "masks"])
+def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> None:
+    """On a GPU these are other kernels than in float64; queries that see nothing are among those with masks."""
+    torch.manual_seed(0)
+    queries, keys = (37, 37) if sight == "causal" else (37, 45)
+    q, k, v = (torch.randn(2, n, s, 16, device=device).to(dtype) for n, s in ((6, queries), (2, keys), (2, keys)))
+    mask = torch.rand(*([] if sight == "mask" else [2, 1]), queries, keys, device=device) > 0.4
+    mask[..., 3, :] = False
+    what = {"all": Sight(), "causal": Sight(causal=True)}.get(sight, Sight(mask=mask))
+    out, lse = kernels.forward(q, k, v, what)
+    expected_out, expected_lse = kernels._math(*(x.double() for x in (q, k, v)), what)
+    assert lse.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(out.double(), expected_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-3)
+    grad = torch.randn_like(out)
+    # A gradient through some of the keys: of others more was seen.
+    total = torch.logaddexp(lse, torch.zeros_like(lse))
+    share = (lse - total).exp()[..., None]
+    of_all = (out * share + (1 - share)).to(dtype)
+    found = kernels.backward(grad, (q, k, v), (of_all, total), what)
+    wide = [x.double() for x in (grad, q, k, v, of_all, total)]
+    expected = kernels._math_backward(wide[0], (wide[1], wide[2], wide[3]), (wide[4], wide[5]), what)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=10 * tolerance, atol=3 * tolerance)
+
+
+def test_values_may_be_of_another_width() -> None:
+    q, k, v = (torch.randn(1, 2, 9, width, dtype=torch.float64, requires_grad=True) for width in (4, 4, 3))
+    places = torch.arange(9)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible(places, places, AttentionLayout(3)))
+    found = attend(q, k, v, AttentionLayout(3))
+    same(found, expected)
+    wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    for a, b in zip(torch.autograd.grad(found.sin().sum(), (q, k, v)), wanted, strict=True):
+        same(a, b)
+
+
+# --- memory ---
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the most elements of a tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = out if isinstance(out, tuple | list) else (out,)
+        self.elements = max([self.elements, *(x.numel() for x in found if isinstance(x, torch.Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_mask_of_all_tokens(window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are as large as is allowed, sequences as long as one likes."""
+    monkeypatch.setattr(blocks, "MOST_PAIRS", 40_000)
+    length, spans = 2000, ((0, 2000),)
+    q = torch.randn(1, 1, length, 8)
+    documents_BL = (torch.arange(length)[None] // 700).int() if packed else None
+    meeting = Meeting(spans, spans, AttentionLayout(window), documents_BL)
+    assert tokens(spans) == length
+    with Largest() as largest:
+        seen = Seen(q)
+        seen.meet(q, q, meeting)
+        back = Returned(q, q, *seen.result())
+        back.meet((q, q), (torch.zeros_like(q), torch.zeros_like(q)), meeting)
+    assert largest.elements <= 42_000
+
+
+def test_long_sequences_with_windows_keep_only_heads_and_logarithms() -> None:
+    """What autograd keeps of attention with documents and a window grows with the tokens, not with their square."""
+    kept: dict[int, int] = {}
+    for length in (64, 128):
+        heads = [torch.randn(1, n, length, 8, requires_grad=True) for n in (4, 2, 2)]
+        documents_BL = torch.zeros(1, length, dtype=torch.int32)
+        sizes: list[int] = []
+
+        def keep(x: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            attend(*heads, AttentionLayout(9), Tokens(length, None, documents_BL))
+        kept[length] = sum(sizes)
+    assert kept == {length: length * (4 * 8 + 2 * 2 * 8 + 4 * 8 + 4 + 1) for length in kept}
