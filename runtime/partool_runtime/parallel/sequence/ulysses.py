@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from partool.plan.types import Layout
 from partool_runtime import deferral
@@ -72,7 +73,8 @@ def _forward(
     core = partial(attention.core, layout=attention.layout, tokens=context.tokens)
     out_BnLD, way = exchange.compute(travelling, core)
     # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
-    if "output" in vars(attention) or deferral.is_splitting() or torch.compiler.is_compiling():
+    plain = "output" in vars(attention) or type(attention.o) is not nn.Linear
+    if plain or deferral.is_splitting() or torch.compiler.is_compiling():
         return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2))
     return exchange.projected(out_BnLD, way, attention.o)
 
