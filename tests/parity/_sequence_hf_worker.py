@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from _forks import run_forked
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 
+from partool.layout.sequence import shares
 from partool.plan.types import Mesh, Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.attention import HfAttention
+from partool_runtime.hf.attention import HfAttention, HfBlock, Seen
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
-from partool_runtime.model.attention import AttentionLayout
+from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.parallel.sequence import ulysses
+from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
@@ -278,13 +283,19 @@ def further(world: int) -> list[Case]:
 
 def run_rank(chosen: str) -> None:
     """Do what one rank has to do."""
-    torch.distributed.init_process_group("gloo")
-    world = int(os.environ["WORLD_SIZE"])
-    for case in cases(world, chosen):
-        check(case)
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, rank == 0)
+    checks = [functools.partial(check, case) for case in cases(world, chosen)]
     if world == 1 and not chosen:
-        a_dropped_window_is_found()
-    close_ranks()
+        checks.append(a_dropped_window_is_found)
+    if world == 4 and not chosen:
+        checks.append(dropped_weights_are_those_of_one_process)
+    for number, one in enumerate(checks):
+        # Groups have threads of their own, and there is one set of groups per case.
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
+        one()
+        close_ranks()
+        gc.collect()
 
 
 def a_dropped_window_is_found() -> None:
@@ -312,6 +323,38 @@ def a_dropped_window_is_found() -> None:
     with pytest.raises(ConfigurationError, match="window of None, and of 3") as found:
         prepared.passes.step(tokens, weight, lambda term: contextlib.nullcontext())
     assert found.value.code == "PT654"
+
+
+def dropped_weights_are_those_of_one_process() -> None:
+    """Under Ulysses results have the mean and variance of one process's, and each rank draws for itself."""
+    ranks, rank, times, heads = 4, dist.get_rank(), 200, 4
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, heads, LENGTH, 4, generator=generator) for _ in range(3)]
+    dealt = shares(LENGTH, ranks)
+    team = SequenceTeam(dist.new_group(list(range(ranks))), rank, dealt, (tuple(range(ranks)),))
+    mine = torch.tensor(team.index(rank))
+    shared, alone = (HfBlock(HfAttention(AttentionLayout(5))) for _ in range(2))
+    base = Case("llama").plan().layout
+    ulysses.put([cast(Any, shared)], team, base)
+    torch.manual_seed(rank)
+
+    def drawn(block: HfBlock, parts: list[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+        q, k, v = parts
+        draws = [block.attention((q, k, v), Seen(5, tokens), None, 0.3, {}) for _ in range(times)]
+        return torch.stack(draws)[:, 0].transpose(1, 2)
+
+    over_ranks = drawn(shared, [x[:, :, mine] for x in whole], Tokens(LENGTH, mine))
+    by_itself = drawn(alone, whole, Tokens(LENGTH))[:, :, mine]
+    (mean, spread), (other, wide) = ((x.mean(0), x.var(0)) for x in (over_ranks, by_itself))
+    distance = (mean - other) / ((spread + wide) / times).sqrt().clamp(min=1e-6)
+    assert distance.abs().max() < 5, distance.abs().max()
+    assert abs(float(spread.sum() / wide.sum()) - 1) < 0.2
+    # Each rank has one head: were all to draw the same, heads would lose the same weights.
+    kept = over_ranks[:, :, -1, :].std(dim=0) > 0
+    assert kept.all()
+    moved = over_ranks[:, :, -1, 0] - over_ranks[:, :, -1, 0].mean(0)
+    related = torch.corrcoef(moved.T) - torch.eye(heads)
+    assert related.abs().max() < 0.5, related
 
 
 def main(ranks: int, chosen: str = "") -> int:
