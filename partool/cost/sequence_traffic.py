@@ -20,7 +20,7 @@ from partool.cost.case import Job
 from partool.cost.kinds import axis_of, kinds
 from partool.cost.pipeline import stages_of_ranks
 from partool.cost.sequence_types import Heads, Sent
-from partool.layout.grid import Axis
+from partool.layout.grid import Axis, Turn, turns
 from partool.layout.sequence import Order, Spans, shares
 from partool.layout.startrail import Trails
 from partool.plan.types import Layout
@@ -93,8 +93,9 @@ def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     team, kind_of = Team.of(job, layout), kinds(job.model)
     if team.method == "dsp":
         tensor = layout.mesh.tp if layout.sequence_norms else 1
-        turned = [_turns(job, layout, bounds, rank, tensor) for rank in range(layout.mesh.cp * tensor)]
-        return max(sum(sent.bytes(job.compute_bytes)) for sent in turned)
+        return layout.micro_batch * max(
+            sum(sent.bytes(job.compute_bytes)) for sent in _turns(job, layout.mesh.cp, bounds, tensor)
+        )
     heads, totals = heads_of(job, layout), [0] * len(looked_at(team.ranks))
     counted = Counter((kind_of[at].window, layout.recompute[at]) for bound in bounds for at in range(*bound))
     for (window, policy), layers in counted.items():
@@ -106,19 +107,38 @@ def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     return layout.micro_batch * max(totals)
 
 
-def _turns(job: Job, layout: Layout, bounds: list[tuple[int, int]], rank: int, tensor: int) -> Sent:
-    """Return what DSP sends; every stage of a pipeline begins and ends with the same axis cut.
-
-    Where ``tensor`` ranks share the tokens of a sequence rank, ``rank`` is the place among all of them.
-    """
+def _turns(job: Job, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
+    """Return what each rank of DSP sends; every stage of a pipeline begins and ends with the same axis cut."""
     grid = job.model.grid
     if grid is None:
-        return NOTHING
-    axes: list[list[Axis]] = [
-        [axis for at in range(*bound) if (axis := axis_of(job.model, at)) is not None] for bound in bounds
+        return [NOTHING]
+    ways: Counter[Axis] = Counter()
+    for bound in bounds:
+        axes = [axis for at in range(*bound) if (axis := axis_of(job.model, at)) is not None]
+        ways.update(way for turn in turns(axes) for way in turn if way is not None)
+    hidden = job.model.hidden
+    return [
+        Sent(
+            *(
+                hidden * sum(times * getattr(sent[way], name) for way, times in ways.items())
+                for name in ("forward", "backward")
+            )
+        )
+        for sent in _turned(grid, ranks, tensor)
     ]
-    width = layout.micro_batch * job.model.hidden
-    return sequence_dsp.sent_by_stages(grid, layout.mesh.cp, rank, axes, width, tensor=tensor)
+
+
+@lru_cache(maxsize=256)
+def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
+    """Return what each rank sends to get whole rows, and whole columns, of a hidden state one element wide.
+
+    Where ``tensor`` ranks share the tokens of each of the ``ranks``, of all of them.
+    """
+    ways: tuple[Axis, Axis] = ("row", "column")
+    return tuple(
+        {way: sequence_dsp.sent(grid, ranks, rank, Turn(way, None), 1, tensor=tensor) for way in ways}
+        for rank in looked_at(ranks * tensor)
+    )
 
 
 def heads_of(job: Job, layout: Layout) -> Heads:
