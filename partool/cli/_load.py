@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from pydantic import ValidationError
@@ -17,6 +17,9 @@ from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.types import Plan
+
+if TYPE_CHECKING:
+    from partool.planner.longest import Longest
 
 Output = Literal["text", "json", "github", "sarif"]
 Lines = Mapping[str, list[str]]
@@ -82,6 +85,31 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
             show(errors, lines, "text", failed=True)
             raise typer.Exit(_ERRORS)
         found.append((row, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
+    return found
+
+
+def longest_sequences(
+    path: Path, overrides: list[str], keys: list[str]
+) -> list[tuple[list[str], Longest, Plan | None]]:
+    """Return, where lengths of sequences are varied, the longest that fits with each method, and its plan.
+
+    One such list for every combination of what else is varied.
+    """
+    from partool.planner.longest import longest
+    from partool.planner.queries import LENGTH, combinations
+    from partool.spec import load
+
+    rows = combinations(keys)
+    lengths = [int(value) for row in rows for key, _, value in (one.partition("=") for one in row) if key == LENGTH]
+    others = dict.fromkeys(tuple(one for one in row if not one.startswith(f"{LENGTH}=")) for row in rows)
+    found = []
+    for beside in others if lengths else ():
+        loaded = load(path, [*overrides, *beside])
+        if loaded.spec is None:
+            continue
+        for one in longest(loaded.spec, path.absolute().parent, max(lengths)):
+            plan = _planned(path, [*overrides, *beside, *one.overrides])[0] if one.tokens else None
+            found.append((list(beside), one, plan))
     return found
 
 

@@ -15,6 +15,7 @@ from partool.cli._load import (
     answer_or_exit,
     check_specs,
     load_plan_or_exit,
+    longest_sequences,
     read_plan_or_exit,
     varied,
 )
@@ -22,6 +23,8 @@ from partool.plan.types import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from partool.planner.longest import Longest
 
 _DIFFERENT = 10
 
@@ -45,7 +48,12 @@ def command(
         Path | None, typer.Option("--diff", help="Show what differs from this plan, predictions side by side.")
     ] = None,
     vary: Annotated[
-        list[str] | None, typer.Option("--vary", help="key=a,b,c: the best plan for each value; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            help="key=a,b,c: the best plan for each value; repeatable. Of sequence_length also the longest that fits "
+            "with each way to share sequences.",
+        ),
     ] = None,
     smallest: Annotated[bool, typer.Option("--smallest", help="Plan the smallest cluster that fits.")] = False,
     largest: Annotated[
@@ -72,7 +80,8 @@ def command(
         raise typer.BadParameter("several specs go only together with --check")
     spec = specs[0]
     if vary:
-        _print_varied(varied(spec, overrides or [], vary), output)
+        rows = varied(spec, overrides or [], vary)
+        _print_varied(rows, longest_sequences(spec, overrides or [], vary), output)
         return
     previous = read_plan_or_exit(against) if against else None
     older = read_plan_or_exit(diff) if diff else None
@@ -176,14 +185,21 @@ def _diff(old: Plan, new: Plan, output: Output) -> None:
             tables.render_comparison(old, new, console)
 
 
-def _print_varied(rows: list[tuple[list[str], Plan | None, str]], output: Output) -> None:
+def _print_varied(
+    rows: list[tuple[list[str], Plan | None, str]],
+    longest: list[tuple[list[str], Longest, Plan | None]],
+    output: Output,
+) -> None:
+    from partool.report import longest as of_methods
     from partool.report import tables
 
     if output == "json":
-        typer.echo(json.dumps(tables.varied_rows(rows), indent=2))
-    else:
-        with printing() as console:
-            tables.render_varied(rows, console)
+        typer.echo(json.dumps([*tables.varied_rows(rows), *of_methods.longest_rows(longest)], indent=2))
+        return
+    with printing() as console:
+        tables.render_varied(rows, console)
+        if longest:
+            of_methods.render_longest(longest, console)
 
 
 def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: str) -> None:

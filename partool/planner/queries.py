@@ -17,6 +17,9 @@ from partool.spec.spec import Spec
 
 Largest = Literal["micro_batch", "sequence_length", "global_batch"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
+LENGTH = "training.sequence_length"
+_SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
+"""Keys of what-ifs that may be written without their section."""
 _MOST_NODES = 2**17
 _GRAIN = 256
 """Sequence lengths are tried in multiples of this many tokens."""
@@ -90,7 +93,8 @@ def fits(problem: Problem, *, once: bool = False) -> bool:
 def combinations(varied: list[str]) -> list[list[str]]:
     """Return the overrides of each row of a table: every combination of ``key=a,b,c``.
 
-    ``hardware`` stands for ``hardware.accelerator``. Raises ``ValueError`` where there is no ``=``, or no value.
+    ``hardware`` stands for ``hardware.accelerator``, ``sequence_length`` for ``training.sequence_length``. Raises
+    ``ValueError`` where there is no ``=``, or no value.
     """
     axes = []
     for text in varied:
@@ -98,7 +102,7 @@ def combinations(varied: list[str]) -> list[list[str]]:
         listed = [value.strip() for value in _split(values)]
         if not equals or not key.strip() or not all(listed):
             raise ValueError(f"{text!r} is not key=value,value,...")
-        name = "hardware.accelerator" if key.strip() == "hardware" else key.strip()
+        name = _SHORT.get(key.strip(), key.strip())
         axes.append([f"{name}={value}" for value in listed])
     return [list(row) for row in itertools.product(*axes)]
 

@@ -1,0 +1,45 @@
+"""The longest sequence that fits with each way to share one, as a table and as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.types import Plan
+from partool.planner.longest import NONE, Longest
+from partool.report.tables import plan_summary, varied_rows
+from partool.report.units import amount, gib, seconds
+
+Rows = list[tuple[list[str], Longest, Plan | None]]
+"""What is varied beside lengths, what was found, and the plan of it; None where nothing fits."""
+
+
+def render_longest(rows: Rows, console: Console) -> None:
+    """Print one line per method, below the table of what-ifs."""
+    table = Table(box=None, pad_edge=False)
+    keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]]
+    for at, name in enumerate((*keys, "shared by", "tokens", "layout", "step", "tokens/s/device", "GiB")):
+        left = at <= len(keys) or name == "layout"
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "layout", overflow="fold")
+    for beside, one, plan in rows:
+        cells = [*(override.partition("=")[2] for override in beside), "nothing" if one.method == NONE else one.method]
+        if plan is None:
+            table.add_row(*cells, "-", "none fits", *("-",) * 3)
+            continue
+        time = plan.prediction.time
+        each = amount(time.tokens_per_s / plan.layout.mesh.world_size)
+        fits = gib(plan.prediction.memory.total_bytes)
+        table.add_row(*cells, f"{one.tokens:,}", plan_summary(plan), seconds(time.step_time_s), each, fits)
+    console.print()
+    console.print(Text("Longest sequence that fits", "bold"))
+    console.print(table)
+
+
+def longest_rows(rows: Rows) -> list[dict[str, Any]]:
+    """Return the same as data: rows like those of what-ifs, with the method and the tokens that it fits."""
+    found = varied_rows([([*beside, *one.overrides], plan, "" if plan else "none fits") for beside, one, plan in rows])
+    of_methods = ({"method": one.method, "longest_tokens": one.tokens} for _, one, _ in rows)
+    return [row | own for row, own in zip(found, of_methods, strict=True)]
