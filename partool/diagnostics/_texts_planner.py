@@ -281,13 +281,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {tensor: {degree: 2, overlap: backward}}"),
     ),
     Rule(
-        "PT403",
-        "Sequence parallelism is planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {sequence: {degree: 2}}"),
-        _gpus("parallel: {recompute: full}"),
-    ),
-    Rule(
         "PT404",
         "Expert parallelism is planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

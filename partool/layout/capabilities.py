@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
 
 from partool.spec.model import ModelConfig
-from partool.spec.parallel import SequenceMethod
 
 _ZERO = "tests/parity/test_zero.py"
 _MODEL = "tests/unit/test_runtime_model.py"
@@ -140,7 +138,7 @@ _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
 _ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
 _SHARES = "tests/parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process"
 _AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
-_SEQUENCES = {**dict.fromkeys(("ulysses", "ring", "startrail", "all_gather"), _SHARES), "dsp": _AXES}
+_SEQUENCES = {**dict.fromkeys(("ulysses", "ring", "usp", "startrail", "all_gather"), _SHARES), "dsp": _AXES}
 """Methods of sequence parallelism, and the test of each."""
 _TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
 
@@ -200,11 +198,6 @@ GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
         "PT401", "tensor parallelism through symmetric memory", ("parallel", "tensor", "overlap")
     ),
-    **{
-        f"sequence {name}": Gap("PT403", f"sequence parallelism by {name}", ("parallel", "sequence", "degree"))
-        for name in get_args(SequenceMethod)
-        if name not in _SEQUENCES
-    },
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
     "mla": Gap("PT406", "multi-head latent attention", ("model",)),
