@@ -280,3 +280,6 @@ def test_model_that_no_type_expresses():
     assert error.value.code == "PT624"
     assert "mistral: all layers have the same attention" in error.value.message
     assert family_of(ModelConfig(**SHAPES)).model_type == "llama"
+    along = ("row", "column", "row")
+    with pytest.raises(ConfigurationError, match="llama: no layer attends along rows or columns"):
+        family_of(ModelConfig(**SHAPES, grid=(4, 4), layer_types=along))

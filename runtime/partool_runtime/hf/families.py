@@ -85,6 +85,7 @@ _ROPE_RMSNORM_GATED = (
 )
 _NO_QK_NORM = Condition(lambda c: not c.qk_norm, "qk_norm is false")
 _NO_WINDOW = Condition(lambda c: not _windowed(c), "no layer has a sliding window")
+_NO_AXES = Condition(lambda c: not {"row", "column"} & set(c.layer_types), "no layer attends along rows or columns")
 _NO_FFN_BIAS = Condition(lambda c: not c.ffn_bias, "ffn_bias is false")
 _SAME_BIAS = Condition(lambda c: c.qkv_bias == c.out_bias, "qkv_bias equals out_bias")
 
@@ -106,7 +107,7 @@ FAMILIES: dict[str, Family] = {
             "LlamaForCausalLM",
             "model.",
             _LLAMA_PLACES,
-            (*_ROPE_RMSNORM_GATED, _NO_QK_NORM, _NO_WINDOW, _SAME_BIAS),
+            (*_ROPE_RMSNORM_GATED, _NO_QK_NORM, _NO_WINDOW, _NO_AXES, _SAME_BIAS),
             ("rotary_emb.inv_freq",),
         ),
         Family(
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Family] = {
             (
                 *_ROPE_RMSNORM_GATED,
                 _NO_QK_NORM,
+                _NO_AXES,
                 _NO_FFN_BIAS,
                 Condition(lambda c: not c.qkv_bias and not c.out_bias, "qkv_bias and out_bias are false"),
                 Condition(lambda c: not _windowed(c) or all_sliding(c), "all layers have the same attention"),
@@ -131,6 +133,7 @@ FAMILIES: dict[str, Family] = {
             (
                 *_ROPE_RMSNORM_GATED,
                 _NO_QK_NORM,
+                _NO_AXES,
                 _NO_FFN_BIAS,
                 Condition(lambda c: c.qkv_bias and not c.out_bias, "qkv_bias is true and out_bias false"),
             ),
@@ -141,7 +144,13 @@ FAMILIES: dict[str, Family] = {
             "Qwen3ForCausalLM",
             "model.",
             _LLAMA_PLACES | _QK_NORM_PLACES,
-            (*_ROPE_RMSNORM_GATED, Condition(lambda c: c.qk_norm, "qk_norm is true"), _NO_FFN_BIAS, _SAME_BIAS),
+            (
+                *_ROPE_RMSNORM_GATED,
+                Condition(lambda c: c.qk_norm, "qk_norm is true"),
+                _NO_AXES,
+                _NO_FFN_BIAS,
+                _SAME_BIAS,
+            ),
         ),
         Family(
             "gpt2",
@@ -159,6 +168,7 @@ FAMILIES: dict[str, Family] = {
                 Condition(lambda c: c.head_dim * c.heads == c.hidden, "head_dim times heads is hidden"),
                 _NO_QK_NORM,
                 _NO_WINDOW,
+                _NO_AXES,
             ),
             (".attn.bias", ".attn.masked_bias"),
         ),
