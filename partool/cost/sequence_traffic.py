@@ -147,7 +147,10 @@ def heads_of(job: Job, layout: Layout) -> Heads:
     queries, keys = (int(each) for each in cut.heads(model, layout.mesh.tp))
     if model.mla:
         key = model.mla.nope_head_dim + model.mla.rope_head_dim
-        return Heads(1, queries, keys, key, model.mla.v_head_dim)
+        value = model.mla.v_head_dim
+        # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
+        wide = max(key, value)
+        return Heads(1, queries, keys, *((key, value) if layout.sequence_method == "ulysses" else (wide, wide)))
     return Heads(1, queries, keys, model.head_dim, model.head_dim)
 
 
