@@ -146,7 +146,7 @@ def exchange(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Excha
     forms = (
         ((method == ULYSSES) | (method == USP), _trade),
         ((method == RING_OF_KEYS) | (method == USP), rings),
-        (method == STARTRAIL, _startrail),
+        (method == STARTRAIL, _halo if windowed else _startrail),
         (method == ALL_GATHER, _halo if windowed else _gather),
         (method == DSP, _turn),
     )

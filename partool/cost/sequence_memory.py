@@ -67,7 +67,7 @@ def buffer_bytes(job: Job, layouts: Layouts) -> Column:
         # As a share of a rank's own tokens.
         most = max(window for window in windows if window is not None) - 1
         halo = np.minimum(most / np.maximum(dealt.tokens(job, layouts) * dealt.trading(layouts), 1), layouts.cp)
-        blocks = gathered = halo * sizes.keys * (small + wide) + sizes.query * wide
+        blocks = gathered = team = halo * sizes.keys * (small + wide) + sizes.query * wide
     else:
         gathered = layouts.cp * sizes.keys * (small + wide) + sizes.query * wide
     turned = 2.0 * job.model.hidden / cut.stream(job, layouts) * small

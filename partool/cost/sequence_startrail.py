@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partool.cost import sequence_halo
 from partool.cost.sequence_types import Heads, Sent
 from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
@@ -12,7 +13,9 @@ from partool.layout.startrail import Trails
 def sent(shares: Sequence[Spans], heads: Heads, rank: int, trails: Trails) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Queries go to the C - 1 others of the team; keys and values go to the C ranks whose rings begin with them (the
+    Layers with windows exchange only what is seen (:mod:`partool.cost.sequence_halo`). In others:
+
+    queries go to the C - 1 others of the team; keys and values go to the C ranks whose rings begin with them (the
     paper gathers them in the team first, and sends the whole; here nothing is gathered that is only passed on); R - 1
     blocks of keys and values are passed on; and partial results go back to the team, with their sums of exponentials.
     Where sizes divide, that is 2·ranks/C + 2·(C - 1) times what one rank holds of keys and values, with as many heads
@@ -21,6 +24,8 @@ def sent(shares: Sequence[Spans], heads: Heads, rank: int, trails: Trails) -> Se
     The backward pass needs the queries of the team again, with results, their gradients and sums of exponentials; it
     passes on keys and values, and their wide gradients; and returns those of queries and of keys.
     """
+    if heads.window is not None and heads.window < sum(map(tokens, shares)):
+        return sequence_halo.sent(shares, heads, rank)
     mine = tokens(shares[rank])
     sizes = trails.sizes(shares)
     team, _ = trails.place(rank)

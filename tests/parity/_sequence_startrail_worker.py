@@ -17,8 +17,7 @@ from partool.layout.startrail import Trails
 from partool.spec.parallel import Inside
 from partool_runtime.model.attention import AttentionLayout, Tokens, visible
 from partool_runtime.parallel.comm import CommCounter, Traffic
-from partool_runtime.parallel.sequence.op import ExchangeAttend
-from partool_runtime.parallel.sequence.startrail import StarTrail
+from partool_runtime.parallel.sequence.startrail import attend_in
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
 WIDTH = 4
@@ -49,6 +48,8 @@ CASES = (
     Case(8, 2, 35, (4, 1), inside="rings"),
     Case(8, 2, 37, (3, 3), order="contiguous", window=3),
     Case(8, 2, 37, (3, 1), order="contiguous", window=11, documents=True),
+    Case(8, 2, 35, (2, 1), inside="rings", window=5, documents=True),
+    Case(8, 2, 35, window=35),
     Case(9, 3, 41, (5, 5), inside="rings", documents=True),
     Case(12, 2, 53, (6, 3), order="contiguous"),
     Case(12, 2, 53, (2, 2), inside="rings", batch=1),
@@ -80,7 +81,7 @@ def check(case: Case, team: SequenceTeam, seed: int) -> None:
     mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
     q, k, v, grad = (x[:, :, mine].to(case.dtype) for x in whole)
     heads = [x.requires_grad_() for x in (q, k, v)]
-    core = ExchangeAttend(StarTrail(team, case.trails))
+    core = attend_in(team, case.trails)
     with CommCounter() as forward:
         out = core(*heads, layout, Tokens(case.length, mine, documents_BL))
     with CommCounter() as backward:
@@ -115,7 +116,7 @@ def two_at_once(groups: dict[int, Any]) -> None:
         mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
         whole = inputs(case, 0)
         q, k, v = (x[:, :, mine].requires_grad_() for x in whole[:3])
-        core = ExchangeAttend(StarTrail(team, case.trails))
+        core = attend_in(team, case.trails)
         out = core(q, k, v, AttentionLayout(None), Tokens(case.length, mine))
         found.append((case, whole, mine, (q, k, v), out, core))
     for case, whole, mine, heads, out, _ in found:

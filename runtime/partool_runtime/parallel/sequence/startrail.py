@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -22,16 +22,22 @@ from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
+from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.post import Post, send
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers attend in teams and rings, in place."""
-    trails = Trails(team.ranks, layout.sequence_teams, layout.sequence_inside)
+    """Let layers attend in teams and rings, those with windows to what they see of other ranks' tokens."""
+    attend = attend_in(team, Trails(team.ranks, layout.sequence_teams, layout.sequence_inside))
     for block in blocks:
-        cast(Any, block.attention).core = ExchangeAttend(StarTrail(team, trails))
+        block.attention.core = attend
+
+
+def attend_in(team: SequenceTeam, trails: Trails) -> ExchangeAttend:
+    """Return what attends so."""
+    return ExchangeAttend(WithHalo(team, StarTrail(team, trails)))
 
 
 class Piece(NamedTuple):
