@@ -17,17 +17,19 @@ def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Ten
     The S tokens are whole rows of a grid of ``(rows, columns)``, or whole columns, whichever ``axis`` says: all of
     them or a part.
     """
-    batch, heads, _, dim = x_BNSD.shape
-    x_BNRCD = x_BNSD.reshape(batch, heads, *_lines(x_BNSD.shape[2], axis, grid), dim)
-    order = (0, 2, 1, 3, 4) if axis == "row" else (0, 3, 1, 2, 4)
-    return x_BNRCD.permute(order).flatten(0, 1)
+    batch, heads, count, dim = x_BNSD.shape
+    x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
+    x_BXLND = x_BRCND if axis == "row" else x_BRCND.transpose(1, 2)
+    return x_BXLND.flatten(0, 1).transpose(1, 2)
 
 
 def unfolded(x_XNLD: torch.Tensor, batch: int, axis: Axis) -> torch.Tensor:
     """Return what :func:`folded` has taken apart, ``[B, N, S, D]``."""
-    _, heads, length, dim = x_XNLD.shape
-    x_BXNLD = x_XNLD.reshape(batch, x_XNLD.shape[0] // batch, heads, length, dim)
-    return x_BXNLD.permute((0, 2, 1, 3, 4) if axis == "row" else (0, 2, 3, 1, 4)).flatten(2, 3)
+    lines, heads, length, dim = x_XNLD.shape
+    # Tokens before heads in memory, as the output projection wants them: columns are copied once, rows not at all.
+    x_BXLND = x_XNLD.transpose(1, 2).reshape(batch, lines // batch, length, heads, dim)
+    x_BRCND = x_BXLND if axis == "row" else x_BXLND.transpose(1, 2)
+    return x_BRCND.reshape(batch, -1, heads, dim).transpose(1, 2)
 
 
 def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
