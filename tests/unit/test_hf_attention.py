@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from partool.plan.types import HfModel
+from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.asked import Asked, UnknownAttentionError, asked
 from partool_runtime.hf.attention import HfAttention, Seen, padded
 from partool_runtime.hf.building import meta_parameters
+from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.structure import describe
 from partool_runtime.model.attention import AttentionLayout, attend
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.sequence.hf import take_attention
+from partool_runtime.weights import fill, materialise, post_load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from _hf_models import COMMON, MODELS
+from _hf_models import COMMON, MODELS, write_model
 
 SMALL: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
@@ -110,6 +117,50 @@ def test_a_layer_that_asks_for_something_else_stops_the_run(seen: Any, options: 
     with pytest.raises(ConfigurationError, match=what) as caught:
         HfAttention(AttentionLayout(3))((heads[0], heads[1], heads[2]), seen, None, 0.0, options)
     assert caught.value.code == "PT654"
+
+
+def test_two_models_and_their_recomputation_keep_apart(tmp_path: Path) -> None:
+    """Layers that are computed again know the tokens of their own pass, whatever ran since."""
+    models = [taken(write_model(name, tmp_path)) for name in ("qwen3_deep", "llama")]
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for length in (11, 8):
+        tokens = torch.randint(31, (2, length), generator=generator)
+        ends = torch.rand(tokens.shape, generator=generator) < 0.3
+        batches.append((tokens, tokens.roll(1), ends.int().cumsum(1).int()))
+    passes = [(model, batch) for batch in batches for model in models]
+    alone = []
+    for model, batch in passes:
+        model(*batch).backward()
+        alone.append(gradients(model))
+    losses = [model(*batch) for model, batch in passes]
+    for loss, (model, _), expected in zip(losses, passes, alone, strict=True):
+        loss.backward()
+        found = gradients(model)
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    import transformers
+
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    assert other.config._attn_implementation == "sdpa"
+
+
+def taken(path: Path) -> HfDecoder:
+    """A model whose layers attend through the seam and are computed again in the backward pass."""
+    described = describe(path)
+    config = ModelConfig.model_validate(described["fields"], strict=False)
+    model = HfDecoder(HfModel(path=str(path), model_type="", architecture=""), config)
+    take_attention(model, SimpleNamespace(model=config))  # type: ignore[arg-type]
+    recompute(model.layers, ["full"] * config.layers)
+    materialise(model, "cpu")
+    fill(model, Weights(source="hf", path=str(path)), seed=0)
+    post_load(model)
+    return model
+
+
+def gradients(model: HfDecoder) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("widths", [(7, 5), (5, 7), (4, 4)])
