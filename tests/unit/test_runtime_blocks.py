@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, index, shares, tokens
-from partool_runtime.model import blocks, kernels
+from partool_runtime.model import blocks, documents, kernels
 from partool_runtime.model.attention import Tokens, attend
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.kernels import Sight
@@ -116,8 +116,9 @@ def test_blocks_in_any_order_equal_attention_written_out(
     length, dealt = random_shares(draw)
     batch, keys, each = draw.choice((1, 2)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))
     layout = AttentionLayout(draw.choice((None, None, 1, 2, 5, 13, 50)))
-    documents_BL = torch.randint(0, 3, (batch, length)).sort(-1).values.int() if draw.random() < 0.5 else None
+    documents_BL = torch.randint(0, 3, (batch, length)).sort(-1).values.int() if draw.random() < 0.6 else None
     monkeypatch.setattr(blocks, "MOST_PAIRS", draw.choice((1, 7, 40, 1 << 22)))
+    monkeypatch.setattr(documents, "SHORT", draw.choice((1, 5, 20)))
     if kernel == "math":
         monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
     whole = tuple(
@@ -196,6 +197,49 @@ def test_values_may_be_of_another_width() -> None:
     wanted = torch.autograd.grad(expected.sin().sum(), (q, k, v))
     for a, b in zip(torch.autograd.grad(found.sin().sum(), (q, k, v)), wanted, strict=True):
         same(a, b)
+
+
+# --- documents ---
+
+
+def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones need no mask, short ones are taken together; where they begin is asked for once."""
+    monkeypatch.setattr(blocks, "MOST_PAIRS", 1000)
+    monkeypatch.setattr(documents, "SHORT", 8)
+    lengths = ((40, 5, 2, 30, 3), (7, 50, 23))
+    documents_BL = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
+    asked: list[torch.Tensor] = []
+    calls: list[tuple[int, int, bool]] = []
+
+    def ask(x: torch.Tensor) -> Any:
+        asked.append(x)
+        return of_documents(x)
+
+    def note(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append((q.shape[2], k.shape[2], sight.mask is not None))
+        return forward(q, k, v, sight)
+
+    of_documents, forward = documents._stretches, kernels.forward
+    monkeypatch.setattr(documents, "_stretches", ask)
+    monkeypatch.setattr(kernels, "forward", note)
+    q, k, v = (torch.randn(2, n, 80, 4, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
+    expected, _ = reference((q, k, v), AttentionLayout(None), documents_BL)
+    for _ in range(2):
+        found = attend(q, k, v, AttentionLayout(None), Tokens(80, None, documents_BL))
+        same(found, expected)
+        found.sum().backward()
+    assert len(asked) == 1
+    once = [(40, 40, False), (7, 7, True), (30, 30, False), (3, 3, False), (7, 7, False), (50, 50, False)]
+    assert calls == [*once, (23, 23, False)] * 2
+
+
+def test_documents_that_come_back_are_told_apart_by_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_PAIRS", 10)
+    documents_BL = torch.tensor([[0, 0, 1, 1, 0, 2, 2]])
+    assert documents.stretches(documents_BL) is None
+    q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3))
+    found = attend(q, k, v, AttentionLayout(None), Tokens(7, None, documents_BL))
+    same(found, reference((q, k, v), AttentionLayout(None), documents_BL)[0])
 
 
 # --- memory ---

@@ -8,6 +8,7 @@ and the rest is computed in pieces.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ import torch
 
 from partool.layout.sequence import Spans
 from partool_runtime.model import kernels
+from partool_runtime.model.documents import Stretch, stretches
 from partool_runtime.model.kernels import Sight, wide
-from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
+from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles, within
 from partool_runtime.model.visibility import AttentionLayout, visible
 
 MOST_PAIRS = 1 << 22
@@ -50,23 +52,29 @@ class Seen:
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: Meeting) -> None:
         """Let them see a block of keys and values, not seen before."""
         self._width = v_BKSD.shape[3]
-        for part, sight in _parts(meeting, self._q, v_BKSD):
-            (first, past), (low, high) = part.queries, part.keys
-            out, lse = kernels.forward(self._q[:, :, first:past], k_BKSD[:, :, low:high], v_BKSD[:, :, low:high], sight)
-            self.merge(part.queries, out, lse)
+        for call in _calls(meeting, self._q, v_BKSD):
+            heads = call.of_queries(self._q), call.of_keys(k_BKSD), call.of_keys(v_BKSD)
+            self.merge(call.part.queries, *kernels.forward(*heads, call.sight), call.sequences)
 
-    def merge(self, queries: tuple[int, int], out_BNQD: torch.Tensor, lse_BNQ: torch.Tensor) -> None:
+    def merge(
+        self,
+        queries: tuple[int, int],
+        out_BNQD: torch.Tensor,
+        lse_BNQ: torch.Tensor,
+        sequences: tuple[int, int] | None = None,
+    ) -> None:
         """Add the result of some of the queries, from one to before another, of keys that they have not seen yet.
 
         ``lse_BNQ`` is the logarithm of the sum of exponentials over these keys, minus infinity where none was seen.
+        Without ``sequences``, first and one past the last, they are of all of these.
         """
         self._width = out_BNQD.shape[3]
-        if self._out is None and queries == (0, self._q.shape[2]):
+        if self._out is None and out_BNQD.shape[0] == self._q.shape[0] and queries == (0, self._q.shape[2]):
             self._out, self._lse = out_BNQD, lse_BNQ.to(wide(self._q.dtype))
             return
         all_out, all_lse = self._wide()
-        rows = slice(*queries)
-        out, lse = all_out[:, :, rows], all_lse[:, :, rows]
+        some, rows = slice(*(sequences or (None,))), slice(*queries)
+        out, lse = all_out[some, :, rows], all_lse[some, :, rows]
         # Of both nothing, the difference is not a number; the weight does not matter then.
         weight = torch.sigmoid(lse_BNQ - lse).nan_to_num_(0.0)[..., None]
         out += weight * (out_BNQD - out)
@@ -112,14 +120,13 @@ class Returned:
         meeting: Meeting,
     ) -> None:
         """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
-        for part, sight in _parts(meeting, self._q, keys[1]):
-            rows, columns = slice(*part.queries), slice(*part.keys)
-            inputs = (self._q[:, :, rows], keys[0][:, :, columns], keys[1][:, :, columns])
-            results = (self._out[:, :, rows], self._lse[:, :, rows])
-            dq, dk, dv = kernels.backward(self._grad[:, :, rows], inputs, results, sight)
-            self.dq_BNQD[:, :, rows] += dq
-            gradients[0][:, :, columns] += dk
-            gradients[1][:, :, columns] += dv
+        for call in _calls(meeting, self._q, keys[1]):
+            inputs = call.of_queries(self._q), call.of_keys(keys[0]), call.of_keys(keys[1])
+            results = call.of_queries(self._out), call.of_queries(self._lse)
+            dq, dk, dv = kernels.backward(call.of_queries(self._grad), inputs, results, call.sight)
+            call.of_queries(self.dq_BNQD).add_(dq)
+            call.of_keys(gradients[0]).add_(dk)
+            call.of_keys(gradients[1]).add_(dv)
 
 
 def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
@@ -131,19 +138,86 @@ def like_tokens(x_BNSD: torch.Tensor, dtype: torch.dtype, width: int | None = No
     return x_BNSD.new_empty(batch, length, heads, own if width is None else width, dtype=dtype).transpose(1, 2)
 
 
-def _parts(meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> Iterator[tuple[Rectangle, Sight]]:
-    """Yield the rectangles of a meeting that one call of a kernel computes, and what is seen in them."""
+class _Call(NamedTuple):
+    """What one call of a kernel computes."""
+
+    sequences: tuple[int, int]
+    """First and one past the last of the batch."""
+    part: Rectangle
+    sight: Sight
+
+    def of_queries(self, x_BNQ: torch.Tensor) -> torch.Tensor:
+        """Return its part of what queries have."""
+        return x_BNQ[slice(*self.sequences), :, slice(*self.part.queries)]
+
+    def of_keys(self, x_BKS: torch.Tensor) -> torch.Tensor:
+        """Return its part of what keys have."""
+        return x_BKS[slice(*self.sequences), :, slice(*self.part.keys)]
+
+
+def _calls(meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> Iterator[_Call]:
+    """Yield the calls of kernels that a meeting is computed by."""
     queries, keys, layout, documents = meeting
     if q_BNQD.shape[0] == 0 or q_BNQD.shape[1] == 0:
         return
-    cut = documents is not None or kernels.holds_scores(q_BNQD, v_BKSD)
-    most = max(1, MOST_PAIRS // (1 if documents is None else q_BNQD.shape[0]))
-    for whole in (rectangles if cut else joined)(queries, keys, layout.window):
-        if not cut and whole.kind != "masked":
-            yield whole, Sight(causal=whole.kind == "causal")
+    all_ = (0, q_BNQD.shape[0])
+    holds_scores = kernels.holds_scores(q_BNQD, v_BKSD)
+    if documents is None:
+        for part in (rectangles if holds_scores else joined)(queries, keys, layout.window):
+            yield from _plain(part, all_, layout, q_BNQD.device, cut=holds_scores)
+        return
+    for whole in rectangles(queries, keys, layout.window):
+        known = None if _pairs(whole) * all_[1] <= MOST_PAIRS else stretches(documents)
+        if known is None:
+            yield from _masked(whole, all_, layout, documents, q_BNQD.device)
             continue
-        for part in pieces(whole, layout.window, most):
-            yield part, Sight(mask=_mask(part, layout, documents, q_BNQD.device))
+        for number, of_sequence in enumerate(known):
+            for stretch in _between(of_sequence, whole):
+                for part in within(whole, stretch.start, stretch.stop, layout.window):
+                    one = (number, number + 1)
+                    if stretch.alone:
+                        yield from _plain(part, one, layout, q_BNQD.device, cut=holds_scores)
+                    else:
+                        yield from _masked(part, one, layout, documents, q_BNQD.device)
+
+
+def _plain(
+    part: Rectangle, sequences: tuple[int, int], layout: AttentionLayout, device: torch.device, *, cut: bool
+) -> Iterator[_Call]:
+    """Yield calls for a rectangle in which documents do not matter, in pieces if scores are held."""
+    if part.kind != "masked" and not cut:
+        yield _Call(sequences, part, Sight(causal=part.kind == "causal"))
+    else:
+        yield from _masked(part, sequences, layout, None, device)
+
+
+def _masked(
+    part: Rectangle,
+    sequences: tuple[int, int],
+    layout: AttentionLayout,
+    documents_BL: torch.Tensor | None,
+    device: torch.device,
+) -> Iterator[_Call]:
+    """Yield calls for a rectangle, each with a mask."""
+    count = 1 if documents_BL is None else sequences[1] - sequences[0]
+    if documents_BL is not None:
+        documents_BL = documents_BL[slice(*sequences)]
+    for piece in pieces(part, layout.window, max(1, MOST_PAIRS // count)):
+        yield _Call(sequences, piece, Sight(mask=_mask(piece, layout, documents_BL, device)))
+
+
+def _pairs(part: Rectangle) -> int:
+    return (part.queries[1] - part.queries[0]) * (part.keys[1] - part.keys[0])
+
+
+def _between(of_sequence: tuple[Stretch, ...], part: Rectangle) -> Iterator[Stretch]:
+    """Yield the stretches that have queries of a rectangle."""
+    first = part.first_query
+    past = first + part.queries[1] - part.queries[0]
+    for stretch in of_sequence[bisect_right(of_sequence, first, key=lambda stretch: stretch.stop) :]:
+        if stretch.start >= past:
+            return
+        yield stretch
 
 
 def _mask(

@@ -53,6 +53,16 @@ def joined(queries: Spans, keys: Spans, window: int | None) -> tuple[Rectangle, 
     return tuple(_join(found, by_keys=False))
 
 
+def within(rectangle: Rectangle, start: int, stop: int, window: int | None) -> list[Rectangle]:
+    """Return the rectangles of those of its queries and keys that lie between two places in the sequence."""
+    queries, keys = (
+        (max(start, place), min(stop, place + held[1] - held[0]))
+        for place, held in ((rectangle.first_query, rectangle.queries), (rectangle.first_key, rectangle.keys))
+    )
+    query, key = rectangle.queries[0] - rectangle.first_query, rectangle.keys[0] - rectangle.first_key
+    return [_held(part, query, key) for part in _parts(queries, keys, window)]
+
+
 def pieces(rectangle: Rectangle, window: int | None, most: int) -> tuple[Rectangle, ...]:
     """Cut a rectangle into masked ones of at most about ``most`` pairs each, without keys that none of them sees."""
     (start, stop), first, key = rectangle.queries, rectangle.first_query, rectangle.first_key
@@ -80,6 +90,8 @@ def _rows(first: int, key: int, window: int | None, most: int) -> int:
 def _parts(queries: Range, keys: Range, window: int | None) -> Iterable[Rectangle]:
     """Yield what a stretch of queries sees of a stretch of keys; ranges are places in the sequence here."""
     (first, past), (low, high) = queries, keys
+    if first >= past or low >= high:
+        return
     high = min(high, past)
     low = low if window is None else max(low, first - window + 1)
     first = max(first, low)
