@@ -78,6 +78,7 @@ def every_kind() -> list[Needs]:
         needs(tensor=2, tensor_overlap="symmetric"),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
         needs(zero=3, gathers=frozenset(GATHERS)), needs(hf=True), needs(hf=True, sequence=2),
+        needs(mlp_tile=4), needs(loss_tile=4),
         needs(zero=3, replicas=2), needs(accumulation=2), needs(frozen=True),
         model(tied_embeddings=True), model(kv_heads=1), model(qk_norm=True), model(qkv_bias=True),
         model(rope_scaling=RopeScaling(factor=8.0, original_max_position=16)),
