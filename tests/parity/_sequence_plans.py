@@ -45,7 +45,7 @@ def sequence_plan(
         mesh,
         model=MODELS[model],
         training={"sequence_length": LENGTH},
-        settings={"steps": STEPS} | (settings or {}),
+        settings={"steps": STEPS, "checkpoint": {"every": STEPS}} | (settings or {}),
         sequence_method=method,
         **own,
         **fields,
