@@ -14,7 +14,7 @@ from partool.plan.types import Alternative
 from partool.planner import tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
-from partool.planner.problem import nothing_runs, runnable
+from partool.planner.problem import runnable
 from partool.planner.search import SLACK, firsts
 from partool.planner.sequence_words import sequence_reasons
 from partool.planner.solve import Solution
@@ -258,21 +258,6 @@ def limit(solution: Solution, best: Priced) -> str:
     if share < 0.02:
         return "compute. The step is almost all forward and backward pass; faster devices or more of them would help."
     return f"{name}, {share:.1%} of the step: more than anything else beside compute."
-
-
-def blocked(solution: Solution, best: Priced) -> Iterator[Diagnostic]:
-    """Yield a warning if only the batch keeps the plan from running: layouts that run share it over all devices."""
-    problem = solution.problem
-    batch, world = problem.spec.training.global_batch, problem.world_size
-    if runnable(problem, best.layout) or nothing_runs(problem) or batch % world == 0:
-        return
-    if all(degree == 1 for degree in problem.pinned_degrees.values()):
-        message = f"global_batch: {batch} does not divide by the {world} data-parallel ranks of a plan that could run"
-        sizes = sorted({batch - batch % world, batch - batch % world + world} - {0})
-        path = ("training", "global_batch")
-        yield Diagnostic(
-            "PT259", message, severity="warning", path=path, help=f"use {' or '.join(str(size) for size in sizes)}"
-        )
 
 
 def tight(solution: Solution, best: Priced) -> Iterator[Diagnostic]:

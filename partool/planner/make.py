@@ -119,7 +119,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         return PlanResult(None, [*found, finding])
     missing = gaps(needs(problem, best.layout))
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
-    found += [*explain.blocked(solution, best), *explain.tight(solution, best)]
+    found += explain.tight(solution, best)
     found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
     found += check_duration(resolved.launch, best.time.total_s)
     cut = partition(problem, best.layout)

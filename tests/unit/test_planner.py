@@ -180,7 +180,7 @@ def test_hash_follows_what_runs() -> None:
 
 RUNNABLE = (
     "quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config", "llama3-8b", "llama3-70b", "hanayo", "weipipe",
-    "tensor",
+    "tensor", "long-context", "long-context-llama3-8b", "video-small", "video-3b",
 )  # fmt: skip
 
 
@@ -313,13 +313,13 @@ def test_candidates_hold_the_plan_and_its_front() -> None:
     assert plan.limit
 
 
-def test_a_batch_that_keeps_a_plan_from_running_is_named() -> None:
-    assert planned(LARGE, ["training.global_batch=12"]).runnable
-    result = plan_of(LARGE, ["training.global_batch=12", "parallel.pipeline=1", "parallel.tensor=1"])
-    assert result.plan is not None
-    assert not result.plan.runnable
-    (found,) = (finding for finding in result.diagnostics if finding.code == "PT259")
-    assert (found.severity, found.help) == ("warning", "use 8 or 16")
+def test_a_batch_that_ranks_cannot_share_leaves_them_sequences() -> None:
+    """Twelve sequences over eight devices: some of these share sequences, or matrices, or layers."""
+    for pins in ([], ["parallel.pipeline=1", "parallel.tensor=1"]):
+        plan = planned(LARGE, ["training.global_batch=12", *pins])
+        assert plan.runnable
+        assert plan.layout.mesh.dp in (1, 2, 4)
+        assert plan.layout.mesh.cp > 1 or not pins
 
 
 def test_host_memory_is_a_limit() -> None:
