@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,24 @@ from _forks import run_forked
 from partool.cost import sequence_gather, sequence_ring
 from partool.cost.sequence_types import Heads, Sent
 from partool.layout.sequence import Order, shares
-from partool_runtime.model import blocks
+from partool.plan.types import Layout
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import Recompute
+from partool_runtime.model import Decoder, blocks
+from partool_runtime.model import documents as documents_of_blocks
 from partool_runtime.model.attention import AttentionLayout, Tokens, visible
+from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import CommCounter
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.sequence import gather, ring
 from partool_runtime.parallel.sequence.gather import Gather
-from partool_runtime.parallel.sequence.halo import Halo, WithHalo
+from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.ring import Ring
 from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
 WORLD = 5
-KEY_DIM = 8
+KEY_DIM = 4
 
 
 class Case(NamedTuple):
@@ -42,6 +49,8 @@ class Case(NamedTuple):
     value_dim: int = KEY_DIM
     most_pairs: int = blocks.MOST_PAIRS
     """Of which one mask is made."""
+    short: int = documents_of_blocks.SHORT
+    """Tokens of documents that masks tell apart."""
 
 
 CASES = (
@@ -49,7 +58,7 @@ CASES = (
     Case("ring", 4, 7, 7, 17, batch=1),
     Case("ring", 5, 6, 2, 23),
     Case("ring", 3, 3, 1, 17, documents=True),
-    Case("ring", 4, 4, 2, 17, documents=True, most_pairs=20),
+    Case("ring", 4, 4, 2, 17, documents=True, most_pairs=20, short=2),
     Case("ring", 4, 4, 2, 19, order="contiguous"),
     Case("ring", 5, 2, 1, 17, order="contiguous", documents=True),
     Case("ring", 5, 2, 2, 3, batch=3),
@@ -84,6 +93,9 @@ def main() -> None:
             team = team_of(case, groups[case.ranks])
             check(case, team, number)
             check_narrow(case, team, number)
+    for case in (LAYERS, LAYERS._replace(method="gather")):
+        if dist.get_rank() < case.ranks:
+            sent_again(case, team_of(case, groups[case.ranks]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -125,6 +137,50 @@ def check_narrow(case: Case, team: SequenceTeam, seed: int) -> None:
     assert counted == list(formula(case, team).bytes(2)), (case, counted)
 
 
+LAYERS = Case("ring", 3, 4, 2, 17, batch=1)
+MODEL = ModelConfig(
+    layers=2,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=KEY_DIM,
+    ffn_hidden=8,
+    vocab=11,
+    window=4,
+    layer_types=("sliding", "full"),
+)
+AGAIN: dict[Recompute, int] = {"none": 0, "attention": 1, "selective": 0, "keep_attention": 0, "full": 1}
+"""How often the backward pass sends again, besides what it has to, all that the forward pass has sent."""
+
+
+def sent_again(case: Case, team: SequenceTeam) -> None:
+    """Count what is sent under each policy of recomputation, which must not change any bit."""
+    put = ring.put if case.method == "ring" else gather.put
+    bits = []
+    for policy, times in AGAIN.items():
+        torch.manual_seed(0)
+        model = Decoder(MODEL).double()
+        model.contexts.share = (team.length, tuple(team.index(team.rank)))
+        layers = [cast(Block, layer) for layer in model.layers]
+        put(layers, team, Layout.model_construct())
+        recompute(layers, [policy] * MODEL.layers)
+        x = random(1, case.batch, case.length, MODEL.hidden)[:, team.index(team.rank)].requires_grad_()
+        context, out = model.contexts(x), x
+        with CommCounter() as counter:
+            for layer in layers:
+                out = layer(out, context)
+            out.square().sum().backward()
+        assert x.grad is not None
+        bits.append([out.detach(), x.grad, *(p.grad for layer in layers for p in layer.parameters())])
+        counted = sum(traffic.sent_bytes for traffic in counter.snapshot().values())
+        each = [formula(case._replace(window=window), team).bytes(8) for window in (MODEL.window, None)]
+        assert counted == sum((1 + times) * sent + returned for sent, returned in each), (policy, counted, each)
+    for others in bits[1:]:
+        assert all(
+            torch.equal(cast(torch.Tensor, a), cast(torch.Tensor, b)) for a, b in zip(bits[0], others, strict=True)
+        )
+
+
 def formula(case: Case, team: SequenceTeam) -> Sent:
     """Return what is to be sent."""
     heads = Heads(case.batch, case.queries, case.keys, KEY_DIM, case.value_dim, case.window)
@@ -143,12 +199,12 @@ def run(
     mine = torch.tensor(team.index(team.rank), dtype=torch.int64)
     heads = [x[:, :, mine].requires_grad_() for x in whole]
     attend = ExchangeAttend(exchange_of(case, team))
-    blocks.MOST_PAIRS = case.most_pairs
+    blocks.MOST_PAIRS, documents_of_blocks.SHORT = case.most_pairs, case.short
     with CommCounter() as forward:
         out = attend(*heads, AttentionLayout(case.window), Tokens(case.length, mine, documents_BL))
     with CommCounter() as backward:
         out.backward(grad_BNLV[:, :, mine])
-    blocks.MOST_PAIRS = Case._field_defaults["most_pairs"]
+    blocks.MOST_PAIRS, documents_of_blocks.SHORT = (Case._field_defaults[name] for name in ("most_pairs", "short"))
     counted = [sum(traffic.sent_bytes for traffic in each.snapshot().values()) for each in (forward, backward)]
     gradients = [x.grad for x in heads if x.grad is not None]
     assert len(gradients) == len(heads)
