@@ -9,8 +9,10 @@ import pytest
 import torch
 from data_case import open_one, plan, write_tokens
 
+from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec
 from partool_runtime.data.batches import IGNORED_LABEL, Batches, MicroBatch
+from partool_runtime.model import Decoder
 
 LENGTH = 7
 SIZES = ((5, 1, 0, 9, 2), (3, 17, 1, 1), (4,))
@@ -83,3 +85,27 @@ def test_another_rule_is_another_run(tmp_path: Path) -> None:
             found.add(batches.fingerprint)
     assert len(found) == 2
     assert plan(DataSpec(source=str(tmp_path))).data.attend == "sequence"
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_packed_document_trains_as_if_it_were_alone(position: str, window: int | None) -> None:
+    sizes = (5, 1, 2, 6)
+    kinds = {"window": window, "layer_types": ("sliding", "full")} if window else {}
+    fields = {"layers": 2, "hidden": 8, "ffn_hidden": 7, "heads": 2, "kv_heads": 1, "head_dim": 4, "vocab": 11} | kinds
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig.model_validate(fields | {"position": position, "max_position": 14})).double()
+    tokens = torch.randint(11, (1, sum(sizes) + 1))
+    labels = tokens[:, 1:].clone()
+    ends = np.cumsum(sizes)
+    labels[:, ends - 1] = IGNORED_LABEL
+    numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), torch.tensor(sizes))[None]
+    together = model(tokens[:, :-1], labels, numbers)
+    alone = sum(
+        model(tokens[:, end - size : end], labels[:, end - size : end]) for size, end in zip(sizes, ends, strict=True)
+    )
+    names = [name for name, _ in model.named_parameters()]
+    found, wanted = (torch.autograd.grad(loss, list(model.parameters())) for loss in (together, alone))
+    for name, mine, other in zip(["loss", *names], [together, *found], [alone, *wanted], strict=True):
+        assert float((mine - other).detach().abs().max()) <= 1e-12, name
+    assert abs(float((model(tokens[:, :-1], labels) - together).detach())) > 1e-6
