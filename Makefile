@@ -15,7 +15,7 @@ help:
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
-	@echo "make bench-gpu    correctness, speed and memory on one GPU (minutes)"
+	@echo "make bench-gpu    correctness, speed, memory and the longest sequence on one GPU (an hour)"
 	@echo "make format       ruff format and import order"
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
@@ -70,6 +70,7 @@ bench-tensor: venv
 
 bench-gpu: venv
 	$(BIN)/python tests/bench/gpu.py
+	$(BIN)/python tests/bench/long_context_gpu.py
 
 format: venv
 	$(BIN)/ruff check --fix --select I .

@@ -124,10 +124,13 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
     sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
     key = sizes.key
     if job.devices.backend != "cpu":
-        # Off the CPU only the flash kernel takes fewer heads of keys; it takes neither masks nor wide types.
-        copied = 1.0 if job.precision in ("fp32", "fp64") else sliding
+        # Off the CPU only the flash kernel takes fewer heads of keys, and it takes no wide types; what sees windows is
+        # an operator of partool's own, which keeps no copies.
+        copied = 1.0 - sliding if job.precision in ("fp32", "fp64") else 0.0
         key = key + copied * (sizes.query - key)
 
+    # Results of lines along columns are put in the sequence's order for the output matrix.
+    turned = m.layer_types.count("column") / m.layers if policy == NONE else 0.0
     # A network in tiles keeps its input alone; the result of its last product is kept by selection only.
     tiled = in_tiles(job, layouts)
     dropped = np.where(tiled, job.compute_bytes * sizes.hidden, 0.0) if policy == SELECTIVE else 0.0
@@ -135,7 +138,7 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
     def total(known: Coefficients) -> Column:
         per_token = (
             known.token["hidden"] * sizes.hidden
-            + known.token["query"] * sizes.query
+            + (known.token["query"] + turned * job.compute_bytes) * sizes.query
             + known.token["key"] * key
             + known.token["inner"] * np.where(tiled, 0.0, sizes.inner)
             + known.token["heads"] * sizes.heads
@@ -143,7 +146,7 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
             + known.token["scores"] * sizes.scores
             + known.token["one"]
         )
-        return (per_token - dropped) * tokens + known.square * sliding * job.sequence_length**2 + known.layer
+        return (per_token - dropped) * tokens + known.layer
 
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from partool.layout.traced import COEFFICIENTS, WIDTHS, family, numbers
+from partool.layout.traced import COEFFICIENTS, WIDTHS, family
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
 from partool.spec.training import Precision
@@ -48,8 +48,6 @@ class Coefficients:
 
     token: dict[str, float]
     """Per token, by name of a width (:data:`partool.layout.traced.WIDTHS`)."""
-    square: float
-    """Per square of the sequence and micro-batch."""
     layer: float
     """Per micro-batch."""
 
@@ -117,10 +115,7 @@ def _last_message(stderr: str) -> str:
 
 
 def coefficients(model: ModelConfig, precision: Precision, compiled: int, policy: str) -> Coefficients | None:
-    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build.
-
-    ``square`` is that of a layer with a window; all else is the same with and without one.
-    """
+    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build."""
     return _coefficients(model, precision, compiled, policy, current().sha256)
 
 
@@ -131,15 +126,10 @@ def _coefficients(
     if model.mla is not None:
         return None
     choice = ("none", "block")[compiled]
-    kinds = [model.model_copy(update={"layer_types": (kind,)}) for kind in ("full", "sliding")]
-    # Masks were traced in a narrow type.
-    plain = family(kinds[0], 0, precision, choice, policy)  # type: ignore[arg-type]
-    masked = family(kinds[1], 0, "bf16", choice, policy)  # type: ignore[arg-type]
-    known = current().families
-    if plain not in known or masked not in known:
+    known = current().families.get(family(model, precision, choice, policy))  # type: ignore[arg-type]
+    if known is None:
         return None
-    values, square = (dict(zip(COEFFICIENTS, known[key], strict=True)) for key in (plain, masked))
+    values = dict(zip(COEFFICIENTS, known, strict=True))
     # fp64 keeps what fp32 keeps, at twice the size.
     scale = 2.0 if precision == "fp64" else 1.0
-    wide = scale * (2.0 if numbers(precision) == "wide" else 1.0)
-    return Coefficients({name: values[name] * scale for name in WIDTHS}, square["square"] * wide, values["layer"])
+    return Coefficients({name: values[name] * scale for name in WIDTHS}, values["layer"])

@@ -9,19 +9,17 @@ from partool.spec.training import Precision
 WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
 """Widths per token that a saved tensor may have: the residual stream, all heads' queries, all heads' keys, the inner
 width of the feed-forward network, heads, heads of keys, heads times sequence, vocabulary, and one number."""
-COEFFICIENTS = (*WIDTHS, "square", "layer")
-"""Coefficients of a family in the order of the data: bytes per token and width, per square of the sequence, and per
-layer and micro-batch."""
+COEFFICIENTS = (*WIDTHS, "layer")
+"""Coefficients of a family in the order of the data: bytes per token and width, and per layer and micro-batch."""
 
 
-def family(model: ModelConfig, layer: int, precision: Precision, compile: Compile, policy: Recompute) -> str:
-    """Return the kind of a model's layer whose blocks keep the same tensors, whatever their sizes."""
+def family(model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute) -> str:
+    """Return the kind of a model whose blocks keep the same tensors, whatever their sizes and what tokens see."""
     parts = (
         model.norm,
         model.activation,
         "rope" if model.position == "rope" else "plain",
         "qk-norm" if model.qk_norm else "raw",
-        model.attention_kind(layer),
         compile,
         policy,
         numbers(precision),

@@ -10,8 +10,8 @@ result as data (``partool/cost/traced.json``), so that it plans the same with an
                                                     holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
                                                     without ``compile`` both ways are traced
 
-Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
-square of the sequence (masks that a layer makes of its window), then per layer and micro-batch.
+Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per layer
+and micro-batch. Layers that see a window, or the row of a grid, keep what those do that see all earlier tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from partool.layout.traced import COEFFICIENTS, WIDTHS, family, head_family
-from partool.spec.model import Activation, AttentionKind, ModelConfig, Norm, Position
+from partool.spec.model import Activation, ModelConfig, Norm
 from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Precision
 from partool_runtime.model import Decoder, loss
@@ -39,11 +39,10 @@ from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals import FakeTensorMode, TorchDispatchMode
 
-BATCH, LENGTH, WINDOW = 2, 96, 31
+BATCH, LENGTH = 2, 96
 TOKENS = BATCH * LENGTH
 SIZES: dict[str, Any] = {
     "layers": 2, "hidden": 3072, "ffn_hidden": 8192, "heads": 20, "kv_heads": 4, "head_dim": 128, "vocab": 7000,
-    "window": WINDOW,
 }  # fmt: skip
 """No two widths are the same, so that a tensor's size tells what it is made of."""
 
@@ -194,8 +193,6 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
         name = names.get(elements)
         if name is not None:
             result[name] += count * item
-        elif elements == LENGTH * LENGTH:
-            result["square"] += count * item
         elif elements < 2 * TOKENS * 20 and elements % TOKENS:
             result["layer"] += count * item * elements
         else:
@@ -208,7 +205,7 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     with FakeTensorMode():
         for case in cases:
-            key = family(case.model, 0, case.precision, case.compile, case.policy)
+            key = family(case.model, case.precision, case.compile, case.policy)
             found[key] = coefficients(block_storages(case), case.model)
             head = head_family(case.model, case.precision)
             if head not in found:
@@ -218,30 +215,19 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
 
 def shipped_cases() -> Iterator[Case]:
     """Yield one case of every kind of model that the runtime runs."""
-    kinds = itertools.product(
-        get_args(Norm), get_args(Activation), (True, False), (False, True), get_args(AttentionKind)
-    )
-    for norm, activation, rope, qk_norm, kind in kinds:
-        config = _config(norm, activation, "rope" if rope else "none", qk_norm, kind)
+    kinds = itertools.product(get_args(Norm), get_args(Activation), ("rope", "none"), (False, True))
+    for norm, activation, position, qk_norm in kinds:
+        config = ModelConfig(**SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm)
         for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
             yield Case(config, "bf16", compile, policy)
-            if kind == "full":
-                yield Case(config, "fp32", compile, policy)
-
-
-def _config(norm: Norm, activation: Activation, position: Position, qk_norm: bool, kind: AttentionKind) -> ModelConfig:
-    return ModelConfig(
-        **SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm, layer_types=(kind,) * 2
-    )
+            yield Case(config, "fp32", compile, policy)
 
 
 def model_cases(model: ModelConfig, precision: Precision, compiles: Sequence[Compile]) -> Iterator[Case]:
-    """Yield the cases of one model: each kind of its layers, compiled or not, under each policy."""
-    for kind in sorted(set(model.layer_types) or {"full"}):
-        window = min(model.window, WINDOW) if model.window and kind == "sliding" else None
-        config = model.model_copy(update={"layers": 2, "layer_types": (kind,) * 2, "window": window})
-        for compile, policy in itertools.product(compiles, get_args(Recompute)):
-            yield Case(config, precision, compile, policy)
+    """Yield the cases of one model: its layers, compiled or not, under each policy."""
+    config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
+    for compile, policy in itertools.product(compiles, get_args(Recompute)):
+        yield Case(config, precision, compile, policy)
 
 
 def main(arguments: Sequence[str]) -> int:

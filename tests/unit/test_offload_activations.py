@@ -1,0 +1,201 @@
+"""Saved tensors in host memory: the same gradients, nothing moved twice, nothing held for longer than it must be."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from partool.spec.model import ModelConfig
+from partool_runtime.model import Decoder
+from partool_runtime.offload import Activations, Slabs
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.tiling import tile_networks
+
+CPU = torch.device("cpu")
+LAYERS, LENGTH, HIDDEN = 5, 17, 30
+SLAB_BYTES = 1000
+"""Less than most tensors, and no divisor of any."""
+INPUTS_BYTES = 2 * LENGTH * HIDDEN * 8
+
+
+def decoder(**fields: Any) -> Decoder:
+    sizes = {
+        "layers": LAYERS,
+        "hidden": HIDDEN,
+        "ffn_hidden": 37,
+        "heads": 5,
+        "kv_heads": 5,
+        "head_dim": 6,
+        "vocab": 57,
+    }
+    windows = {"window": 6, "layer_types": ("full", "sliding", "full", "sliding", "full")}
+    torch.manual_seed(0)
+    return Decoder(ModelConfig.model_validate(sizes | windows | fields)).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = (torch.randint(0, 57, (2, LENGTH), generator=generator) for _ in range(2))
+    return tokens, labels
+
+
+def offloaded(model: Decoder, least_bytes: int = 1) -> Activations:
+    """Let all layers but the last leave what they save in host memory."""
+    activations = Activations(CPU, least_bytes=least_bytes, slabs=Slabs(pinned=False, slab_bytes=SLAB_BYTES))
+    activations.put(dict(enumerate(model.layers)), last=LAYERS - 1)
+    return activations
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("policy", ["none", "attention", "selective", "keep_attention", "full"])
+def test_gradients_are_the_same_bits(policy: Any, tokens: int) -> None:
+    found = []
+    for host in (False, True):
+        model = decoder()
+        tile_networks(model.layers, tokens)
+        recompute(model.layers, [policy] * LAYERS, tiled=tokens > 0)
+        activations = offloaded(model) if host else None
+        for _ in range(2):
+            model(*batch()).backward()
+        found.append(gradients(model))
+        if activations is not None:
+            assert activations.moved_bytes > 0
+            assert activations.slabs.used_bytes == 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_is_brought_back_is_what_is_used() -> None:
+    """Spoilt host memory spoils the gradients: they are not computed from what is still on the device."""
+    model = decoder()
+    recompute(model.layers, ["full"] * LAYERS)
+    activations = offloaded(model)
+    model(*batch()).backward()
+    kept = [gradient.clone() for gradient in gradients(model)]
+    model.zero_grad()
+    total = model(*batch())
+    for slab in held_slabs():
+        slab.fill_(0)
+    total.backward()
+    assert activations.slabs.used_bytes == 0
+    assert not all(torch.equal(one, other) for one, other in zip(gradients(model), kept, strict=True))
+
+
+def held_slabs() -> list[torch.Tensor]:
+    return [
+        thing
+        for thing in gc.get_objects()
+        if type(thing) is torch.Tensor and thing.dtype == torch.uint8 and thing.numel() == SLAB_BYTES
+    ]
+
+
+def test_inputs_alone_move_where_layers_are_computed_again() -> None:
+    model = decoder()
+    recompute(model.layers, ["full"] * LAYERS)
+    activations = offloaded(model)
+    total = model(*batch())
+    assert activations.moved_bytes == (LAYERS - 1) * INPUTS_BYTES
+    slabs = -(-INPUTS_BYTES // SLAB_BYTES)
+    assert activations.slabs.used_bytes == (LAYERS - 1) * slabs * SLAB_BYTES
+    total.backward()
+    model(*batch()).backward()
+    # The second pass takes the slabs of the first.
+    assert activations.slabs.held_bytes == (LAYERS - 1) * slabs * SLAB_BYTES
+    assert activations.slabs.used_bytes == 0
+
+
+def test_neither_parameters_nor_shared_tensors_nor_small_ones_move() -> None:
+    """Of a whole layer what its trace says moves, each memory once: no weight, rotary table or vector does."""
+    moved = {}
+    for least in (1, 2 * LENGTH * 8 + 1, 2**30):
+        model = decoder()
+        activations = offloaded(model, least)
+        model(*batch())
+        moved[least] = activations.moved_bytes
+    tokens, layers = 2 * LENGTH, LAYERS - 1
+    # Two norms keep input and result, attention four tensors of its width, the network two inputs and two results.
+    whole = 8 * tokens * (4 * HIDDEN + 4 * HIDDEN + 4 * 37)
+    assert moved[2 * LENGTH * 8 + 1] >= layers * whole
+    assert moved[1] - moved[2 * LENGTH * 8 + 1] <= layers * 8 * tokens * (2 + 2 * 5)
+    assert moved[2**30] == 0
+
+
+def test_views_of_one_memory_move_once() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            half, other = x.exp().chunk(2, dim=-1)
+            return torch.cat([half * other, other * half], dim=-1)
+
+    layer, x = Layer(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    wanted = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    activations = Activations(CPU, least_bytes=1, slabs=Slabs(pinned=False, slab_bytes=64))
+    activations.put({0: layer}, last=5)
+    got = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    assert torch.equal(got, wanted)
+    assert activations.moved_bytes == x.numel() * 8  # the exponential: its own result, and both halves of it
+
+
+def test_memory_that_is_written_to_is_another_one() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            buffer = x.detach().clone()
+            first = buffer * x
+            buffer.mul_(3.0)
+            return first + buffer * x
+
+    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
+    layer = Layer()
+    activations = Activations(CPU, least_bytes=1, slabs=Slabs(pinned=False, slab_bytes=64))
+    activations.put({0: layer}, last=5)
+    # Alone, autograd would refuse it: the first factor is gone by then.
+    assert torch.allclose(torch.autograd.grad(layer(x).sum(), x)[0], 4.0 * x)
+
+
+def test_passes_in_flight_come_back_in_any_order() -> None:
+    """As in a pipeline: three forward passes, then their backward passes, first in first out."""
+    found = []
+    for host in (False, True):
+        model = decoder()
+        recompute(model.layers, ["full"] * LAYERS)
+        activations = offloaded(model) if host else None
+        totals = [model(*(part.roll(shift, 1) for part in batch())) for shift in range(3)]
+        for total in totals:
+            total.backward()
+        found.append(gradients(model))
+        if activations is not None:
+            assert activations.moved_bytes == 3 * (LAYERS - 1) * INPUTS_BYTES
+            assert activations.slabs.used_bytes == 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_second_backward_pass_reads_the_host_again() -> None:
+    model = decoder()
+    offloaded(model)
+    total = model(*batch())
+    total.backward(retain_graph=True)
+    once = [gradient.clone() for gradient in gradients(model)]
+    total.backward()
+    assert all(torch.allclose(twice, 2 * one) for twice, one in zip(gradients(model), once, strict=True))
+
+
+def test_what_is_not_passed_back_frees_its_memory() -> None:
+    model = decoder()
+    activations = offloaded(model)
+    total = model(*batch())
+    assert activations.slabs.used_bytes > 0
+    del total
+    gc.collect()
+    with torch.no_grad():
+        model(*batch())  # moves nothing
+    assert activations.slabs.used_bytes <= activations.slabs.held_bytes
+    before = activations.moved_bytes
+    with torch.no_grad():
+        model(*batch())
+    assert activations.moved_bytes == before
