@@ -30,14 +30,15 @@ class Case:
     teams: int = 1
     inside: str = "teams"
 
-    def shares(self, length: int, ranks: int) -> tuple[Spans, ...]:
+    def shares(self, shape: Shape, ranks: int) -> tuple[Spans, ...]:
         """Return the tokens of each rank."""
-        return shares(length, ranks, self.order, inner=self.inner)  # type: ignore[arg-type]
+        columns = shape.grid[1] if shape.grid else 0
+        return shares(shape.length, ranks, self.order, inner=self.inner, columns=columns)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention layer."""
+    """One attention layer, or two: along the rows and along the columns of a grid."""
 
     batch: int
     length: int
@@ -45,6 +46,12 @@ class Shape:
     keys: int
     head_dim: int
     window: int | None = None
+    grid: tuple[int, int] | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each layer attends to."""
+        return ("row", "column") if self.grid else ("sliding" if self.window else "full",)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Job:
         """Read what :meth:`write` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
         fixed = {
-            "shape": Shape(**data["shape"]),
+            "shape": Shape(**data["shape"] | {"grid": tuple(data["shape"]["grid"] or ()) or None}),
             "cases": tuple(Case(**case) for case in data["cases"]),
             "flops_per_s": tuple(data["flops_per_s"]),
         }
@@ -92,6 +99,8 @@ class Found:
     """The most that a rank waited in the place of computing, of one step."""
     apart: float = 0.0
     """Largest difference of results and gradients to one process, relative to the largest number."""
+    refused: str = ""
+    """Why there is none, of a peer that does not take these sizes."""
 
     @property
     def median_s(self) -> float:
@@ -99,7 +108,7 @@ class Found:
         return statistics.median(self.step_s)
 
 
-def run(job: Job, timeout_s: float = 400) -> list[Found]:
+def run(job: Job, timeout_s: float = 400, script: Path = RANK) -> list[Found]:
     """Run a job's ranks, over cables if it has a rate, and return what they found."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -108,7 +117,7 @@ def run(job: Job, timeout_s: float = 400) -> list[Found]:
         if job.rate_mbit:
             cables = stack.enter_context(Cables(job.ranks, job.rate_mbit, per_node=job.per_node))
         start_ranks(
-            RANK,
+            script,
             folder,
             job.ranks,
             timeout_s,
@@ -122,6 +131,7 @@ def run(job: Job, timeout_s: float = 400) -> list[Found]:
 def _together(case: Case, at: int, job: Job, records: list[list[dict[str, Any]]]) -> Found:
     of_ranks = [record[at] for record in records]
     found = Found(case, waited_s=max(one["waited_s"] for one in of_ranks), apart=max(one["apart"] for one in of_ranks))
+    found.refused = of_ranks[0].get("refused", "")
     for steps in zip(*(one["steps"] for one in of_ranks), strict=True):
         found.step_s.append(max(step["stop_s"] for step in steps) - steps[0]["start_s"])
         # Ranks of a node have one cable, and each has read its counter.
