@@ -9,7 +9,7 @@ from _sequence_job import Case, Job
 from partool.cost.attention import _head_share, attention_s
 from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
 from partool.cost.case import Job as CostJob
-from partool.cost.kinds import Kind
+from partool.cost.kinds import Kind, kinds
 from partool.cost.sequence import exchange
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -19,12 +19,15 @@ LOOPBACK_BYTES_PER_S = 1.5e9
 
 
 def predicted_s(case: Case, job: Job) -> float:
-    """Return the seconds of the attention of one layer, forward and backward, without projections."""
-    return sum(_pass_s(case, job, backward=backward) for backward in (False, True))
+    """Return the seconds of the attention of the layers, forward and backward, without projections."""
+    found = 0.0
+    for backward in (False, True):
+        cost = _job(job, job.flops_per_s[backward])
+        found += sum(_pass_s(case, job, cost, kind, backward=backward) for kind in kinds(cost.model))
+    return found
 
 
-def _pass_s(case: Case, job: Job, *, backward: bool) -> float:
-    cost = _job(job, job.flops_per_s[backward])
+def _pass_s(case: Case, job: Job, cost: CostJob, kind: Kind, *, backward: bool) -> float:
     layouts = Layouts(
         cp=job.ranks,
         micro_batch=job.shape.batch,
@@ -35,7 +38,6 @@ def _pass_s(case: Case, job: Job, *, backward: bool) -> float:
         sequence_inside=INSIDES.index(case.inside),
         compiled=0,
     )
-    kind = Kind(job.shape.window, False)
     busy_s = attention_s(cost, layouts, kind, backward=backward)
     found = replace(exchange(cost, layouts, kind, backward=backward), hidden=0.0)  # projections take no time here
     return float(busy_s + found.exposed(cost, busy_s))
@@ -44,10 +46,10 @@ def _pass_s(case: Case, job: Job, *, backward: bool) -> float:
 def _job(job: Job, flops_per_s: float) -> CostJob:
     shape = job.shape
     model = ModelConfig(
-        layers=1, hidden=shape.queries * shape.head_dim, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys,
-        head_dim=shape.head_dim, vocab=2, position="none", window=shape.window,
-        layer_types=("sliding",) if shape.window else (),
-    )  # fmt: skip
+        layers=len(shape.kinds), hidden=shape.queries * shape.head_dim, ffn_hidden=1, heads=shape.queries,
+        kv_heads=shape.keys, head_dim=shape.head_dim, vocab=2, position="none", window=shape.window, grid=shape.grid,
+        layer_types=shape.kinds,
+    )  # type: ignore[arg-type]  # fmt: skip
     cable = job.rate_mbit * 1e6 / 8 / job.per_node
     devices = Devices(
         accelerator="cpu", backend="cpu", nodes=job.ranks // job.per_node, per_node=job.per_node,

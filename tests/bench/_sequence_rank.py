@@ -1,9 +1,10 @@
 """One rank of a measurement: ``python _sequence_rank.py JOB RESULT``, with torch's RANK, WORLD_SIZE, MASTER_* set.
 
-All methods are set up first and then run in turn, round after round. A step is one attention layer forward and
-backward; it starts on all ranks at an agreed time of the machine's clock and ends when its last rank is through. With
-rates given, scores and values are not computed: the rank waits as long as they would take, with real tensors on the
-wire. Without, everything is computed, and results and gradients are compared with those of one process.
+All methods are set up first and then run in turn, round after round. A step is one attention layer, or two along the
+axes of a grid, forward and backward; it starts on all ranks at an agreed time of the machine's clock and ends when its
+last rank is through. With rates given, scores and values are not computed: the rank waits as long as they would take,
+with real tensors on the wire. Without, everything is computed, and results and gradients are compared with those of one
+process.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import nn
 
 from partool.plan.types import Layout, Mesh
 from partool.spec.model import ModelConfig
-from partool_runtime.model import AttentionLayout, Block, attend, kernels
+from partool_runtime.model import AttentionLayout, Block, kernels
 from partool_runtime.model.attention import Context, SelfAttention, Tokens
 from partool_runtime.model.kernels import Sight
+from partool_runtime.parallel.sequence.dsp import turned
 from partool_runtime.parallel.sequence.table import METHODS
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
@@ -109,6 +111,13 @@ class Part(nn.Module):
         return x[..., : self.width].clone()
 
 
+class Nothing(nn.Module):
+    """Stands for the feed-forward network."""
+
+    def forward(self, x: torch.Tensor) -> float:
+        return 0.0
+
+
 class Runner:
     """A method on this rank."""
 
@@ -116,26 +125,33 @@ class Runner:
         shape, rank = job.shape, dist.get_rank()
         self.case, self.job, self.steps, self.apart = case, job, [], 0.0  # type: ignore[var-annotated]
         self.clock = Clock(job.flops_per_s)
-        shares = case.shares(shape.length, job.ranks)
+        shares = case.shares(shape, job.ranks)
         self.team = SequenceTeam(dist.new_group(), rank, shares, teams)
-        self.block = block_of(shape, double=job.rate_mbit == 0)
-        attention = self.block.attention
-        if job.rate_mbit:
-            attention.core = self._wait
+        self.blocks = blocks_of(shape)
+        for block in self.blocks if job.rate_mbit else ():
+            block.attention.core = self._wait
         mesh = Mesh(cp=job.ranks)
         layout = Layout(
-            mesh=mesh, zero=0, micro_batch=1, accumulation=1, recompute=("none",), compile="none", stages=((0, 1),),
+            mesh=mesh, zero=0, micro_batch=1, accumulation=1, recompute=("none",), compile="none",
+            stages=((0, len(self.blocks)),),
             sequence_method=case.method, sequence_order=case.order, sequence_inner=case.inner,
             sequence_teams=case.teams, sequence_inside=case.inside,
         )  # type: ignore[arg-type]  # fmt: skip
-        METHODS[layout.sequence_method]([self.block], self.team, layout)
+        METHODS[layout.sequence_method](self.blocks, self.team, layout)
         self.index = torch.tensor(self.team.index(rank))
-        self.context = Context(None, Tokens(shape.length, self.index))
+        self.context = Context(None, Tokens(shape.length, self.index, None, shape.grid))
+        if shape.grid:
+            held = torch.tensor(turned(self.team, shape.grid))
+            self.context.turned = Context(None, Tokens(shape.length, held, None, shape.grid))
         self.x = whole(shape)[:, self.index].clone().requires_grad_()
         self.grad = whole(shape, seed=1)[:, self.index].clone()
 
     def _wait(self, q: Any, k: Any, v: Any, layout: AttentionLayout, tokens: Tokens | None) -> torch.Tensor:
-        out: torch.Tensor = _Waiting.apply(q, k, v, seen(q.shape[2], layout.window), self.clock)  # type: ignore[no-untyped-call]
+        each = seen(q.shape[2], layout.window)
+        if layout.axis is not None and self.job.shape.grid:
+            line = self.job.shape.grid[layout.axis == "row"]
+            each = q.shape[2] // line * seen(line, None)
+        out: torch.Tensor = _Waiting.apply(q, k, v, each, self.clock)  # type: ignore[no-untyped-call]
         return out
 
     def step(self) -> None:
@@ -145,7 +161,10 @@ class Runner:
             wait_in_kernels(self.clock)
         sent = sent_bytes() if self.job.rate_mbit else 0
         start = _start_together()
-        out = self.block.attention(self.x, self.context)
+        out = self.x
+        for block in self.blocks:
+            # What turns the hidden state stands around whole layers.
+            out = block(out, self.context) if self.job.shape.grid else block.attention(out, self.context)
         out.backward(self.grad)
         stop = time.perf_counter()
         dist.barrier()  # what a rank sent last may still be on its way
@@ -158,11 +177,12 @@ class Runner:
 
     def _apart(self, out: torch.Tensor) -> float:
         """Return how far results and gradients are from those of one process."""
-        block = block_of(self.job.shape, double=True)
-        block.attention.core = attend
-        x = whole(self.job.shape).requires_grad_()
-        window = self.job.shape.window
-        expected = _dense(block.attention, x, window)
+        shape = self.job.shape
+        x = whole(shape).requires_grad_()
+        expected = x
+        for block in blocks_of(shape):
+            attended = _dense(block.attention, expected, shape)
+            expected = expected + attended if shape.grid else attended
         expected.backward(whole(self.job.shape, seed=1))
         assert x.grad is not None
         assert self.x.grad is not None
@@ -170,12 +190,14 @@ class Runner:
         return max(float((a - b[:, self.index]).abs().max() / b.abs().max()) for a, b in both)
 
 
-def _dense(attention: SelfAttention, x: torch.Tensor, window: int | None) -> torch.Tensor:
+def _dense(attention: SelfAttention, x: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return attention by an explicit mask."""
-    length = x.shape[1]
-    places = torch.arange(length)
+    places, axis = torch.arange(shape.length), attention.layout.axis
     distance = places[:, None] - places[None]
-    mask = (distance >= 0) & (distance < (window or length))
+    mask = (distance >= 0) & (distance < (shape.window or shape.length))
+    if axis is not None and shape.grid:
+        line = places // shape.grid[1] if axis == "row" else places % shape.grid[1]
+        mask &= line[:, None] == line[None]
     q, k, v = (
         part(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
         for part in (attention.q, attention.k, attention.v)
@@ -186,21 +208,23 @@ def _dense(attention: SelfAttention, x: torch.Tensor, window: int | None) -> tor
     return out
 
 
-def block_of(shape: Shape, *, double: bool) -> Block:
-    """Return a layer whose projections hand on columns."""
-    hidden = shape.queries * shape.head_dim
+def blocks_of(shape: Shape) -> list[Block]:
+    """Return layers of nothing but attention, whose projections hand on columns."""
+    hidden, keys = shape.queries * shape.head_dim, shape.keys * shape.head_dim
     config = ModelConfig(
-        layers=1, hidden=hidden, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys, head_dim=shape.head_dim,
-        vocab=2, position="none", window=shape.window, layer_types=("sliding",) if shape.window else (),
-    )  # fmt: skip
+        layers=len(shape.kinds), hidden=hidden, ffn_hidden=1, heads=shape.queries, kv_heads=shape.keys,
+        head_dim=shape.head_dim, vocab=2, position="none", window=shape.window, grid=shape.grid,
+        layer_types=shape.kinds,
+    )  # type: ignore[arg-type]  # fmt: skip
     with torch.device("meta"):
-        block = Block(config, 0)
-    attention = cast(Any, block.attention)
-    del attention.q, attention.k, attention.v, attention.o
-    keys = shape.keys * shape.head_dim
-    attention.q, attention.k, attention.v = Part(hidden, hidden), Part(keys, hidden), Part(keys, hidden)
-    attention.o = Part(hidden, hidden)
-    return block
+        found = [Block(config, layer) for layer in range(config.layers)]
+    for block in found:
+        attention = cast(Any, block.attention)
+        del attention.q, attention.k, attention.v, attention.o
+        attention.q, attention.k, attention.v = Part(hidden, hidden), Part(keys, hidden), Part(keys, hidden)
+        attention.o = Part(hidden, hidden)
+        block.attention_norm, block.ffn_norm, block.ffn = nn.Identity(), nn.Identity(), Nothing()  # type: ignore[assignment]
+    return found
 
 
 def whole(shape: Shape, seed: int = 0) -> torch.Tensor:

@@ -23,13 +23,13 @@ def _setting(one: Mapping[str, Any]) -> str:
             row["method"],
             f"{1e3 * row['step_s']:.0f}",
             f"{1e3 * row['predicted_s']:.0f}",
-            f"{row['of_ring']:.2f}",
+            "" if row["of_ring"] is None else f"{row['of_ring']:.2f}",
             f"{row['of_ulysses']:.2f}",
             f"{row['sent_bytes'] / 2**20:.1f}",
         ]
         for row in one["rows"]
     ]
-    heads = ["method", "layer (ms)", "predicted (ms)", "of ring", "of Ulysses", "sent by all (MiB)"]
+    heads = ["method", "step (ms)", "predicted (ms)", "of ring", "of Ulysses", "sent by all (MiB)"]
     order = one["order"]
     wrong = "; ".join(" and ".join(pair) for pair in order["otherwise"])
     words = (

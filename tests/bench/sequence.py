@@ -1,11 +1,11 @@
 """Sequence parallelism measured: each method against plain ring attention and against Ulysses, and against the plan.
 
 ``python tests/bench/sequence.py`` takes about ten minutes of a machine that does nothing else (Linux, root, iproute2);
-``--quick`` shows in two that all of it works, and writes nothing. Four ranks run one attention layer, forward and
-backward, each in a network namespace of its own (or two and two in one) behind a cable of a given rate. Scores and
-values are not computed: ranks wait for as long as they took, measured first on one core, divided by a factor; what
-travels are real tensors. All methods run in turn in the same processes. Before that, results and gradients of all of
-them are compared with one process, in float64 and at odd sizes.
+``--quick`` shows in two that all of it works, and writes nothing. Four ranks run one attention layer (of grids two, one
+along each axis), forward and backward, each in a network namespace of its own (or two and two in one) behind a cable of
+a given rate. Scores and values are not computed: ranks wait for as long as they took, measured first on one core,
+divided by a factor; what travels are real tensors. All methods run in turn in the same processes. Before that, results
+and gradients of all of them are compared with one process, in float64 and at odd sizes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TRAILS = Case("StarTrail C=2", "startrail", "zigzag", teams=2)
 GATHER = Case("all-gather of keys", "all_gather")
 ALL = (ULYSSES, RING, PLAIN, USP, TRAILS, GATHER)
 WINDOWED = (ULYSSES, Case("halo", "ring"), Case("USP 2 x 2, halo", "usp", inner=2), GATHER)
+GRID = (ULYSSES, Case("DSP", "dsp", "grid"))
+"""Layers along rows and columns are no layers for rings."""
 LENGTH, WIDTH = 8192, 64
 SETTINGS: dict[str, tuple[Shape, int, tuple[Case, ...]]] = {
     "8 heads": (Shape(1, LENGTH, 8, 8, WIDTH), 1, ALL),
@@ -45,6 +47,11 @@ SETTINGS: dict[str, tuple[Shape, int, tuple[Case, ...]]] = {
     "3 heads": (Shape(1, LENGTH, 3, 3, 128), 1, ALL),
     "8 heads, two nodes of two ranks": (Shape(1, LENGTH, 8, 8, WIDTH), 2, ALL),
     "8 heads, window of 1,024": (Shape(1, LENGTH, 8, 8, WIDTH, 1024), 1, WINDOWED),
+    "8 heads, a layer along 64 rows and one along 128 columns": (
+        Shape(1, LENGTH, 8, 8, WIDTH, grid=(64, 128)),
+        1,
+        GRID,
+    ),
 }
 TOLERANCE = 1e-12
 
@@ -53,6 +60,7 @@ def check() -> float:
     """Return how far results and gradients are from one process at odd sizes; exits if that is too far."""
     apart = [found.apart for found in run(Job(Shape(2, 29, 6, 2, 8), ALL))]
     apart += [found.apart for found in run(Job(Shape(2, 29, 3, 1, 8, 11), WINDOWED))]
+    apart += [found.apart for found in run(Job(Shape(2, 35, 6, 2, 8, grid=(5, 7)), GRID))]
     if max(apart) > TOLERANCE:
         sys.exit(f"results are apart: {apart}")
     return max(apart)
@@ -88,13 +96,20 @@ def _row(one: Found, every: list[Found], job: Job) -> dict[str, Any]:
     return {
         "method": one.case.title,
         "step_s": one.median_s,
-        "of_ring": statistics.median(a / b for a, b in zip(one.step_s, by_method["ring"].step_s, strict=True)),
-        "of_ulysses": statistics.median(a / b for a, b in zip(one.step_s, by_method["ulysses"].step_s, strict=True)),
+        "of_ring": _times(one, by_method.get("ring")),
+        "of_ulysses": _times(one, by_method["ulysses"]),
         "predicted_s": predicted_s(one.case, job),
         "waited_s": one.waited_s,
         "sent_bytes": statistics.median(one.sent_bytes),
         "steps_s": one.step_s,
     }
+
+
+def _times(one: Found, other: Found | None) -> float | None:
+    """Return how many times as long as the other it took, step by step; None where there is no other."""
+    if other is None:
+        return None
+    return statistics.median(a / b for a, b in zip(one.step_s, other.step_s, strict=True))
 
 
 def _order(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = 5
+ULYSSES = {"sequence_method": "ulysses", "sequence_order": "contiguous"}
+"""The other method that knows grids: every rank has whole sequences within attention."""
 Cases = dict[str, tuple[Plan, str]]
 """Plans by name, each with the model of the run of one process that it must equal."""
 
@@ -49,9 +51,7 @@ def make_plan(text: Path, model: str, mesh: Mesh, *, zero: int = 1, **layout: An
         model={"layers": 4, "grid": GRID} | MODELS[model],
         training={"sequence_length": GRID[0] * GRID[1]},
         settings={"steps": STEPS, "zero": zero},
-        sequence_method="dsp",
-        sequence_order="grid",
-        **layout,
+        **{"sequence_method": "dsp", "sequence_order": "grid"} | layout,
     )
     documents = {"attend": "document"} if model == "columns first" else {}
     return plan.model_copy(update={"data": plan.data.model_copy(update=documents)})
@@ -66,6 +66,7 @@ def core_cases(text: Path) -> Cases:
         "1f1b": (rows(PIPED, schedule="1f1b", stages=HALVES), "rows first"),
         "zb-v documents": (columns(PIPED, schedule="zb-v", stages=QUARTERS), "columns first"),
         "tensor zero-0": (rows(CUT, zero=0, recompute="attention"), "rows first"),
+        "heads traded": (columns(FOUR, **ULYSSES), "columns first"),
         "tensor shares": (columns(CUT, sequence_norms=True, recompute="selective"), "columns first"),
     }
 
@@ -81,6 +82,7 @@ def further_cases(text: Path) -> Cases:
             found[f"{model} {policy}"] = (make(TWO_BY_TWO, zero=3, recompute=policy), model)
         for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
             found[f"{model} {schedule}"] = (make(PIPED, zero=3, schedule=schedule, stages=stages), model)
+        found[f"{model} ulysses"] = (make(FOUR, zero=2, recompute="keep_attention", **ULYSSES), model)
         found[f"{model} tensor"] = (make(CUT, tensor_overlap="backward"), model)
         found[f"{model} tensor shares"] = (make(CUT, zero=3, sequence_norms=True, tensor_overlap="backward"), model)
         found[f"{model} tensor shares compiled"] = (make(CUT, sequence_norms=True, compile="block"), model)
@@ -136,7 +138,7 @@ def test_training_equals_one_process(ran: Jobs, name: str) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("name", list(core_cases(Path("text"))))
+@pytest.mark.parametrize("name", [name for name in core_cases(Path("text")) if name != "heads traded"])
 def test_bytes_between_ranks_are_those_of_the_formula(ran: Jobs, name: str) -> None:
     plan, _ = core_cases(Path("text"))[name]
     layout, mesh, kinds = plan.layout, plan.layout.mesh, plan.model.layer_types
