@@ -66,8 +66,9 @@ class HfAttention:
         """Return ``[B, S, N, D]`` of queries, keys and values ``[B, N or K, S, D]``; raises PT654."""
         _check(self.layout, seen, options)
         q_BNSD, k_BKSD, v_BKSD = heads
-        if q_BNSD.shape[1] == 0:  # a tensor rank without heads has none to exchange
-            return q_BNSD.new_empty(q_BNSD.shape[0], q_BNSD.shape[2], 0, v_BKSD.shape[3])
+        if q_BNSD.shape[1] == 0:
+            # A tensor rank without heads has none to exchange, but its projections take part in the backward pass.
+            return v_BKSD[:, :0].transpose(1, 2) + (q_BNSD.sum() + k_BKSD.sum())
         own = q_BNSD.shape[3] ** -0.5
         if scaling is not None and scaling != own:
             q_BNSD = q_BNSD * (scaling / own)
