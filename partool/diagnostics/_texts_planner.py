@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
         "PT259",
         "The batch cannot be split evenly over the ranks",
         "Every rank works on the same number of sequences, in micro-batches of the same size.",
-        _gpus("parallel: {tensor: 1, pipeline: 1}\ntraining: {global_batch: 7}"),
+        _gpus("parallel: {tensor: 1, pipeline: 1, sequence: 1}\ntraining: {global_batch: 7}"),
         _gpus("training: {global_batch: 8}"),
     ),
     Rule(
