@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import cut
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import USP, Column, Job, Layouts
 from partool.cost.held import DENSE, MOE
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.saved import micro_batch_tokens, widths
@@ -55,5 +55,7 @@ def exchange_bytes(job: Job, layouts: Layouts) -> Column:
 
 def communicators(layouts: Layouts) -> Column:
     """Return the number of groups that a rank communicates in."""
-    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp, layouts.ep)
+    # Ulysses inside of a ring: those that trade heads, and those of the ring.
+    traded = np.where(np.asarray(layouts.sequence_method) == USP, layouts.sequence_inner, 1)
+    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)
     return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -35,6 +35,7 @@ from partool.cost.sequence import Exchange, exchange
 from partool.cost.sequence_memory import buffer_bytes, saved_bytes
 from partool.cost.sequence_traffic import Team, heads_of, sent_by_rank
 from partool.cost.traffic import traffic_bytes
+from partool.cost.transient import communicators
 from partool.plan.types import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -47,6 +48,8 @@ GPU = Devices(
     accelerator="test", backend="cuda", nodes=4, per_node=8, memory_bytes=80 * 2**30, peak_flops=1e15,
     achievable_flops=8e14, units=132, memory_bytes_per_s=3e12, link_bytes_per_s=4e11, fabric_bytes_per_s=5e10,
 )  # fmt: skip
+ONE_LINK = GPU.model_copy(update={"per_node": 4096, "nodes": 1, "link_bytes_per_s": 1 / 0.78, "link_latency_s": 0.0})
+"""Everything is in one node, messages cost nothing to start, and a byte takes a second."""
 POLICY = RECOMPUTE.index("full")
 WINDOW = Kind(4096, False)
 
@@ -177,6 +180,15 @@ def test_usp_keeps_both_to_their_tier() -> None:
     assert whole.total == pytest.approx(sent(one, cp=32, sequence_method=ULYSSES).total)
 
 
+def test_groups_that_trade_heads_are_nodes() -> None:
+    """Of 32 ranks on 4 nodes; on one kind of link the more trade heads the less is sent."""
+    for devices, best in ((GPU, 8), (ONE_LINK, 16)):
+        one = job(length=131072, devices=devices)
+        columns = {"cp": 32, "sequence_method": USP, "sequence_order": 1}
+        totals = {inner: float(sent(one, sequence_inner=inner, **columns).total) for inner in (2, 4, 8, 16)}
+        assert min(totals, key=lambda inner: totals[inner]) == best
+
+
 def test_dsp_trades_the_hidden_state_twice_per_pair_of_layers() -> None:
     model = MODEL.model_copy(update={"grid": (128, 256), "layer_types": ("row", "column") * 2})
     one, columns = job(model), {"cp": 8, "sequence_method": DSP, "sequence_order": 2}
@@ -263,6 +275,14 @@ def test_buffers_of_each_method() -> None:
     assert ring == pytest.approx(1024 / 4096 * (2 + 4) + 2)
 
 
+def test_usp_communicates_in_two_groups() -> None:
+    groups = [
+        int(communicators(Layouts(cp=8, sequence_method=method, sequence_inner=2, zero=3)))
+        for method in (ULYSSES, RING_OF_KEYS, USP)
+    ]
+    assert groups == [2, 2, 3], "that of the state beside"
+
+
 def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
     for method in range(5):
         one = job(length=262144)
@@ -274,9 +294,6 @@ def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
 
 
 # Closed forms and counts.
-
-ONE_LINK = GPU.model_copy(update={"per_node": 4096, "nodes": 1, "link_bytes_per_s": 1 / 0.78, "link_latency_s": 0.0})
-"""Everything is in one node, messages cost nothing to start, and a byte takes a second."""
 
 
 @st.composite
