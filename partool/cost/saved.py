@@ -247,7 +247,7 @@ def gradients_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: in
     and up; in attention: of queries, keys, values and the result.
     """
     sizes = widths(job, layouts, kind)
-    parts = 1 if stack.in_place_gates or not job.model.gated else 3
+    parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3
     # Of one tile at a time.
     share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
     parts = np.where(in_tiles(job, layouts), parts * share, parts)

@@ -180,10 +180,10 @@ def test_usp_keeps_both_to_their_tier() -> None:
     assert whole.total == pytest.approx(sent(one, cp=32, sequence_method=ULYSSES).total)
 
 
-def test_groups_that_trade_heads_are_nodes() -> None:
-    """Of 32 ranks on 4 nodes; on one kind of link the more trade heads the less is sent."""
-    for devices, best in ((GPU, 8), (ONE_LINK, 16)):
-        one = job(length=131072, devices=devices)
+def test_groups_that_trade_heads_grow_until_they_share_heads_of_keys() -> None:
+    """Of 32 ranks: the more trade heads the less is sent, as long as each has heads of keys of its own."""
+    for devices, keys, best in ((GPU, 8, 8), (GPU, 32, 16), (ONE_LINK, 32, 16), (ONE_LINK, 8, 8)):
+        one = job(MODEL.model_copy(update={"kv_heads": keys}), length=131072, devices=devices)
         columns = {"cp": 32, "sequence_method": USP, "sequence_order": 1}
         totals = {inner: float(sent(one, sequence_inner=inner, **columns).total) for inner in (2, 4, 8, 16)}
         assert min(totals, key=lambda inner: totals[inner]) == best
