@@ -50,7 +50,9 @@ class HfAttention:
     def __init__(self, layout: AttentionLayout) -> None:
         self.layout = layout
         self.core: Callable[..., torch.Tensor] = self.whole
-        """See :class:`partool_runtime.parallel.sequence.types.Attend`."""
+        """See :class:`partool_runtime.parallel.sequence.types.Attend`; recomputation wraps it."""
+        self.exchange: Callable[..., torch.Tensor] | None = None
+        """What trades tokens for heads around the core, called with queries, keys, values and what is inside."""
         self.pads = True
         """Whether the core is given values as wide as queries, with zeros behind those that are narrower."""
         self._dropout = 0.0
@@ -73,11 +75,11 @@ class HfAttention:
         if scaling is not None and scaling != own:
             q_BNSD = q_BNSD * (scaling / own)
         self._dropout = dropout
-        out_BNSD: torch.Tensor
-        if self.pads:
-            out_BNSD = padded((q_BNSD, k_BKSD, v_BKSD), partial(self.core, layout=self.layout, tokens=seen.tokens))
-        else:
-            out_BNSD = self.core(q_BNSD, k_BKSD, v_BKSD, self.layout, seen.tokens)
+        core: Callable[..., torch.Tensor] = partial(self.core, layout=self.layout, tokens=seen.tokens)
+        if self.exchange is not None:
+            core = partial(self.exchange, core=core)
+        q_k_v = (q_BNSD, k_BKSD, v_BKSD)
+        out_BNSD = padded(q_k_v, core) if self.pads else core(*q_k_v)
         return out_BNSD.transpose(1, 2).contiguous()
 
     def whole(
@@ -162,6 +164,11 @@ def take(
             if MOVING & set(kinds.values() if isinstance(kinds, dict) else [kinds]):
                 setattr(module, "forward", partial(_of_whole_sequences, module.forward))  # noqa: B010 - a method
     return found
+
+
+def taken(layer: nn.Module) -> HfAttention | None:
+    """Return what a layer attends with at the seam; None where its attention is still that of transformers."""
+    return layer.__dict__.get(_PLACE)
 
 
 def place(module: nn.Module, attention: Any) -> None:

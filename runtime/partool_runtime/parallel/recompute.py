@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
+from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel import again
@@ -49,10 +50,11 @@ def recompute(
 
     ``none`` keeps all, ``attention`` all but what is inside the core of attention, ``selective`` keeps :data:`SAVED`,
     ``keep_attention`` :data:`ATTENTION` (the choice of AutoSP, arXiv 2604.27089, for long sequences), ``full`` only the
-    block's input. Layers of transformers have no core of attention that could be told apart: of them ``attention``
-    keeps nothing that is inside of an attention module. ``draws``: layers draw random numbers, whose state is kept,
-    too; such a layer is computed again to its end, since tensor ranks begin and end to draw numbers of their own in the
-    middle of it. ``tiled``: networks work on tiles, which they compute again by themselves.
+    block's input. Layers of transformers have no core of attention that could be told apart, unless partool has taken
+    its place: ``attention`` keeps nothing that is inside of their attention modules. ``draws``: layers draw random
+    numbers, whose state is kept, too; such a layer is computed again to its end, since tensor ranks begin and end to
+    draw numbers of their own in the middle of it. ``tiled``: networks work on tiles, which they compute again by
+    themselves.
     """
     for block, policy in zip(blocks, policies, strict=True):
         if policy == "attention":
@@ -64,6 +66,9 @@ def recompute(
 def _attention(block: nn.Module, draws: bool) -> None:
     if isinstance(block, Block):
         block.attention.core = _again(block.attention.core, None, draws=draws)
+        return
+    if (attention := taken(block)) is not None:
+        attention.core = _again(attention.core, None, draws=draws)
         return
     for module in [module for module in block.modules() if "Attention" in type(module).__name__]:
         stay_wide(module)

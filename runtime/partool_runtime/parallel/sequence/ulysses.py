@@ -34,7 +34,7 @@ def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core:
     Layers of transformers have no seam between their projections, so all three tensors travel at once.
     """
     if isinstance(attention, HfAttention):
-        attention.core = AtOnce(exchange, core)
+        attention.core, attention.exchange = core, exchange
         attention.pads = not isinstance(core, WholeSequences)
         return
     if attention.core is no_heads:
@@ -77,24 +77,6 @@ def _forward(
     if plain or deferral.is_splitting() or torch.compiler.is_compiling():
         return attention.output(exchange.back(out_BnLD, way).transpose(1, 2).flatten(-2))
     return exchange.projected(out_BnLD, way, attention.o)
-
-
-class AtOnce:
-    """An :class:`Attend` that exchanges around another."""
-
-    def __init__(self, exchange: HeadExchange, core: Attend) -> None:
-        self._exchange, self._core = exchange, core
-
-    def __call__(
-        self,
-        q_BNSD: torch.Tensor,
-        k_BKSD: torch.Tensor,
-        v_BKSD: torch.Tensor,
-        layout: AttentionLayout,
-        tokens: Tokens | None,
-    ) -> torch.Tensor:
-        """Return the attention of this rank's tokens, of all heads."""
-        return self._exchange(q_BNSD, k_BKSD, v_BKSD, partial(self._core, layout=layout, tokens=tokens))
 
 
 class WholeSequences:
