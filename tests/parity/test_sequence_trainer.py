@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from test_trainer import Jobs
 
 from partool.cost.case import Job
 from partool.cost.sequence_traffic import sequence_bytes
+from partool.plan.event_log import read_events
 from partool.plan.types import Mesh, Plan
 from partool_runtime.checkpoint import step_folder
 
@@ -276,3 +280,45 @@ def test_every_combination_equals_one_process(tmp_path: Path) -> None:
     jobs = launch(tmp_path, cases, {}, timeout_s=1200)
     for name, (case, reference) in cases.items():
         assert_equal(jobs, name, case, reference)
+
+
+SPEC = """
+name: shared
+model: {{layers: 4, hidden: 32, ffn_hidden: 37, heads: 5, head_dim: 6, vocab: 257, attention: {attention}}}
+hardware: {{accelerator: cpu, per_node: {ranks}}}
+data: {{source: {text}, validation: 0.1, cache: {text}.cache, attend: document}}
+training: {{sequence_length: 31, global_batch: 8, steps: {steps}, precision: fp64}}
+optimizer: {{lr: 1.0e-2, schedule: {{kind: constant, warmup_steps: 0}}}}
+checkpoint: {{every: 2}}
+parallel: {{sequence: {sequence}, data: {{zero: {zero}}}, pipeline: {stages}, tensor: {tensor}}}
+"""
+WINDOWS = "{window: 9, layer_types: [sliding, full, sliding, full]}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_launch_and_resume_from_a_spec(tmp_path: Path, folder: Path) -> None:
+    """The command line all through: a ring of four, resumed on three that trade heads, then in a pipeline."""
+
+    def partool(*arguments: str) -> None:
+        command = [sys.executable, "-m", "partool", *arguments]
+        env = os.environ | {"PARTOOL_HOME": str(tmp_path / "home")}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def spec(name: str, ranks: int, steps: int, sequence: str, **fields: object) -> str:
+        given = {"attention": WINDOWS, "text": folder / "text", "zero": 1, "stages": 1, "tensor": 1} | fields
+        (tmp_path / name).write_text(SPEC.format(ranks=ranks, steps=steps, sequence=sequence, **given))
+        return name
+
+    partool("launch", spec("a.yaml", 4, 2, "{method: ring, degree: 4}", zero=3))
+    run = next((tmp_path / "home" / "runs").iterdir())
+    partool("launch", spec("b.yaml", 3, 4, "{method: ulysses, degree: 3}"), "--resume", run.name)
+    partool("launch", spec("c.yaml", 4, 6, "2", stages=2), "--resume", run.name)
+    partool("launch", spec("d.yaml", 4, 8, "{method: all_gather, degree: 2}", tensor=2), "--resume", run.name)
+    partool("launch", spec("one.yaml", 1, 8, "1"))
+    (alone,) = (other for other in (tmp_path / "home" / "runs").iterdir() if other != run)
+    logs = [list(read_events(each / "events" / "rank-0.jsonl")) for each in (run, alone)]
+    assert [event["data"]["resumed_from"] for event in logs[0] if event["kind"] == "start"] == [0, 2, 4, 6]
+    losses = [[event["data"]["loss"] for event in log if event["kind"] == "step"] for log in logs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
