@@ -284,6 +284,13 @@ RULES: tuple[Rule, ...] = (
         "batch of sequences of 1024 tokens   # training: {sequence_length: 1024}",
     ),
     _rule(
+        "PT653",
+        "Layers along rows or columns cannot exchange keys in a ring",
+        "Rings, gathered keys and StarTrail know tokens by their places in one line, and let them see earlier ones.",
+        "sequence_method: ring   # a plan changed by hand, of a model with layer_types: [row, column]",
+        "parallel: {sequence: {method: dsp, degree: 4}}",
+    ),
+    _rule(
         "PT657",
         "A layer has no network that works on tiles",
         "A tile is a stretch of the sequence, and only what maps every token by itself can take one at a time.",

@@ -11,12 +11,15 @@ from torch.nn import functional as F
 
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, index, shares, tokens
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import blocks, documents, kernels
 from partool_runtime.model.attention import Tokens, attend
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.kernels import Sight
+from partool_runtime.model.operator import WHOLE
 from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
 from partool_runtime.model.visibility import AttentionLayout, visible
+from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.torch_internals import TorchDispatchMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -240,6 +243,13 @@ def test_documents_that_come_back_are_told_apart_by_masks(monkeypatch: pytest.Mo
     q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3))
     found = attend(q, k, v, AttentionLayout(None), Tokens(7, None, documents_BL))
     same(found, reference((q, k, v), AttentionLayout(None), documents_BL)[0])
+
+
+def test_rings_refuse_lines_of_a_grid() -> None:
+    core, heads = ExchangeAttend(WHOLE), [torch.zeros(1, 1, 4, 2)] * 3
+    with pytest.raises(ConfigurationError) as caught:
+        core(*heads, AttentionLayout(None, "row"), Tokens(4, grid=(2, 2)))
+    assert caught.value.code == "PT653"
 
 
 # --- memory ---

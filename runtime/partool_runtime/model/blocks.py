@@ -22,7 +22,7 @@ from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangl
 from partool_runtime.model.visibility import AttentionLayout, visible
 
 MOST_PAIRS = 1 << 22
-"""Of queries and keys, times sequences, that one mask is made of."""
+"""Of queries and keys, times sequences, that one mask is made of; times heads, too, where their scores are held."""
 
 
 class Meeting(NamedTuple):
@@ -52,7 +52,7 @@ class Seen:
     def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: Meeting) -> None:
         """Let them see a block of keys and values, not seen before."""
         self._width = v_BKSD.shape[3]
-        for call in _calls(meeting, self._q, v_BKSD):
+        for call in _Calls(meeting, self._q, v_BKSD):
             heads = call.of_queries(self._q), call.of_keys(k_BKSD), call.of_keys(v_BKSD)
             self.merge(call.part.queries, *kernels.forward(*heads, call.sight), call.sequences)
 
@@ -120,7 +120,7 @@ class Returned:
         meeting: Meeting,
     ) -> None:
         """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
-        for call in _calls(meeting, self._q, keys[1]):
+        for call in _Calls(meeting, self._q, keys[1]):
             inputs = call.of_queries(self._q), call.of_keys(keys[0]), call.of_keys(keys[1])
             results = call.of_queries(self._out), call.of_queries(self._lse)
             dq, dk, dv = kernels.backward(call.of_queries(self._grad), inputs, results, call.sight)
@@ -155,55 +155,53 @@ class _Call(NamedTuple):
         return x_BKS[slice(*self.sequences), :, slice(*self.part.keys)]
 
 
-def _calls(meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> Iterator[_Call]:
-    """Yield the calls of kernels that a meeting is computed by."""
-    queries, keys, layout, documents = meeting
-    if q_BNQD.shape[0] == 0 or q_BNQD.shape[1] == 0:
-        return
-    all_ = (0, q_BNQD.shape[0])
-    holds_scores = kernels.holds_scores(q_BNQD, v_BKSD)
-    if documents is None:
-        for part in (rectangles if holds_scores else joined)(queries, keys, layout.window):
-            yield from _plain(part, all_, layout, q_BNQD.device, cut=holds_scores)
-        return
-    for whole in rectangles(queries, keys, layout.window):
-        known = None if _pairs(whole) * all_[1] <= MOST_PAIRS else stretches(documents)
+class _Calls:
+    """The calls of kernels that a meeting is computed by, for some queries and values."""
+
+    def __init__(self, meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
+        self._meeting, self._layout, self._device = meeting, meeting.layout, q_BNQD.device
+        self._batch, heads = q_BNQD.shape[:2]
+        self._holds_scores = kernels.holds_scores(q_BNQD, v_BKSD)
+        masks = 1 if meeting.documents is None else self._batch
+        self._most = max(1, MOST_PAIRS // max(1, self._batch * heads if self._holds_scores else masks))
+        self._empty = self._batch * heads == 0
+
+    def __iter__(self) -> Iterator[_Call]:
+        queries, keys, layout, documents = self._meeting
+        cut = self._holds_scores or documents is not None
+        for whole in () if self._empty else (rectangles if cut else joined)(queries, keys, layout.window):
+            if documents is None:
+                yield from self._plain(whole, (0, self._batch))
+            else:
+                yield from self._packed(whole, documents)
+
+    def _packed(self, whole: Rectangle, documents_BL: torch.Tensor) -> Iterator[_Call]:
+        """Yield those of a rectangle with several documents; what one mask can tell is not taken apart."""
+        known = None if _pairs(whole) <= self._most else stretches(documents_BL)
         if known is None:
-            yield from _masked(whole, all_, layout, documents, q_BNQD.device)
-            continue
+            yield from self._masked(whole, (0, self._batch), documents_BL)
+            return
         for number, of_sequence in enumerate(known):
             for stretch in _between(of_sequence, whole):
-                for part in within(whole, stretch.start, stretch.stop, layout.window):
+                for part in within(whole, stretch.start, stretch.stop, self._layout.window):
                     one = (number, number + 1)
-                    if stretch.alone:
-                        yield from _plain(part, one, layout, q_BNQD.device, cut=holds_scores)
-                    else:
-                        yield from _masked(part, one, layout, documents, q_BNQD.device)
+                    yield from self._plain(part, one) if stretch.alone else self._masked(part, one, documents_BL)
 
+    def _plain(self, part: Rectangle, sequences: tuple[int, int]) -> Iterator[_Call]:
+        """Yield those of a rectangle in which documents do not matter."""
+        if part.kind != "masked" and not self._holds_scores:
+            yield _Call(sequences, part, Sight(causal=part.kind == "causal"))
+        else:
+            yield from self._masked(part, sequences, None)
 
-def _plain(
-    part: Rectangle, sequences: tuple[int, int], layout: AttentionLayout, device: torch.device, *, cut: bool
-) -> Iterator[_Call]:
-    """Yield calls for a rectangle in which documents do not matter, in pieces if scores are held."""
-    if part.kind != "masked" and not cut:
-        yield _Call(sequences, part, Sight(causal=part.kind == "causal"))
-    else:
-        yield from _masked(part, sequences, layout, None, device)
-
-
-def _masked(
-    part: Rectangle,
-    sequences: tuple[int, int],
-    layout: AttentionLayout,
-    documents_BL: torch.Tensor | None,
-    device: torch.device,
-) -> Iterator[_Call]:
-    """Yield calls for a rectangle, each with a mask."""
-    count = 1 if documents_BL is None else sequences[1] - sequences[0]
-    if documents_BL is not None:
-        documents_BL = documents_BL[slice(*sequences)]
-    for piece in pieces(part, layout.window, max(1, MOST_PAIRS // count)):
-        yield _Call(sequences, piece, Sight(mask=_mask(piece, layout, documents_BL, device)))
+    def _masked(
+        self, part: Rectangle, sequences: tuple[int, int], documents_BL: torch.Tensor | None
+    ) -> Iterator[_Call]:
+        """Yield those of a rectangle in pieces, each with a mask."""
+        if documents_BL is not None:
+            documents_BL = documents_BL[slice(*sequences)]
+        for piece in pieces(part, self._layout.window, self._most):
+            yield _Call(sequences, piece, Sight(mask=_mask(piece, self._layout, documents_BL, self._device)))
 
 
 def _pairs(part: Rectangle) -> int:
