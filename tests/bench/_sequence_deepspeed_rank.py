@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -146,7 +147,9 @@ def main(job_path: str, result_path: str) -> None:
     job = Job.read(Path(job_path))
     dist.init_process_group("gloo")
     dealt = shares(job.shape.length, job.ranks)
-    team = SequenceTeam(dist.new_group(), dist.get_rank(), dealt, (tuple(range(job.ranks)),))
+    # Sizes that a peer does not take let its ranks wait for each other.
+    group = dist.new_group(timeout=timedelta(seconds=40))
+    team = SequenceTeam(group, dist.get_rank(), dealt, (tuple(range(job.ranks)),))
     result: list[dict[str, Any]] = []
     sides = [Side(case.title, job, team) for case in job.cases]
     for side in sides:  # sockets connect and buffers are allocated here
