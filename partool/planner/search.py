@@ -275,7 +275,9 @@ class Search:
         """Return which leaves recompute and offload at least as much as a queued sibling, and are not faster for it."""
         table = self.space.policies
         out = np.zeros(len(leaves), dtype=bool)
-        index = np.flatnonzero(queued & (leaves.probability >= 0.999))
+        # What lies within the columns' slack may not fit once it is priced, and must not rule out what does.
+        fits = leaves.memory_bytes <= self.problem.capacity_bytes
+        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits)
         for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
             if len(start) == 0:
                 continue

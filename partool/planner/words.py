@@ -30,6 +30,7 @@ def summary(layout: Layout) -> str:
         parts.append(f"expert {layout.expert}")
     parts.append(f"micro-batch {layout.micro_batch} × {layout.accumulation}")
     parts.append(f"recompute {recompute(layout)}")
+    parts += [f"{what} in tiles of {tokens}" for what, tokens in _tiles(layout)]
     parts += [f"offload {what}" for what in _offloaded(layout)]
     return ", ".join(parts)
 
@@ -60,6 +61,12 @@ def recompute(layout: Layout) -> str:
     return " + ".join(f"{policy} × {count}" for policy, count in counts.items())
 
 
+def _tiles(layout: Layout) -> list[tuple[str, int]]:
+    """Return what passes a micro-batch in tiles, and their tokens."""
+    tiles = (("networks", layout.mlp_tile_tokens), ("loss", layout.loss_tile_tokens))
+    return [(what, tokens) for what, tokens in tiles if tokens]
+
+
 def _offloaded(layout: Layout) -> list[str]:
     found = []
     if layout.offload_optimizer == "cpu":
@@ -88,11 +95,12 @@ def change(layout: Layout, file: str = "") -> str:
         f"{{optimizer: {layout.offload_optimizer}{fraction}, parameters: {layout.offload_parameters}, "
         f"activations: {layout.offload_activations}}}"
     )
+    tiles = f"tiles: {{mlp: {layout.mlp_tile_tokens}, loss: {layout.loss_tile_tokens}}}, " if _tiles(layout) else ""
     policies = [(policy, len(list(group))) for policy, group in groupby(layout.recompute)]
     policy = policies[0][0] if len(policies) == 1 else f"[{', '.join(layout.recompute)}]"
     return (
         f"parallel: {{data: {{zero: {layout.zero}{shard}}}, tensor: {_tensor(layout)}, pipeline: {pipeline}, "
-        f"sequence: {_sequence(layout)}, expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
+        f"sequence: {_sequence(layout)}, {tiles}expert: {layout.expert}, offload: {offload}, recompute: {policy}, "
         f"micro_batch: {layout.micro_batch}}}"
     )
 

@@ -126,6 +126,8 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     kinds = list(dict.fromkeys(layout.recompute))
     recompute = kinds[0] if len(kinds) == 1 else ", ".join(f"{k} in {layout.recompute.count(k)} layers" for k in kinds)
     rows += [("recompute", recompute), ("compile", layout.compile)]
+    tiles = (("networks", layout.mlp_tile_tokens), ("loss", layout.loss_tile_tokens))
+    rows += [(what, f"in tiles of {tokens:,} tokens") for what, tokens in tiles if tokens]
     if layout.offload_optimizer == "cpu":
         rows.append(("optimizer", f"{1.0 - layout.gpu_fraction:.0%} in host memory"))
     rows += [

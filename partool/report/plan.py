@@ -80,7 +80,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
         parts.append(f"schedule {_schedule(plan)}, {_stage_sizes(plan)} per stage")
     if mesh.cp > 1:
         parts.append(f"sequences over {mesh.cp} ranks by {layout.sequence_form}, {layout.sequence_order}")
-    parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_offloaded(plan)]
+    parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_tiles(plan), *_offloaded(plan)]
     yield "Layout", "; ".join(parts)
     if variables := environment.summary(plan):
         yield "Env", variables
@@ -103,6 +103,13 @@ def _stage_sizes(plan: Plan) -> str:
     sizes = sorted({stop - start for start, stop in plan.layout.stages})
     text = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
     return f"{text} layer{'s' * (sizes[-1] > 1)}"
+
+
+def _tiles(plan: Plan) -> Iterator[str]:
+    """Yield what sees a micro-batch in tiles of its tokens."""
+    for what, tokens in (("networks", plan.layout.mlp_tile_tokens), ("loss", plan.layout.loss_tile_tokens)):
+        if tokens:
+            yield f"{what} in tiles of {tokens:,} tokens"
 
 
 def _offloaded(plan: Plan) -> Iterator[str]:

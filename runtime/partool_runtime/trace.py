@@ -10,8 +10,8 @@ result as data (``partool/cost/traced.json``), so that it plans the same with an
                                                     holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
                                                     without ``compile`` both ways are traced
 
-Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per layer
-and micro-batch. Layers that see a window, or the row of a grid, keep what those do that see all earlier tokens.
+Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
+layer and micro-batch. Layers that see a window, or the row of a grid, keep what those do that see all earlier tokens.
 """
 
 from __future__ import annotations

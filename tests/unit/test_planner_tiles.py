@@ -1,0 +1,111 @@
+"""Tiles of networks and losses in plans: as pinned, where memory asks for them, and not where they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from partool.plan.types import Plan
+from partool.planner import PlanResult, make_plan
+from partool.spec import load_text
+
+WIDE = """\
+model: {layers: 4, hidden: 4096, heads: 32, kv_heads: 8, vocab: 32000, ffn_hidden: 32768, max_position: 1000000}
+hardware: {accelerator: h100-sxm, per_node: 1}
+data: python-stdlib
+training: {sequence_length: 98304, global_batch: 1}
+parallel: {offload: {optimizer: none, parameters: none, activations: none}}
+"""
+"""A network eight times as wide as the model: at this length its inner tensors take most of the device."""
+SHORT = "training.sequence_length=2048"
+
+
+def plan_of(*overrides: str, text: str = WIDE) -> PlanResult:
+    loaded = load_text(text, overrides=list(overrides))
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
+
+
+def planned(*overrides: str, text: str = WIDE) -> Plan:
+    result = plan_of(*overrides, text=text)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def about(plan: Plan, word: str) -> list[str]:
+    return [reason for reason in plan.reasons if reason.startswith(word)]
+
+
+def test_short_memory_asks_for_tiles_and_says_so() -> None:
+    plan = planned()
+    assert plan.layout.mlp_tile_tokens == 4096
+    assert plan.layout.compile == "none"
+    assert plan.runnable
+    (why,) = about(plan, "Networks in tiles")
+    assert "no layout is sure to fit without" in why
+    assert "tiles of 4,096 tokens" in why
+    result = plan_of("parallel.tiles.mlp=0")
+    assert result.plan is None or result.plan.prediction.memory.verdict != "green"
+
+
+def test_where_all_fits_there_are_none() -> None:
+    plan = planned(SHORT)
+    assert (plan.layout.mlp_tile_tokens, plan.layout.loss_tile_tokens) == (0, 0)
+    assert plan.layout.compile == "block"
+    assert not about(plan, "Networks")
+    assert not about(plan, "Loss")
+
+
+def test_pinned_tiles_are_kept() -> None:
+    plan = planned(SHORT, "parallel.tiles.mlp=512", "parallel.tiles.loss=100")
+    assert (plan.layout.mlp_tile_tokens, plan.layout.loss_tile_tokens) == (512, 100)
+    assert plan.layout.compile == "none"
+    assert "the spec asks for it" in about(plan, "Networks in tiles")[0]
+    assert "the spec asks for it" in about(plan, "Loss in tiles")[0]
+    alone = planned(SHORT, "parallel.tiles.loss=100")
+    assert alone.layout.compile == "block"
+    assert alone.prediction.memory.terms_bytes["loss"] <= planned(SHORT).prediction.memory.terms_bytes["loss"]
+
+
+@pytest.mark.parametrize(
+    ("code", "overrides"),
+    [
+        ("PT479", ["parallel.compile=block"]),
+        ("PT481", ["hardware.per_node=2", "parallel.tensor={degree: 2, sequence_norms: true}"]),
+        ("PT481", ["hardware.per_node=4", "parallel.tensor={shape: [2, 2]}"]),
+        ("PT482", ["hardware.per_node=2", "parallel.pipeline={stages: 2, schedule: weipipe}"]),
+    ],
+)
+def test_tiles_where_they_cannot_be_are_findings(code: str, overrides: list[str]) -> None:
+    found = {finding.code for finding in plan_of(SHORT, "parallel.tiles.mlp=512", *overrides).diagnostics}
+    assert code in found
+
+
+def test_tensor_ranks_of_tiles_hold_whole_tokens() -> None:
+    plan = planned(SHORT, "hardware.per_node=2", "parallel.tensor=2", "parallel.tiles.mlp=512")
+    assert not plan.layout.sequence_norms
+    assert plan.layout.tensor_inner == 1
+
+
+def test_long_sequences_keep_attention() -> None:
+    """Where results of products do not fit, the planner does without them, but not without those of attention."""
+    plan = planned("training.sequence_length=65536")
+    assert "keep_attention" in plan.layout.recompute
+    (why,) = about(plan, "Recompute")
+    assert "attention, whose work grows with the square" in why
+
+
+def test_a_layout_that_just_does_not_fit_rules_out_no_other() -> None:
+    """Keeping all takes two GiB too much here, and less time than whatever fits."""
+    plan = planned("parallel.tiles.mlp=4096")
+    assert plan.prediction.memory.verdict == "green"
+    assert any("too large" in other.why_not for other in plan.alternatives)
+
+
+def test_activations_in_host_memory_can_run_on_a_gpu() -> None:
+    plan = planned("parallel.offload={optimizer: none, activations: cpu}", SHORT)
+    assert plan.layout.offload_activations == "cpu"
+    assert plan.runnable
+    found = plan_of("parallel.offload={activations: cpu}", "hardware={accelerator: cpu}", SHORT).diagnostics
+    assert "PT274" in {finding.code for finding in found}
