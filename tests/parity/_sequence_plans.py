@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _tensor_plans import tensor_plan
+from _tensor_plans import EVEN, tensor_plan
 
 from partool.plan.types import Mesh, Plan
 
@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "one head of keys": {"heads": 7, "kv_heads": 1, "head_dim": 4},
     "windows": {"window": 6, "layer_types": ("sliding", "full", "sliding", "sliding"), "heads": 6, "kv_heads": 3},
     "three": {"heads": 3, "kv_heads": 3, "head_dim": 4},
+    "even": EVEN,
 }  # fmt: skip
 """Five, seven and three heads for two to four ranks; a window as long as one share and a bit."""
 

@@ -52,6 +52,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "windows documents": {"model": "windows", "data": APART_DOCUMENTS},
     "three": {"model": "three"},
     "short": {"data": SHORT},
+    "even": {"model": "even"},
     "frozen": {},
 }
 FROZEN: dict[str, dict[str, Any]] = {"frozen": {"frozen": ("embed.*", "layers.[01].*")}}
@@ -118,6 +119,7 @@ def further_cases(make: Make) -> Cases:
             add(f"{method} dp zero-{zero}", "five", mesh, method, zero=zero, **own)
         for title, fields in {"plain": {}, "shares": NORMS, "overlapped": {"tensor_overlap": "backward"}}.items():
             add(f"{method} tensor {title}", "one head of keys", CUT, method, **fields, **own)
+        add(f"{method} two dimensions", "even", CUT, method, tensor_inner=2, **own)
         for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
             for zero in (1, 3):
                 where = {"schedule": schedule, "stages": stages}
@@ -156,6 +158,9 @@ def launch(folder: Path, cases: Cases, threes: Cases, timeout_s: float = 400) ->
     jobs, make = Forked(folder), partial(make_plan, folder)
     for name, (case, _) in cases.items():
         jobs.add(name, case, run=f"case {name}")
+    low = {"zero": 3, "precision": "bf16"}
+    for method, own in (("ring", ZIGZAG), ("ulysses", {})):
+        jobs.add(f"bf16 {method}", make("grouped", FOUR, method, settings=low, **own), run=f"bf16 {method}")
     jobs.add("stopped", make("grouped", TWO_BY_TWO, settings={"zero": 2}), run="crossed", stop_at=1)
     jobs.run(4, timeout_s)
     for name in {reference for _, reference in (cases | threes).values()} | {"grouped"}:
@@ -243,6 +248,16 @@ def test_waits_for_ranks_of_a_sequence_are_measured(ran: Jobs, name: str) -> Non
 def test_comparison_can_fail(ran: Jobs) -> None:
     with pytest.raises(AssertionError, match="differs"):
         assert_same_state(ran, "case ulysses and tensor shares", "reference short")
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_low_precision_stays_near(ran: Jobs, method: str) -> None:
+    wanted, got = (
+        [event["loss"] for event in ran.events(run, "step")] for run in ("reference grouped", f"bf16 {method}")
+    )
+    assert got == pytest.approx(wanted, abs=3e-2)
+    assert got != wanted
 
 
 @pytest.mark.timeout(500)

@@ -59,6 +59,9 @@ def _forward(
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once
         q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH)
+        if q_BSX.shape[-1] != attention.q.weight.shape[0]:  # in two dimensions a rank has a part of its weights' heads
+            dim = attention.head_dim
+            of_queries, of_keys = exchange.ranges(q_BSX.shape[-1] // dim, k_BSX.shape[-1] // dim)
         travelling = [
             exchange.start(attention.keys(k_BSX, context), of_keys),
             exchange.start(attention.queries(q_BSX, context), of_queries),
