@@ -105,7 +105,7 @@ def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, po
     if policy == FULL:
         return sizes.hidden * small * tokens
     if policy == KEEP_ATTENTION:
-        return ((sizes.hidden + sizes.attention) * small + _core(job, stack, sizes)) * tokens
+        return ((sizes.hidden + sizes.result) * small + _core(job, stack, sizes)) * tokens
     compiled = 1 if stack.recompiles else layouts.compiled
     if policy == SELECTIVE and stack.selective != "attention":
         return _matmuls(job, stack, sizes, compiled) * tokens

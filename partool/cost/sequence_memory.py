@@ -8,7 +8,19 @@ import numpy as np
 
 from partool.cost import cut, dealt
 from partool.cost.attention import widths
-from partool.cost.case import ALL_GATHER, ATTENTION, DSP, FULL, RING_OF_KEYS, STARTRAIL, USP, Column, Job, Layouts
+from partool.cost.case import (
+    ALL_GATHER,
+    ATTENTION,
+    DSP,
+    FULL,
+    KEEP_ATTENTION,
+    RING_OF_KEYS,
+    STARTRAIL,
+    USP,
+    Column,
+    Job,
+    Layouts,
+)
 from partool.cost.kinds import kinds
 
 
@@ -36,6 +48,9 @@ def saved_bytes(job: Job, layouts: Layouts, policy: int) -> Column:
     outside = _outside(job, layouts)
     inside = _inside(job, layouts, outside)
     more = inside.query - outside.query + inside.keys - outside.keys
+    if policy == KEEP_ATTENTION:
+        # What was exchanged is all that it keeps of them.
+        more = inside.query + inside.keys
     if policy != ATTENTION:
         more = more + inside.result
     sums = 0.0 if policy == ATTENTION else inside.sums - outside.sums
