@@ -63,9 +63,7 @@ def core_cases(text: Path) -> Cases:
     return {
         "zero-3 recomputed": (rows(FOUR, zero=3, recompute="full"), "rows first"),
         "zero-2 documents": (columns(TWO_BY_TWO, zero=2, recompute="selective"), "columns first"),
-        "1f1b": (rows(PIPED, schedule="1f1b", stages=HALVES), "rows first"),
         "zb-v documents": (columns(PIPED, schedule="zb-v", stages=QUARTERS), "columns first"),
-        "tensor zero-0": (rows(CUT, zero=0, recompute="attention"), "rows first"),
         "heads traded": (columns(FOUR, **ULYSSES), "columns first"),
         "tensor shares": (columns(CUT, sequence_norms=True, recompute="selective"), "columns first"),
     }
@@ -83,6 +81,7 @@ def further_cases(text: Path) -> Cases:
         for schedule, stages in {"1f1b": HALVES, "zb-h1": HALVES, "zb-v": QUARTERS, "hanayo": QUARTERS}.items():
             found[f"{model} {schedule}"] = (make(PIPED, zero=3, schedule=schedule, stages=stages), model)
         found[f"{model} ulysses"] = (make(FOUR, zero=2, recompute="keep_attention", **ULYSSES), model)
+        found[f"{model} tensor zero-0"] = (make(CUT, zero=0, recompute="attention"), model)
         found[f"{model} tensor"] = (make(CUT, tensor_overlap="backward"), model)
         found[f"{model} tensor shares"] = (make(CUT, zero=3, sequence_norms=True, tensor_overlap="backward"), model)
         found[f"{model} tensor shares compiled"] = (make(CUT, sequence_norms=True, compile="block"), model)
