@@ -11,11 +11,10 @@ import numpy as np
 
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
+from partool.planner.queries import variants
 from partool.planner.search import Search
 from partool.planner.sequence_rules import methods
 from partool.planner.space import build
-from partool.planner.tiles import in_tiles
-from partool.planner.zero_controls import under_pressure
 from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
 
@@ -62,15 +61,16 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
 
 def _ranks(problem: Problem, count: int, *, several: bool) -> int:
     """Return the sequence-parallel ranks of the layout that needs least memory, 0 if it is not sure to fit."""
-    problem = problem.with_training(sequence_length=count * _GRAIN)
-    problem = in_tiles(problem) or under_pressure(problem) or problem
-    space = build(problem)
-    mask = space.groups.cp > 1 if several else np.ones(space.size, dtype=bool)
-    if not mask.any():
-        return 0
-    search = Search(problem, space, mask)
-    priced = search.price(*search.smallest())
-    return priced.layout.mesh.cp if priced.safe else 0
+    for one in variants(problem.with_training(sequence_length=count * _GRAIN)):
+        space = build(one)
+        mask = space.groups.cp > 1 if several else np.ones(space.size, dtype=bool)
+        if not mask.any():
+            return 0
+        search = Search(one, space, mask)
+        priced = search.price(*search.smallest())
+        if priced.safe:
+            return priced.layout.mesh.cp
+    return 0
 
 
 def _most(fit: Callable[[int], int], start: int, most: int) -> int:

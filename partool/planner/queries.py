@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,6 +13,8 @@ from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search import Search
 from partool.planner.space import build
+from partool.planner.tiles import in_tiles
+from partool.planner.zero_controls import under_pressure
 from partool.spec.spec import Spec
 
 Largest = Literal["micro_batch", "sequence_length", "global_batch"]
@@ -78,7 +80,20 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:
-    """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages."""
+    """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages.
+
+    As in a plan, gathers that need least memory and tiles of sequences are tried where nothing fits without.
+    """
+    return any(_fits(one, once=once) for one in variants(problem))
+
+
+def variants(problem: Problem) -> Iterator[Problem]:
+    """Yield a problem as plans solve it: as it is, with gathers that need least memory, with tiles of sequences."""
+    yield problem
+    yield from (harder for harder in (under_pressure(problem), in_tiles(problem)) if harder is not None)
+
+
+def _fits(problem: Problem, *, once: bool) -> bool:
     space = build(problem)
     mask = np.ones(space.size, dtype=bool)
     if once:
