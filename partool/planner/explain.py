@@ -29,8 +29,8 @@ _LOOKED_AT = 5
 _NEAREST = 20_000
 """Layouts among which kinds are looked for, by their bound."""
 
-_MESHES = 32
-"""Meshes without pipeline stages among which runners-up are looked for."""
+_MESHES = 16
+"""Meshes without pipeline stages, of each ZeRO stage, among which runners-up are looked for."""
 
 
 def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
@@ -180,7 +180,8 @@ def _price_unstaged(solution: Solution) -> None:
     """
     search, space, groups = solution.search, solution.space, solution.space.groups
     index = np.flatnonzero(space.runnable & (groups.pp == 1))
-    index = index[np.argsort(search.bound_s[index], kind="stable")][:_MESHES]
+    index = index[np.argsort(search.bound_s[index], kind="stable")]
+    index = np.concatenate([index[groups.zero[index] == zero][:_MESHES] for zero in range(4)])
     policies = np.flatnonzero(space.runnable_policies)
     group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
     allowed = space.allowed(group, policy)
