@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from partool.layout.traced import COEFFICIENTS, WIDTHS, family, head_family
-from partool.spec.model import Activation, ModelConfig, Norm
+from partool.spec.model import Activation, ModelConfig, Norm, Position
 from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Precision
 from partool_runtime.model import Decoder, loss
@@ -215,7 +215,8 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
 
 def shipped_cases() -> Iterator[Case]:
     """Yield one case of every kind of model that the runtime runs."""
-    kinds = itertools.product(get_args(Norm), get_args(Activation), ("rope", "none"), (False, True))
+    positions: tuple[Position, ...] = ("rope", "none")
+    kinds = itertools.product(get_args(Norm), get_args(Activation), positions, (False, True))
     for norm, activation, position, qk_norm in kinds:
         config = ModelConfig(**SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm)
         for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
