@@ -199,7 +199,8 @@ class _Pack:
     def __call__(self, tensor: torch.Tensor) -> _Packed | torch.Tensor:
         if not self._owner.takes(tensor) or _memory(tensor) in self._stays:
             return tensor
-        # A memory that was written to in between is another one.
+        # A memory that was written to in between is another one: its first content is of no use to anybody, as autograd
+        # would say, too.
         key = (_memory(tensor), tensor._version)
         if key not in self._known:
             self._known[key] = self._owner.store(tensor, self._layer)
