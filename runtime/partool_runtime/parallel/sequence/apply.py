@@ -7,7 +7,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from partool.layout.sequence import tokens
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder, HfPart
@@ -35,7 +34,7 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     if ranks.cp.size() == 1:
         return None
     team, put = open_team(plan, ranks), _method(model, plan)
-    blocks = [block for _, block in blocks_of(cast(Decoder | DecoderParts, model))]
+    blocks = _blocks(cast(Decoder | DecoderParts, model))
     for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
         stage.contexts.share = (team.length, tuple(team.index(team.rank)))
         if plan.layout.sequence_method == "dsp" and plan.model.grid is not None:
@@ -69,11 +68,9 @@ def _method(model: AnyDecoder, plan: Plan) -> Put:
     return put
 
 
-def blocks_of(model: Decoder | DecoderParts) -> list[tuple[int, Block]]:
-    """Return a rank's layers with their numbers."""
-    if isinstance(model, DecoderParts):
-        return list(model.blocks())
-    return [(number, cast(Block, block)) for number, block in enumerate(model.layers)]
+def _blocks(model: Decoder | DecoderParts) -> list[Block]:
+    layers = model.layers.values() if isinstance(model, DecoderParts) else model.layers
+    return [cast(Block, block) for block in layers]
 
 
 def open_team(plan: Plan, ranks: Ranks) -> SequenceTeam:
@@ -95,8 +92,3 @@ def teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
     mesh = plan.layout.mesh
     places = torch.arange(mesh.world_size).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     return tuple(map(tuple, places.transpose(2, 3).reshape(-1, mesh.cp).tolist()))
-
-
-def local_length(plan: Plan, ranks: Ranks) -> int:
-    """Return how many tokens of a sequence this rank holds, before tensor ranks share them."""
-    return tokens(plan.shares[ranks.cp.get_local_rank()])
