@@ -43,7 +43,7 @@ OF_THE_PLANNER = [
         _texts_partition,
         _texts_tensor,
         _texts_sequence,
-    )  # fmt: skip
+    )
     for rule in module.RULES
     if rule.example == "spec"
 ]
