@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -223,29 +224,35 @@ def make_plan(text: Path, model: str, mesh: Mesh, **fields: Any) -> Plan:
     return tensor_plan(text, mesh, model=MAKES[model], **fields)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    folder = tmp_path_factory.mktemp("runs")
+CORE = ("zero-2 full", "zero-3 keep_attention", "tensor overlapped", "zb-h1", "offloaded")
+"""Cases that together use everything once."""
+
+
+def launch(folder: Path, names: Iterable[str]) -> Jobs:
     write_text(folder / "text")
     jobs, make = Jobs(folder), partial(make_plan, folder / "text")
-    for name, (plan, _) in training_cases(make).items():
+    cases = {name: case for name, case in training_cases(make).items() if name in names}
+    for name, (plan, _) in cases.items():
         jobs.add(name, plan, run=f"case {name}")
     shared = sequence_plan(folder / "text", Mesh(cp=2), recompute="keep_attention", **TILES)
     jobs.add("sequence", shared, run="case sequence")
-    jobs.run(2, 170)
-    for model in MAKES:
+    jobs.run(2, 400)
+    for model in sorted({model for _, model in cases.values()}):
         jobs.add(f"reference {model}", make(model, ONE), run=f"reference {model}")
     jobs.add("reference sequence", sequence_plan(folder / "text", ONE), run="reference sequence")
-    jobs.run(1)
+    jobs.run(1, 400)
     return jobs
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return launch(tmp_path_factory.mktemp("runs"), CORE)
 
 
 CASES = {name: model for name, (_, model) in training_cases(partial(make_plan, Path())).items()}
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [*CASES, "sequence"])
-def test_training_in_tiles_equals_one_process(ran: Jobs, name: str) -> None:
+def assert_equal(ran: Jobs, name: str) -> None:
     model = CASES.get(name, "sequence")
     assert [ran.ended(name, rank) for rank in range(2)] == ["done", "done"]
     runs = f"reference {model}", f"case {name}"
@@ -256,3 +263,17 @@ def test_training_in_tiles_equals_one_process(ran: Jobs, name: str) -> None:
         expected, found = ([event[key] for event in ran.events(run, "step")] for run in runs)
         assert len(expected) == steps
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", [*CORE, "sequence"])
+def test_training_in_tiles_equals_one_process(ran: Jobs, name: str) -> None:
+    assert_equal(ran, name)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_every_combination_of_tiles_equals_one_process(tmp_path: Path) -> None:
+    ran = launch(tmp_path, CASES)
+    for name in CASES:
+        assert_equal(ran, name)
