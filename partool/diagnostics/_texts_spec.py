@@ -209,11 +209,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT465",
-        "A field of another sequence method",
+        "A field of another sequence method, or of none",
         "ulysses sizes the inner groups of usp; teams and inside lay out startrail; zigzag belongs to methods "
-        "whose keys come to the queries, and dsp cuts rows and columns in its own order.",
+        "whose keys come to the queries, and dsp cuts rows and columns in its own order. Degree 1 reads none of them.",
         BASE + "parallel: {sequence: {method: ring, degree: 1, teams: 2}}\n",
-        BASE + "parallel: {sequence: {method: ring, degree: 1, order: zigzag}}\n",
+        BASE + "parallel: {sequence: {method: ring, degree: auto, order: zigzag}}\n",
     ),
     Rule(
         "PT472",

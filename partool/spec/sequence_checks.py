@@ -30,13 +30,26 @@ def methods_of(sequence: Sequence) -> tuple[str, ...]:
 
 
 def check_sequence(spec: Spec) -> Iterator[Diagnostic]:
-    """Yield fields that belong to another method, and documents that are not packed."""
+    """Yield fields that belong to another method or that nothing reads, and documents that are not packed."""
     sequence = spec.parallel.sequence
     if not methods_of(sequence):
         yield from _foreign(sequence)
+    elif sequence.degree == 1:
+        yield from _unread(sequence)
     if spec.data.attend == "document" and not spec.data.pack:
         message = "attend: document separates documents that share a sequence; with pack: false none do"
         yield Diagnostic("PT472", message, path=("data", "attend"), help="set pack: true, or drop attend")
+
+
+def _unread(sequence: Sequence) -> Iterator[Diagnostic]:
+    """Yield one finding for the fields of a method where no ranks share a sequence."""
+    given = [name for name in ("method", *OWNERS, "order") if getattr(sequence, name) != "auto"]
+    if not given:
+        return
+    read = "is" if len(given) == 1 else "are"
+    message = f"degree: 1 leaves each sequence on one rank; {_listed(tuple(given))} {read} not read"
+    help = "drop them, or set degree: auto or a number of ranks"
+    yield Diagnostic("PT465", message, severity="warning", path=(*_PATH, given[0]), help=help)
 
 
 def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:

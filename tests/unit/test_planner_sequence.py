@@ -88,6 +88,8 @@ BAD = {
     "another method's field": (MODEL, "{method: ring, degree: 4, teams: 2}", "PT465", "error", "startrail"),
     "fields of two methods": (MODEL, "{degree: 4, teams: 2, ulysses: 2}", "PT465", "error", "drop"),
     "zigzag in ulysses": (MODEL, "{method: ulysses, degree: 4, order: zigzag}", "PT465", "error", "ring"),
+    "fields without ranks": (MODEL, "{method: startrail, degree: 1, teams: 3}", "PT465", "warning", "degree: auto"),
+    "an order without ranks": (MODEL, "{degree: 1, order: zigzag}", "PT465", "warning", "drop"),
     "an order in dsp": (GRID, "{method: dsp, degree: 4, order: contiguous}", "PT465", "error", "drop order"),
 }
 
