@@ -418,6 +418,11 @@ def scatter_sum_into(part: torch.Tensor, whole: torch.Tensor, ranks: Any) -> Non
     scatter(part, whole, group=ranks)
 
 
+def writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to, which only a private attribute tells; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Let writes to tensors that autograd has saved go unnoticed: they bring the same values again."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

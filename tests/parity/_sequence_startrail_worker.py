@@ -44,6 +44,7 @@ CASES = (
     Case(3, 1, 17),
     Case(4, 2, 17, (7, 7)),
     Case(4, 2, 3, (2, 1)),
+    Case(4, 2, 1, (2, 1)),
     Case(8, 2, 16, (6, 2), batch=3),
     Case(8, 2, 35, (4, 1), inside="rings"),
     Case(8, 2, 37, (3, 3), order="contiguous", window=3),

@@ -191,6 +191,20 @@ def test_kernels_of_every_type(dtype: torch.dtype, sight: str, device: str) -> N
         torch.testing.assert_close(a.double(), b, rtol=10 * tolerance, atol=3 * tolerance)
 
 
+@pytest.mark.parametrize("kernel", ["fastest", "math"])
+def test_what_is_not_a_number_stays_so(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken query is not taken for one that sees nothing."""
+    if kernel == "math":
+        monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
+    q, k, v = (torch.ones(1, 1, 3, 8) for _ in range(3))
+    q[0, 0, 1] = torch.nan
+    mask = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
+    out, lse = kernels.forward(q, k, v, Sight(mask=mask))
+    assert out[0, 0].isnan().all(dim=-1).tolist() == lse[0, 0].isnan().tolist() == [False, True, False]
+    assert torch.equal(out[0, 0, 2], torch.zeros(8))
+    assert lse[0, 0, 2] == -torch.inf
+
+
 def test_values_may_be_of_another_width() -> None:
     q, k, v = (torch.randn(1, 2, 9, width, dtype=torch.float64, requires_grad=True) for width in (4, 4, 3))
     places = torch.arange(9)
@@ -234,6 +248,14 @@ def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) 
     assert len(asked) == 1
     once = [(40, 40, False), (7, 7, True), (30, 30, False), (3, 3, False), (7, 7, False), (50, 50, False)]
     assert calls == [*once, (23, 23, False)] * 2
+
+
+def test_documents_written_in_place_are_looked_at_anew() -> None:
+    documents_BL = torch.zeros(1, 2000, dtype=torch.int32)
+    assert documents.stretches(documents_BL) == ((documents.Stretch(0, 2000, alone=True),),)
+    documents_BL[:, 900:] = 1
+    parts = documents.Stretch(0, 900, alone=True), documents.Stretch(900, 2000, alone=True)
+    assert documents.stretches(documents_BL) == (parts,)
 
 
 def test_documents_that_come_back_are_told_apart_by_masks(monkeypatch: pytest.MonkeyPatch) -> None:

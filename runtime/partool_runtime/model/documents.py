@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from partool_runtime.torch_internals import writes
+
 SHORT = 512
 """Tokens up to which documents are taken together, and told apart by masks: a call of a kernel for each costs more."""
 
@@ -21,14 +23,18 @@ class Stretch(NamedTuple):
 
 
 _KNOWN: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By tensor of documents: all layers of a pass are given the same one, and it is fetched from a device once."""
+"""By tensor of documents: all layers of a pass are given the same one, and it is fetched from a device once.
+
+With it how often the tensor had been written to: what is known of one that is filled anew is out of date.
+"""
 
 
 def stretches(documents_BL: torch.Tensor) -> tuple[tuple[Stretch, ...], ...] | None:
     """Return those of every sequence, in order; None where a number comes back behind another one."""
-    if documents_BL not in _KNOWN:
-        _KNOWN[documents_BL] = _stretches(documents_BL)
-    found: tuple[tuple[Stretch, ...], ...] | None = _KNOWN[documents_BL]
+    version = writes(documents_BL)
+    if documents_BL not in _KNOWN or _KNOWN[documents_BL][0] != version:
+        _KNOWN[documents_BL] = version, _stretches(documents_BL)
+    found: tuple[tuple[Stretch, ...], ...] | None = _KNOWN[documents_BL][1]
     return found
 
 

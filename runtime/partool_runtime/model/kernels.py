@@ -169,8 +169,8 @@ def _math(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(q_BNQD, k_BKSD, sight)
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    # Of queries that see nothing both are minus infinity, and the difference is not a number.
-    parts = (scores - lse).exp_().nan_to_num_(0.0)
+    # Of queries that see nothing both are minus infinity, and the difference is no number; others are to stay so.
+    parts = (scores - lse).exp_().masked_fill_(lse == -torch.inf, 0)
     out = parts @ v_BKSD.to(parts.dtype)[:, :, None]
     return out.flatten(1, 2).to(q_BNQD.dtype), lse[..., 0].flatten(1, 2)
 

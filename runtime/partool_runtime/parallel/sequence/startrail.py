@@ -70,7 +70,8 @@ class TeamBlock:
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the tokens of all members, given by member; tokens are the last dimension but one."""
-        return torch.cat([parts[p.member][..., p.first : p.past, :] for p in self._pieces], dim=-2)
+        rows = [parts[p.member][..., p.first : p.past, :] for p in self._pieces]
+        return torch.cat(rows, dim=-2) if rows else parts[0]
 
     def parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the tokens of each member, of those of all."""
