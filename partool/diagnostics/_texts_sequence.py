@@ -65,8 +65,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT471",
         "Sequence parallelism beside what needs whole sequences",
-        "Where weights travel, each micro-batch stays on one rank; where tensor ranks share the hidden size, each has "
-        "a part of every token.",
+        "Where weights travel, each micro-batch stays on one rank, which holds its sequences whole.",
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: weipipe}}"),
         _gpus(4, "parallel: {sequence: 2, pipeline: {stages: 2, schedule: 1f1b}}"),
     ),

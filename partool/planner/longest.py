@@ -20,8 +20,8 @@ from partool.spec.spec import Spec
 
 NONE = "none"
 """In place of a method: every rank holds whole sequences."""
-_GRAIN = 256
-"""Lengths are tried in multiples of this many tokens."""
+GRAIN = 256
+"""Lengths are tried in multiples of this many tokens; nothing shorter is tried."""
 _STEPS = 64
 """A length is found within one part in so many."""
 _MOST = 2**26
@@ -33,7 +33,7 @@ class Longest(NamedTuple):
 
     method: str
     tokens: int
-    """0 where not even the shortest fits."""
+    """0 where no length that is tried fits: it is under ``GRAIN``."""
     overrides: list[str]
     """What leaves the layouts that it fits with."""
 
@@ -55,13 +55,13 @@ def longest(spec: Spec, base_dir: Path, start: int) -> Iterator[Longest]:
         asked = pinned.model_copy(update={"degree": 1} if name == NONE else {"method": name})
         least = problem.with_parallel(sequence=asked)
         ranks = cache(partial(_ranks, least, several=name != NONE))
-        tokens = _GRAIN * _most(ranks, max(start // _GRAIN, 1), limit // _GRAIN)
-        yield Longest(name, tokens, _overrides(asked, name, ranks(tokens // _GRAIN), tokens) if tokens else [])
+        tokens = GRAIN * _most(ranks, max(start // GRAIN, 1), limit // GRAIN)
+        yield Longest(name, tokens, _overrides(asked, name, ranks(tokens // GRAIN), tokens) if tokens else [])
 
 
 def _ranks(problem: Problem, count: int, *, several: bool) -> int:
     """Return the sequence-parallel ranks of the layout that needs least memory, 0 if it is not sure to fit."""
-    for one in variants(problem.with_training(sequence_length=count * _GRAIN)):
+    for one in variants(problem.with_training(sequence_length=count * GRAIN)):
         space = build(one)
         mask = space.groups.cp > 1 if several else np.ones(space.size, dtype=bool)
         if not mask.any():

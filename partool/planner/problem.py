@@ -72,7 +72,7 @@ class Problem:
         """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
         pinned, length = self.spec.parallel.tiles.mlp, self.spec.training.sequence_length
         if pinned != "auto":
-            return pinned
+            return pinned if pinned < length else 0
         held = self.spec.parallel.compile == "block" or self.spec.parallel.tensor.sequence_norms is True
         return network_tile(self.model, length) if self.tiled and not held and not self.tiles_problem else 0
 

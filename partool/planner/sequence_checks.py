@@ -125,17 +125,11 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 
 def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     """Find other parallelism that knows whole sequences only."""
-    parallel = problem.spec.parallel
-    schedule, stages = parallel.pipeline.schedule, parallel.pipeline.stages
+    pipeline = problem.spec.parallel.pipeline
+    schedule, stages = pipeline.schedule, pipeline.stages
     path = (*_PATH, "degree")
     if schedule in WEIPIPE and stages != 1:
         message = (
             f"schedule: {schedule} moves weights round ranks that each hold whole sequences, not shares of {degree}"
         )
         yield Diagnostic("PT471", message, path=path, help="use schedule: 1f1b or auto, or sequence: 1")
-    shape = parallel.tensor.shape
-    if shape != "auto" and shape[1] > 1:
-        message = f"tensor ranks of shape {shape} share the hidden size between them; sequence.degree: {degree} would "
-        message += "cut the tokens of each share once more, which no attention here knows"
-        help = f"use shape: [{shape[0] * shape[1]}, 1], or sequence: 1"
-        yield Diagnostic("PT471", message, path=path, help=help)

@@ -21,6 +21,7 @@ from partool.planner.schedules import Scheduled, schedules
 from partool.planner.sequence_forms import Forms, best_forms, every_form
 from partool.planner.tensor_checks import cuttable
 from partool.planner.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
+from partool.planner.tiles import sizes as tile_sizes
 
 MOST_STAGES = 128
 """Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
@@ -160,12 +161,13 @@ class _Builder:
         compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
         compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
         groups = Layouts(**named, compiled=compiled)
+        networks, losses = tile_sizes(self.problem, groups)
         groups = replace(
             groups,
             tensor_overlap=overlap_of(self.problem, groups),
             tensor_chunks=pieces_of(self.problem, groups),
-            mlp_tile_tokens=self.problem.mlp_tile,
-            loss_tile_tokens=self.problem.loss_tile,
+            mlp_tile_tokens=networks,
+            loss_tile_tokens=losses,
         )
         runnable, policies = runnable_masks(self.problem, groups, self.policies)
         return Space(

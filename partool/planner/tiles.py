@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
+from partool.cost.case import Column, Layouts
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
 from partool.planner.problem import Problem
@@ -16,12 +19,36 @@ from partool.spec.pipeline_checks import WEIPIPE
 
 _TILES = ("parallel", "tiles")
 MIB = 2**20
+LOGITS_AT_ONCE = 2**26
+"""Of a loss that is told nothing, in the runtime."""
 
 
 def in_tiles(problem: Problem) -> Problem | None:
     """Return the problem with networks and losses in tiles, and all else that saves memory; None if there are none."""
     tiled = replace(problem, tiled=True, pressed=problem.world_size > 1)
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
+
+
+def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the tokens of the tiles of networks and of losses; 0 where a rank's share is no larger than one.
+
+    A loss that is told nothing takes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile that asks for all of
+    more than these stays one.
+    """
+    share = _largest_share(problem, layouts.cp)
+    network = np.where(problem.mlp_tile < share, problem.mlp_tile, 0)
+    tokens = share * layouts.micro_batch
+    loss = np.minimum(problem.loss_tile, tokens)
+    by_itself = tokens * problem.model.vocab <= LOGITS_AT_ONCE
+    return network, np.where((loss == tokens) & by_itself, 0, loss)
+
+
+def _largest_share(problem: Problem, ranks: Column) -> Column:
+    """Return the most tokens of a sequence that one of ``ranks`` ranks holds, whichever axis of a grid they cut."""
+    if problem.model.grid is None:
+        return -(-problem.spec.training.sequence_length // np.asarray(ranks))
+    rows, columns = problem.model.grid
+    return np.maximum(-(-rows // np.asarray(ranks)) * columns, -(-columns // np.asarray(ranks)) * rows)
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
@@ -34,7 +61,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 "PT482", message, path=(*_TILES, name), help=f"drop tiles.{name}, or take another schedule"
             )
-    if tiles.mlp in ("auto", 0):
+    if not problem.mlp_tile or tiles.mlp == "auto":
         return
     path = (*_TILES, "mlp")
     if parallel.compile == "block":
@@ -63,6 +90,10 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
             f"Networks in tiles of {layout.mlp_tile_tokens:,} tokens: {why}; {less / MIB:,.0f} MiB less for each "
             "tensor of the inner width, which the backward pass computes a second time."
         )
+    elif tiles.mlp not in ("auto", 0):
+        yield f"Networks see all that a rank holds of a sequence at once: tiles.mlp: {tiles.mlp} is no less."
     if layout.loss_tile_tokens:
         why = short if tiles.loss == "auto" else "the spec asks for it"
         yield f"Loss in tiles of {layout.loss_tile_tokens:,} tokens: {why}."
+    elif tiles.loss not in ("auto", 0):
+        yield f"All logits of a micro-batch exist at once: it has no more than tiles.loss: {tiles.loss} tokens."

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
-from partool.planner.longest import NONE, Longest
+from partool.planner.longest import GRAIN, NONE, Longest
 from partool.report.tables import plan_summary, varied_rows
 from partool.report.units import amount, gib, seconds
 
@@ -27,19 +27,29 @@ def render_longest(rows: Rows, console: Console) -> None:
     for beside, one, plan in rows:
         cells = [*(override.partition("=")[2] for override in beside), "nothing" if one.method == NONE else one.method]
         if plan is None:
-            table.add_row(*cells, "-", "none fits", *("-",) * 3)
+            table.add_row(*cells, _tokens(one), _why_none(one), *("-",) * 3)
             continue
         time = plan.prediction.time
         each = amount(time.tokens_per_s / plan.layout.mesh.world_size)
         fits = gib(plan.prediction.memory.total_bytes)
-        table.add_row(*cells, f"{one.tokens:,}", plan_summary(plan), seconds(time.step_time_s), each, fits)
+        table.add_row(*cells, _tokens(one), plan_summary(plan), seconds(time.step_time_s), each, fits)
     console.print()
     console.print(Text("Longest sequence that fits", "bold"))
     console.print(table)
 
 
 def longest_rows(rows: Rows) -> list[dict[str, Any]]:
-    """Return the same as data: rows like those of what-ifs, with the method and the tokens that it fits."""
-    found = varied_rows([([*beside, *one.overrides], plan, "" if plan else "none fits") for beside, one, plan in rows])
+    """Return the same as data: rows like those of what-ifs, with the method and its tokens: 0 beside a problem."""
+    found = varied_rows(
+        [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
+    )
     of_methods = ({"method": one.method, "longest_tokens": one.tokens} for _, one, _ in rows)
     return [row | own for row, own in zip(found, of_methods, strict=True)]
+
+
+def _tokens(one: Longest) -> str:
+    return f"{one.tokens:,}" if one.tokens else f"under {GRAIN}"
+
+
+def _why_none(one: Longest) -> str:
+    return "no plan" if one.tokens else f"no {GRAIN} tokens are sure to fit; fewer are not tried"

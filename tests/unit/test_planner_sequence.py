@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from partool.cli.main import run
 from partool.cost.case import INSIDES, ORDERS, RING, SEQUENCE_METHODS
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout, Plan
 from partool.planner import make_plan
-from partool.planner.longest import NONE, longest
+from partool.planner.longest import NONE, Longest, longest
 from partool.planner.make import resolve
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
@@ -26,6 +27,7 @@ from partool.planner.sequence_words import fields_of, rivals, sequence_reasons
 from partool.planner.solve import solve
 from partool.planner.space import build
 from partool.planner.words import change
+from partool.report.longest import longest_rows, render_longest
 from partool.spec import load_text
 from partool.spec.spec import Spec
 
@@ -106,13 +108,21 @@ def test_what_does_not_go_is_a_finding(model: str, sequence: str, code: str, sev
     ("overrides", "code"),
     [
         (["parallel.sequence=2", "parallel.pipeline={stages: 2, schedule: weipipe}"], "PT471"),
-        (["parallel.sequence=2", "parallel.tensor={shape: [2, 2]}", "model.heads=8", "model.kv_heads=8"], "PT471"),
         (["parallel.sequence=16", "training.sequence_length=15"], "PT265"),
         (["data={source: python-stdlib, pack: false, attend: document}"], "PT472"),
     ],
 )
 def test_what_does_not_go_beside_is_a_finding(overrides: list[str], code: str) -> None:
     assert code in {one.code for one in findings(MODEL + REST + LENGTH, *overrides) if one.severity == "error"}
+
+
+def test_tensor_ranks_of_two_dimensions_share_sequences() -> None:
+    even = ("model.heads=8", "model.kv_heads=8")
+    spec = spec_of(MODEL + REST + LENGTH, *even, "parallel.sequence=2", "parallel.tensor={shape: [1, 2]}")
+    plan = make_plan(spec, base_dir=ROOT, default_name="test").plan
+    assert plan is not None
+    assert (plan.layout.mesh.cp, plan.layout.mesh.tp, plan.layout.tensor_inner) == (2, 2, 2)
+    assert plan.runnable
 
 
 def test_more_ranks_than_rows_are_for_ulysses_only() -> None:
@@ -307,3 +317,13 @@ def test_what_if_of_lengths_tells_the_longest_of_each_method(
         methods_ = [row["method"] for row in rows[2:]]
         assert methods_ == [NONE, "ulysses", "ring", "usp", "startrail", "all_gather"]
         assert all(row["plan"]["verdict"] == "green" and row["longest_tokens"] > 8192 for row in rows[2:])
+
+
+def test_no_length_that_is_tried_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lengths under 256 are not tried: zero tokens would be a wrong answer."""
+    rows: list[Any] = [([], Longest("ring", 0, []), None)]
+    render_longest(rows, Console(width=120))
+    assert "under 256" in capsys.readouterr().out
+    (row,) = longest_rows(rows)
+    assert row["longest_tokens"] == 0
+    assert "256" in row["problem"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
+from partool.planner.make import resolve
+from partool.planner.space import build
 from partool.spec import load_text
 
 WIDE = """\
@@ -66,6 +69,29 @@ def test_pinned_tiles_are_kept() -> None:
     alone = planned(SHORT, "parallel.tiles.loss=100")
     assert alone.layout.compile == "block"
     assert alone.prediction.memory.terms_bytes["loss"] <= planned(SHORT).prediction.memory.terms_bytes["loss"]
+
+
+def test_tiles_as_large_as_what_a_rank_holds_are_none() -> None:
+    plain = planned(SHORT)
+    plan = planned(SHORT, "parallel.tiles={mlp: 2048, loss: 1000000}")
+    assert plan.layout == plain.layout
+    assert plan.prediction.time.step_time_s == plain.prediction.time.step_time_s
+    assert "tiles.mlp: 2048" in about(plan, "Networks see all")[0]
+    assert "tiles.loss: 1000000" in about(plan, "All logits")[0]
+    assert planned(SHORT, "parallel.tiles={mlp: 2047}").layout.mlp_tile_tokens == 2047
+    # Three ranks hold 683, 683 and 682 tokens.
+    shared = (SHORT, "hardware.per_node=3", "parallel.sequence={method: ring, degree: 3}", "parallel.tensor=1")
+    assert planned(*shared, "parallel.tiles.mlp=683").layout.mlp_tile_tokens == 0
+    assert planned(*shared, "parallel.tiles.mlp=682").layout.mlp_tile_tokens == 682
+
+
+def test_a_loss_that_would_split_by_itself_can_be_asked_for_all_at_once() -> None:
+    """It holds 2**26 logits when told nothing, and 98,304 tokens have 2**31 of them."""
+    loaded = load_text(WIDE, overrides=["parallel.tiles.loss=1000000", "parallel.micro_batch=1"])
+    assert loaded.spec is not None
+    problem = resolve(loaded.spec, Path()).problem
+    assert problem is not None
+    assert set(np.asarray(build(problem).groups.loss_tile_tokens).tolist()) == {98304}
 
 
 @pytest.mark.parametrize(
