@@ -194,6 +194,7 @@ def layers_of_two_models(teams: Callable[[Case], SequenceTeam | None]) -> None:
         layers.compare()
         assert all(torch.equal(a, b) for a, b in zip(before, layers.found(), strict=True)), "waiting changes bits"
     order_of_exchanges(pairs[0])
+    no_zeros_for_what_came(pairs[0])
     exchanged_again(team)
 
 
@@ -265,6 +266,18 @@ def order_of_exchanges(layers: Layers) -> None:
         assert log == ["start", "o", "end", "start", "start", "start", "end", "v", "end", "q", "end", "k"], log
     for hook in hooks:
         hook.remove()
+
+
+def no_zeros_for_what_came(layers: Layers) -> None:
+    """Check that autograd makes no gradients of buffers, as large as these, which nobody reads."""
+    given: list[torch.Tensor | None] = []
+    real = exchange._Start.backward
+    with pytest.MonkeyPatch.context() as patch:
+        noted = staticmethod(lambda ctx, grad, unread: (given.append(unread), real(ctx, grad, unread))[1])
+        patch.setattr(exchange._Start, "backward", noted)
+        layers.forward()
+        layers.backward()
+    assert given == [None] * 3 * layers.whole.config.layers, given
 
 
 EXCHANGES = {"none": 8, "attention": 8, "selective": 8, "keep_attention": 8, "full": 12}

@@ -147,11 +147,14 @@ class _Start(torch.autograd.Function):
         ctx.way, ctx.exchange = way, exchange  # type: ignore[attr-defined]
         sent, coming = _leave(x_BNSD, way, exchange)
         ctx.mark_non_differentiable(coming)
+        if not torch.compiler.is_compiling():  # which knows no such call
+            # Or else every backward pass fills as many zeros as have come, and nobody reads them.
+            ctx.set_materialize_grads(False)
         return sent, coming
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return _joined(finished(grad), ctx.way, ctx.exchange), None, None
 
 

@@ -21,13 +21,12 @@ from partool_runtime.parallel.tensor.apply import hook, no_heads
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Let layers trade tokens for heads around their attention, in place."""
-    del layout
     exchange = HeadExchange(team.group.group_name, team.rank, team.shares)
     for block in blocks:
-        around(block.attention, exchange, WholeSequences(block.attention.core))
+        around(block.attention, exchange, WholeSequences(block.attention.core), layout)
 
 
-def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend) -> None:
+def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core: Attend, layout: Layout) -> None:
     """Let an attention module exchange around ``core``, in place; one without heads has nothing to exchange.
 
     The exchange stays outside of ``attention.core``, which recomputation wraps: nothing is sent a second time for it.
@@ -40,7 +39,9 @@ def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core:
     if attention.core is no_heads:
         return
     cast(Any, attention).core = core
-    heads = (attention.q.weight.shape[0] // attention.head_dim, attention.k.weight.shape[0] // attention.head_dim)
+    # Where tensor parallelism has two dimensions, inner ranks hold parts of the same heads' weights, and share heads.
+    width = attention.head_dim * layout.tensor_inner
+    heads = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
     hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads))
 
 
@@ -59,9 +60,6 @@ def _forward(
     of_queries, of_keys = heads
     if "inputs" in vars(attention):  # tensor ranks project all at once
         q_BSX, k_BSX, v_BSX = attention.inputs(x_BSH)
-        if q_BSX.shape[-1] != attention.q.weight.shape[0]:  # in two dimensions a rank has a part of its weights' heads
-            dim = attention.head_dim
-            of_queries, of_keys = exchange.ranges(q_BSX.shape[-1] // dim, k_BSX.shape[-1] // dim)
         travelling = [
             exchange.start(attention.keys(k_BSX, context), of_keys),
             exchange.start(attention.queries(q_BSX, context), of_queries),

@@ -23,7 +23,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     with_heads = [block for block in blocks if block.attention.core is not no_heads]
     ring.put(with_heads, outer, layout)
     for block in with_heads:
-        around(block.attention, inner, block.attention.core)
+        around(block.attention, inner, block.attention.core, layout)
 
 
 def split(team: SequenceTeam, inner: int) -> tuple[HeadExchange, SequenceTeam]:
