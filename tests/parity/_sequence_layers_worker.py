@@ -38,7 +38,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "usp": ZIGZAG | {"inner": 2},
     "startrail": ZIGZAG | {"teams": 2},
 }
-WINDOWED: dict[str, dict[str, Any]] = {"ulysses": {}, "ring": {}, "all_gather": {}, "usp": {"inner": 2}}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "ulysses": {},
+    "ring": {},
+    "all_gather": {},
+    "usp": {"inner": 2},
+    "startrail": {"teams": 2},
+}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.ring import Ring
 from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
-WORLD = 5
+WORLD = 8
 KEY_DIM = 4
 
 
@@ -73,6 +73,8 @@ CASES = (
     Case("ring", 3, 2, 2, 11, window=1),
     Case("ring", 3, 2, 2, 11, window=11),
     Case("ring", 5, 2, 1, 4, window=2, order="contiguous"),
+    Case("ring", 8, 6, 3, 37, documents=True),
+    Case("ring", 8, 2, 1, 37, window=7, order="contiguous"),
     Case("gather", 2, 4, 4, 16, order="contiguous"),
     Case("gather", 4, 7, 7, 17, batch=1, order="contiguous"),
     Case("gather", 5, 6, 2, 23),
@@ -80,6 +82,7 @@ CASES = (
     Case("gather", 3, 4, 2, 17, documents=True, most_pairs=30),
     Case("gather", 5, 2, 2, 3, order="contiguous"),
     Case("gather", 3, 4, 2, 17, value_dim=3),
+    Case("gather", 8, 6, 3, 37, documents=True),
     Case("gather", 4, 6, 3, 21, window=8, order="contiguous"),
 )
 
@@ -87,7 +90,8 @@ CASES = (
 def main() -> None:
     """Run all cases."""
     dist.init_process_group("gloo")
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(2, WORLD + 1)}
+    sizes = sorted({case.ranks for case in CASES})
+    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in sizes}
     for number, case in enumerate(CASES):
         if dist.get_rank() < case.ranks:
             team = team_of(case, groups[case.ranks])

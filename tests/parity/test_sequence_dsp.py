@@ -19,7 +19,7 @@ from partool.plan.types import Mesh, Plan
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 4, 8))])
 def test_layers_along_two_axes_equal_one_process(tmp_path: Path, ranks: int) -> None:
     """Loss, gradients and elements sent: odd grids, stages that end on rows, documents, recomputation, two models."""
     run_ranks(Path(worker.__file__), ranks, str(tmp_path), timeout_s=180)

@@ -1,4 +1,4 @@
-"""Rings, halos and gathered keys over 2 to 5 ranks against one process in float64, and what each rank sends.
+"""Rings, halos and gathered keys over 2 to 8 ranks against one process in float64, and what each rank sends.
 
 Heads and tokens that do not divide, ranks without tokens, packed documents, windows within a share and across several,
 both orders of tokens, masks in pieces; in bfloat16, what travels narrow and what wide.
