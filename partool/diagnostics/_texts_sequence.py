@@ -73,8 +73,8 @@ RULES: tuple[Rule, ...] = (
         "PT479",
         "Tiles of a network in compiled layers",
         "A compiler makes one program of a layer and merges what its tiles hold again.",
-        _gpus(1, "parallel: {tiles: {mlp: 4096}, compile: block}"),
-        _gpus(1, "parallel: {tiles: {mlp: 4096}, compile: none}"),
+        _gpus(1, "parallel: {tiles: {mlp: 256}, compile: block}"),
+        _gpus(1, "parallel: {tiles: {mlp: 256}, compile: none}"),
     ),
     Rule(
         "PT480",
