@@ -28,6 +28,7 @@ from partool_runtime.checkpoint import step_folder
 
 FOUR = Mesh(cp=4)
 TWO_BY_TWO = Mesh(cp=2, dp_shard=2)
+REPLICAS = Mesh(cp=2, dp_replicate=2)
 CUT = Mesh(cp=2, tp=2)
 PIPED = Mesh(cp=2, pp=2)
 NORMS = {"sequence_norms": True}
@@ -84,6 +85,7 @@ def core_cases(make: Make) -> Cases:
         "all_gather short": case("short", FOUR, "all_gather", recompute="selective"),
         "usp zero-0": case("one head of keys", FOUR, "usp", 0, **USP),
         "startrail": case("three", FOUR, "startrail", **STAR),
+        "ring kept in replicas": case("grouped", REPLICAS, "ring", recompute="keep_attention", **ZIGZAG),
         "ulysses zb-v": case("learned documents", PIPED, "ulysses", 3, schedule="zb-v", stages=QUARTERS),
         "ulysses and tensor shares": case("five", CUT, "ulysses", recompute="selective", **NORMS),
         "weipipe documents": case(
@@ -113,7 +115,7 @@ def further_cases(make: Make) -> Cases:
         if method in ("usp", "startrail"):
             continue
         for zero in range(4):
-            mesh = Mesh(cp=2, dp_replicate=2) if zero == 0 else TWO_BY_TWO
+            mesh = REPLICAS if zero == 0 else TWO_BY_TWO
             add(f"{method} dp zero-{zero}", "five", mesh, method, zero=zero, **own)
         for title, fields in {"plain": {}, "shares": NORMS, "overlapped": {"tensor_overlap": "backward"}}.items():
             add(f"{method} tensor {title}", "one head of keys", CUT, method, **fields, **own)
@@ -132,7 +134,7 @@ def further_cases(make: Make) -> Cases:
         add(f"{method} zigzag", "grouped", FOUR, method, **inner, **ZIGZAG)
     add("ulysses windows attention", "windows", TWO_BY_TWO, "ulysses", zero=2, recompute="attention")
     add("ring frozen", "frozen", FOUR, "ring", **FROZEN["frozen"], **ZIGZAG)
-    add("ring replicas", "grouped", Mesh(cp=2, dp_replicate=2), "ring", **ZIGZAG)
+    add("ring replicas", "grouped", REPLICAS, "ring", **ZIGZAG)
     return found
 
 
@@ -162,6 +164,7 @@ def launch(folder: Path, cases: Cases, threes: Cases, timeout_s: float = 400) ->
     jobs.run(4, timeout_s)
     for name in {reference for _, reference in (cases | threes).values()} | set(DIFFERENT):
         jobs.add(f"reference {name}", make(name, ONE, **FROZEN.get(name, {})), run=f"reference {name}")
+    jobs.add("bf16 alone", make("grouped", ONE, settings={"precision": "bf16"}), run="bf16 alone")
     jobs.add("alone", make("grouped", ONE), run="crossed", resume=True, stop_at=3)
     jobs.run(1)
     for name, (case, _) in threes.items():
@@ -249,9 +252,16 @@ def test_comparison_can_fail(ran: Jobs) -> None:
 
 @pytest.mark.timeout(500)
 def test_low_precision_stays_near(ran: Jobs) -> None:
-    wanted, got = ([event["loss"] for event in ran.events(run, "step")] for run in ("reference grouped", "bf16"))
-    assert got == pytest.approx(wanted, abs=3e-2)
-    assert got != wanted
+    """Matrices are about as far from those of one process as these are from what exact numbers give.
+
+    Half of it to nine tenths; without gradients through attention they would be five times as far and more.
+    """
+    exact, alone, shared = (ran.state(run, step=STEPS) for run in ("reference grouped", "bf16 alone", "bf16"))
+    matrices = [name for name in exact if name.startswith("model.") and exact[name].dim() == 2]
+    assert len(matrices) > 4 * 7
+    for name in matrices:
+        rounding = float((alone[name] - exact[name]).norm())
+        assert 0 < float((shared[name] - alone[name]).norm()) <= 2 * rounding, name
 
 
 @pytest.mark.timeout(500)
