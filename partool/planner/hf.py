@@ -139,7 +139,7 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
     left = methods_of(sequence)
     if not why and shared and left and (lost := described.method_problem(left[0])) and "ulysses" not in left:
         message = f"{name} drops {described.attention_dropout:g} of its attention weights, and {lost}"
-        help = "use method: ulysses, which sees whole sequences, or set attention_dropout: 0 in config.json"
+        help = "use method: ulysses, which sees whole sequences, or set attn_pdrop or attention_dropout to 0"
         yield Diagnostic("PT484", message, path=("parallel", "sequence", "method"), help=help)
 
 

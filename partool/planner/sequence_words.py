@@ -33,6 +33,8 @@ _CLOSE = 5e-4
 def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     """Yield one sentence per decision about the ranks that share sequences."""
     layout = best.layout
+    if problem.spec.data.attend == "document":
+        yield "Attention counts as if documents that share a sequence saw each other: short ones take less."
     if layout.mesh.cp == 1:
         return
     asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
