@@ -327,3 +327,10 @@ def test_no_length_that_is_tried_fits(capsys: pytest.CaptureFixture[str]) -> Non
     (row,) = longest_rows(rows)
     assert row["longest_tokens"] == 0
     assert "256" in row["problem"]
+
+
+def test_that_documents_are_not_counted_is_told() -> None:
+    given = ("data={source: python-stdlib, attend: document}", "training.sequence_length=256")
+    plan = make_plan(spec_of(MODEL + REST + LENGTH, *ALONE, *given), base_dir=ROOT, default_name="test").plan
+    assert plan is not None
+    assert any("documents that share a sequence" in reason for reason in plan.reasons)
