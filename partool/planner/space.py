@@ -193,7 +193,11 @@ class _Builder:
 
     @cached_property
     def _sequence_axis(self) -> list[int]:
-        return self._axis(self.problem.spec.parallel.sequence.degree, self.problem.spec.training.sequence_length)
+        asked = self.problem.spec.parallel.sequence
+        found = self._axis(asked.degree, self.problem.spec.training.sequence_length)
+        # Who names a method wants it, whatever it takes.
+        several = [ranks for ranks in found if ranks > 1] if asked.method != "auto" else []
+        return several or found
 
     @cached_property
     def _divided(self) -> bool:

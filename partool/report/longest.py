@@ -32,7 +32,8 @@ def render_longest(rows: Rows, console: Console) -> None:
         time = plan.prediction.time
         each = amount(time.tokens_per_s / plan.layout.mesh.world_size)
         fits = gib(plan.prediction.memory.total_bytes)
-        table.add_row(*cells, _tokens(one), plan_summary(plan), seconds(time.step_time_s), each, fits)
+        able = "" if plan.runnable else f" (cannot run yet: {' '.join(plan.not_runnable)})"
+        table.add_row(*cells, _tokens(one), plan_summary(plan) + able, seconds(time.step_time_s), each, fits)
     console.print()
     console.print(Text("Longest sequence that fits", "bold"))
     console.print(table)

@@ -106,7 +106,7 @@ class Sequence(Section):
     groups that form a ring; startrail: several rings, each of which meets a part of the keys; all_gather: keys and
     values of all ranks come to each; dsp: the axis that is cut changes with the axis that a layer attends along."""
     degree: PositiveInt | Auto = "auto"
-    """Ranks that share one sequence."""
+    """Ranks that share one sequence; ``auto`` is two or more where a method is named, and there are as many."""
     ulysses: PositiveInt | Auto = "auto"
     """With ``usp``: ranks that trade sequence for heads; the others form the ring."""
     teams: PositiveInt | Auto = "auto"

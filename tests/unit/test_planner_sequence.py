@@ -125,6 +125,22 @@ def test_tensor_ranks_of_two_dimensions_share_sequences() -> None:
     assert plan.runnable
 
 
+def test_who_names_a_method_gets_it() -> None:
+    text = MODEL + REST + LENGTH
+    for method in ("ring", "startrail"):
+        plan = make_plan(
+            spec_of(text, f"parallel.sequence.method={method}", *ALONE), base_dir=ROOT, default_name="a"
+        ).plan
+        assert plan is not None
+        layout = plan.layout
+        assert layout.mesh.cp > 1
+        assert layout.sequence_method == method
+    alone = spec_of(text, "parallel.sequence.method=ring", "parallel.sequence.degree=1", *ALONE)
+    plan = make_plan(alone, base_dir=ROOT, default_name="a").plan
+    assert plan is not None
+    assert plan.layout.mesh.cp == 1
+
+
 def test_more_ranks_than_rows_are_for_ulysses_only() -> None:
     found = findings(GRID + REST + LENGTH, "parallel.sequence={method: dsp, degree: 64}", "hardware.nodes=8")
     assert [one.code for one in found] == ["PT265"]
