@@ -61,7 +61,7 @@ EXHAUSTIVE: dict[str, dict[str, Any]] = {
     ),
     "experts": case(
         EXPERTS, 2, 8, memory_gib=4, batch=32, offload=ON_DEVICE, pipeline={"stages": 2, "schedule": "1f1b"},
-        recompute="full",
+        recompute="full", sequence={"method": "ulysses"},
     ),
 }  # fmt: skip
 
@@ -167,7 +167,10 @@ def test_no_layout_is_counted_twice(document: dict[str, Any]) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.sampled_from([DENSE, EXPERTS]), st.sampled_from([4, 6, 8]), st.sampled_from([8, 24]), st.integers(0, 3))
 def test_more_memory_never_hurts_and_never_unfits(model: dict[str, Any], per_node: int, batch: int, zero: int) -> None:
-    document = case(model, 1, per_node, memory_gib=1, batch=batch, data={"zero": zero}, tensor=1, micro_batch=1)
+    document = case(
+        model, 1, per_node, memory_gib=1, batch=batch, data={"zero": zero}, tensor=1, micro_batch=1,
+        sequence={"method": "ulysses"},
+    )  # fmt: skip
     times = []
     for size in (2.0, 3.5, 6.0, 40.0):
         document["hardware"]["memory_gib"] = size
