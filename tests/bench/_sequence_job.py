@@ -69,6 +69,8 @@ class Job:
     """Rates of the waits that stand for the scores and values of the forward and of the backward pass."""
     latency_s: float = 0.0
     """Of a small message from one rank to another, measured; the prediction takes it."""
+    memory: bool = False
+    """Whether the most that is allocated in a step is measured instead of times and results."""
 
     def write(self, path: Path) -> None:
         """Write it for the ranks."""
@@ -97,6 +99,8 @@ class Found:
     """Of each, over all cables."""
     waited_s: float = 0.0
     """The most that a rank waited in the place of computing, of one step."""
+    peak_bytes: int = 0
+    """The most that torch has allocated at once in a step, on the rank that needs most."""
     apart: float = 0.0
     """Largest difference of results and gradients to one process, relative to the largest number."""
     refused: str = ""
@@ -132,6 +136,7 @@ def _together(case: Case, at: int, job: Job, records: list[list[dict[str, Any]]]
     of_ranks = [record[at] for record in records]
     found = Found(case, waited_s=max(one["waited_s"] for one in of_ranks), apart=max(one["apart"] for one in of_ranks))
     found.refused = of_ranks[0].get("refused", "")
+    found.peak_bytes = max(one["peak_bytes"] for one in of_ranks)
     for steps in zip(*(one["steps"] for one in of_ranks), strict=True):
         found.step_s.append(max(step["stop_s"] for step in steps) - steps[0]["start_s"])
         # Ranks of a node have one cable, and each has read its counter.

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from _pipeline_net import sent_bytes
 from _sequence_job import Case, Job, Shape
+from gather_peak import allocated_bytes
 from torch import nn
 
 from partool.plan.types import Layout, Mesh
@@ -161,19 +162,28 @@ class Runner:
             wait_in_kernels(self.clock)
         sent = sent_bytes() if self.job.rate_mbit else 0
         start = _start_together()
-        out = self.x
-        for block in self.blocks:
-            # What turns the hidden state stands around whole layers.
-            out = block(out, self.context) if self.job.shape.grid else block.attention(out, self.context)
-        out.backward(self.grad)
+        out = self._pass()
         stop = time.perf_counter()
         dist.barrier()  # what a rank sent last may still be on its way
         found = {"start_s": start, "stop_s": stop}
         if self.job.rate_mbit:
             found["sent_bytes"] = sent_bytes() - sent
         self.steps.append(found)
-        if not self.job.rate_mbit:
+        if not self.job.rate_mbit and not self.job.memory:
             self.apart = self._apart(out)
+
+    def _pass(self) -> torch.Tensor:
+        out = self.x
+        for block in self.blocks:
+            # What turns the hidden state stands around whole layers.
+            out = block(out, self.context) if self.job.shape.grid else block.attention(out, self.context)
+        out.backward(self.grad)
+        return out
+
+    def peak_bytes(self) -> int:
+        """Return the most that torch allocates at once in a step, on this thread."""
+        self.x.grad = None
+        return allocated_bytes(self._pass)
 
     def _apart(self, out: torch.Tensor) -> float:
         """Return how far results and gradients are from those of one process."""
@@ -258,7 +268,11 @@ def main(job_path: str, result_path: str) -> None:
     for turn in range(job.rounds):
         for runner in runners if turn % 2 == 0 else reversed(runners):
             runner.step()
-    result = [{"steps": one.steps, "waited_s": one.clock.waited_s, "apart": one.apart} for one in runners]
+    peaks = [one.peak_bytes() if job.memory else 0 for one in runners]
+    result = [
+        {"steps": one.steps, "waited_s": one.clock.waited_s, "apart": one.apart, "peak_bytes": peak}
+        for one, peak in zip(runners, peaks, strict=True)
+    ]
     dist.barrier()
     Path(result_path).write_text(json.dumps(result), encoding="utf-8")
     dist.destroy_process_group()

@@ -14,7 +14,17 @@ MARKS = "<!-- measured: written by tests/bench/sequence.py -->", "<!-- end of me
 
 def text(result: Mapping[str, Any]) -> str:
     """Return everything measured as Markdown."""
-    return "\n\n".join(_setting(one) for one in result["settings"])
+    return "\n\n".join([*(_setting(one) for one in result["settings"]), _memory(result)])
+
+
+def _memory(result: Mapping[str, Any]) -> str:
+    low, high = result["memory_lengths"]
+    rows = [
+        [row["method"], f"{row['activations']:.1f}", f"{row['peak_bytes'][1] / 2**20:.1f}"] for row in result["memory"]
+    ]
+    heads = ["method", "activations per token", f"most at {high:,} tokens (MiB)"]
+    title = f"### Most memory of one layer, forward and backward, between {low:,} and {high:,} tokens"
+    return f"{title}\n\n{table(heads, rows)}"
 
 
 def _setting(one: Mapping[str, Any]) -> str:

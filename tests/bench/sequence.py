@@ -53,6 +53,8 @@ SETTINGS: dict[str, tuple[Shape, int, tuple[Case, ...]]] = {
         GRID,
     ),
 }
+LENGTHS = (2048, 4096)
+"""Of the sequences between which memory is compared."""
 TOLERANCE = 1e-12
 
 
@@ -128,6 +130,26 @@ def _order(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def slopes() -> list[dict[str, Any]]:
+    """Return what each method holds at most per token of a sequence and rank, from two lengths.
+
+    In units of one activation of a rank, its tokens times the width of all heads: that of attention of one rank alone
+    is the same under every method.
+    """
+    peaks = [
+        [one.peak_bytes for one in run(Job(Shape(1, length, 8, 8, WIDTH), ALL, memory=True))] for length in LENGTHS
+    ]
+    unit = 8 * WIDTH * 4 / RANKS
+    return [
+        {
+            "method": case.title,
+            "peak_bytes": [low, high],
+            "activations": (high - low) / (LENGTHS[1] - LENGTHS[0]) / unit,
+        }
+        for case, low, high in zip(ALL, *peaks, strict=True)
+    ]
+
+
 def main() -> None:
     """Measure, write the results and the tables of the documentation."""
     reader = argparse.ArgumentParser(description="Sequence parallelism measured.")
@@ -149,6 +171,7 @@ def main() -> None:
         "ranks": RANKS, "rate_mbit": RATE_MBIT, "faster_than_core": FASTER, "core_flops_per_s": [forward, backward],
         "rounds": rounds, "apart": apart, "settings": measured,
     }  # fmt: skip
+    result["memory_lengths"], result["memory"] = LENGTHS, slopes()
     if options.quick:
         print(text(result))
     else:
