@@ -165,10 +165,16 @@ def test_host_memory_counts_too() -> None:
 
 
 def test_a_size_that_the_runtime_cannot_run_is_refused(plan: Plan) -> None:
-    uneven = with_layout(plan, Mesh(cp=2, dp_shard=16), accumulation=12, micro_batch=1)
+    experts = with_layout(plan, Mesh(dp_shard=32), accumulation=6, micro_batch=1, expert=2)
     assert (
-        resized(uneven.model_copy(update={"runnable": True}), 2) == "the runtime does not run sequence parallelism yet"
+        resized(experts.model_copy(update={"runnable": True}), 2) == "the runtime does not run expert parallelism yet"
     )
+
+
+def test_ranks_that_share_sequences_stay_as_many(plan: Plan) -> None:
+    shared = resized(with_layout(plan, Mesh(cp=2, dp_shard=16), accumulation=12, micro_batch=1), 2)
+    assert isinstance(shared, Plan)
+    assert (shared.layout.mesh.cp, shared.layout.mesh.dp_shard) == (2, 8)
 
 
 def diagnosed(nodes: int, batch: int, more: str) -> dict[str, tuple[str, str]]:
