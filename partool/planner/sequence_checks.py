@@ -8,9 +8,9 @@ from partool.diagnostics.record import Diagnostic
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_rules import (
     inner_sizes,
-    kinds_of,
     layers_problem,
     least_heads,
+    may_balance,
     methods,
     team_sizes,
     windowed,
@@ -47,10 +47,12 @@ def _layers(problem: Problem) -> Iterator[Diagnostic]:
         why = whys[0] or ""
         path = (*_PATH, "method") if sequence.method != "auto" else _PATH
         yield Diagnostic("PT469", why, path=path, help="use method: ulysses, or auto")
-    elif sequence.order == "zigzag" and windowed(model):
+    elif sequence.order == "zigzag" and windowed(problem):
         message = "order: zigzag gives ranks two stretches, and each needs the window before it from another rank"
-        mixed = "full" in kinds_of(model)
-        message += "; it balances full layers only" if mixed else "; it balances full layers, of which there is none"
+        mixed = may_balance(problem)
+        message += (
+            "; it balances layers that see much only" if mixed else "; it balances full layers, of which there is none"
+        )
         help = "order: auto takes what is faster" if mixed else "use order: contiguous or auto, or method: ulysses"
         yield Diagnostic("PT468", message, "warning" if mixed else "error", (*_PATH, "order"), help=help)
 

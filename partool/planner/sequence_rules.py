@@ -40,17 +40,24 @@ def kinds_of(model: ModelConfig) -> frozenset[str]:
     return frozenset(model.layer_types) or frozenset({"full"})
 
 
-def windowed(model: ModelConfig) -> bool:
-    """Return True if some layers see a window only."""
-    return "sliding" in kinds_of(model)
+def windowed(problem: Problem) -> bool:
+    """Return True if some layers see a window only, shorter than the sequence."""
+    window = problem.model.window or 0
+    return "sliding" in kinds_of(problem.model) and window < problem.spec.training.sequence_length
+
+
+def may_balance(problem: Problem) -> bool:
+    """Return True if two stretches per rank may pay: some layers see all, or windows much of the sequence."""
+    wide = 4 * (problem.model.window or 0) > problem.spec.training.sequence_length
+    return "full" in kinds_of(problem.model) or wide
 
 
 def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     """Return which tokens ranks may hold: as pinned, else what balances the layers.
 
     Causal work is even where ranks hold a stretch from the front and one from the back, that in windows where they hold
-    one stretch, whose window is fetched from the rank before; two stretches fetch two. Models with layers of both kinds
-    may take either.
+    one stretch, whose window is fetched from ranks before; two stretches fetch two. Models with layers of both kinds, or
+    with wide windows, may take either.
     """
     if method == "dsp":
         return ("grid",)
@@ -59,9 +66,9 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     pinned = problem.spec.parallel.sequence.order
     if pinned != "auto":
         return (pinned,)
-    if not windowed(problem.model):
+    if not windowed(problem):
         return ("zigzag",)
-    return ("contiguous", "zigzag") if "full" in kinds_of(problem.model) else ("contiguous",)
+    return ("contiguous", "zigzag") if may_balance(problem) else ("contiguous",)
 
 
 def method_problem(problem: Problem, method: str) -> str | None:

@@ -116,15 +116,15 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
     if layout.sequence_method not in ORDERED:
         return
-    mixed = windowed(problem.model) and "full" in kinds_of(problem.model)
+    mixed = windowed(problem) and "full" in kinds_of(problem.model)
     asked = ", as the spec asks" if problem.spec.parallel.sequence.order != "auto" else ""
     if layout.sequence_order == "zigzag":
         text = "a stretch from the front and one from the back, so that all have as much to attend to"
-        text += "; windowed layers fetch two windows for it" if mixed else ""
+        text += "; windowed layers fetch two windows for it" if windowed(problem) else ""
     elif mixed:
         text = "one stretch each; windowed layers are even so, and full ones wait for the rank that sees most"
-    elif windowed(problem.model):
-        text = "one stretch each, whose windows begin with the rank before"
+    elif windowed(problem):
+        text = "one stretch each, whose windows begin with ranks before"
     else:
         text = "one stretch each; all wait for the rank that sees most"
     yield f"Tokens {layout.sequence_order}{asked}: {text}."

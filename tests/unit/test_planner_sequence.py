@@ -125,6 +125,16 @@ def test_tensor_ranks_of_two_dimensions_share_sequences() -> None:
     assert plan.runnable
 
 
+def test_wide_windows_are_balanced_like_full_layers() -> None:
+    text = SLIDING.replace("window: 300", "window: WIDE") + REST + LENGTH
+    ring = "parallel.sequence={method: ring, degree: 4}"
+    for window, order in ((300, "contiguous"), (3840, "zigzag"), (10**6, "zigzag")):
+        assert plan_of(text.replace("WIDE", str(window)), ring, *ALONE).layout.sequence_order == order
+    pinned = "parallel.sequence={method: ring, degree: 4, order: zigzag}"
+    assert not findings(text.replace("WIDE", "3840"), pinned)
+    assert [one.severity for one in findings(text.replace("WIDE", "2000"), pinned)] == ["warning"]
+
+
 def test_who_names_a_method_gets_it() -> None:
     text = MODEL + REST + LENGTH
     for method in ("ring", "startrail"):
