@@ -42,8 +42,8 @@ RULES: tuple[Rule, ...] = (
         "PT468",
         "Windowed layers, and ranks that hold two stretches",
         "A window's keys are the ones just before it: a rank with one stretch fetches them from the rank before, one "
-        "with two fetches two windows from several. Windowed work is balanced over single stretches already; zigzag "
-        "balances layers that see everything, and is for models that have some.",
+        "with two fetches two windows from several. Work in narrow windows is balanced over single stretches already; "
+        "zigzag balances layers that see everything, or much of it, and is for models that have some.",
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4, order: zigzag}}", _SLIDING),
         _gpus(4, "parallel: {sequence: {method: ring, degree: 4}}", _SLIDING),
     ),

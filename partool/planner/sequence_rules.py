@@ -56,8 +56,8 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     """Return which tokens ranks may hold: as pinned, else what balances the layers.
 
     Causal work is even where ranks hold a stretch from the front and one from the back, that in windows where they hold
-    one stretch, whose window is fetched from ranks before; two stretches fetch two. Models with layers of both kinds, or
-    with wide windows, may take either.
+    one stretch, whose window is fetched from ranks before; two fetch two. Models with layers of both kinds,
+    or with wide windows, may take either.
     """
     if method == "dsp":
         return ("grid",)
