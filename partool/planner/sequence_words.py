@@ -102,7 +102,9 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
 def _against(best: Priced, other: Priced) -> str:
     """Return what a layout would take more or less of than the one that is taken."""
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
-    time = "as fast" if abs(ratio) < _CLOSE else f"{abs(ratio):.1%} {'slower' if ratio > 0 else 'faster'}"
+    # What is just beyond the tie that decides is told apart from what is within.
+    share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
+    time = "as fast" if abs(ratio) < _CLOSE else f"{share} {'slower' if ratio > 0 else 'faster'}"
     found = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
     more = other.memory.total_bytes - best.memory.total_bytes
     if abs(more) >= GIB / 100:
