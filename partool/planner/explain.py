@@ -64,6 +64,10 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
     found += tiles.sentences(solution.problem, layout)
+    if layout.offload_activations == "cpu":
+        asked = ", as the spec asks" if parallel.offload.activations == "cpu" else ""
+        waits = best.time.terms_s.get("offload", 0.0) / best.time.step_time_s
+        found.append(f"Activations in host memory{asked}: {waits:.1%} of the step waits for what goes there and back.")
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
