@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from partool.plan.types import Mesh
+from partool.plan.types import Layout, Mesh
 from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
@@ -129,12 +129,14 @@ def micro_batches(step: int, case: Case, ranks: Ranks) -> list[MicroBatch]:
 
 def plan_of(case: Case) -> Any:
     return SimpleNamespace(
-        layout=SimpleNamespace(
+        layout=Layout(
             zero=case.zero,
             mesh=Mesh(dp_replicate=case.mesh[0], dp_shard=case.mesh[1]),
+            micro_batch=1,
+            accumulation=case.accumulation,
             recompute=(case.recompute,) * LAYERS,
             compile=case.compile,
-            tensor_inner=1,
+            stages=((0, LAYERS),),
             gather=case.gather,
             prefetch=case.prefetch,
             persistent_elements=case.persistent,
