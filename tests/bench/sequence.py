@@ -154,6 +154,7 @@ def main() -> None:
     """Measure, write the results and the tables of the documentation."""
     reader = argparse.ArgumentParser(description="Sequence parallelism measured.")
     reader.add_argument("--quick", action="store_true", help="one round of everything; nothing is written")
+    reader.add_argument("--rounds", type=int, default=12, help="steps of each method")
     options = reader.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks end and cables go
     apart = check()
@@ -162,7 +163,7 @@ def main() -> None:
         sys.exit(f"not measured: {reason}")
     forward, backward = rates()
     flops_per_s = (FASTER * forward, FASTER * backward)
-    rounds = 1 if options.quick else 12
+    rounds = 1 if options.quick else options.rounds
     measured = []
     for name in SETTINGS:
         print(name, file=sys.stderr, flush=True)
