@@ -22,6 +22,7 @@ help:
 $(STAMP): pyproject.toml CMakeLists.txt constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
 		--editable '.[train,hf,tensorboard,k8s,dev]'
@@ -40,10 +41,11 @@ lint: venv
 typecheck: venv
 	$(BIN)/mypy
 
-# The unit tests side by side; those that start ranks and clusters of their own one after the other.
+# The unit tests side by side; those of Triton kernels in its interpreter, which is chosen as it is imported; those that start ranks and clusters of their own one after the other.
 test: venv lint typecheck
 	$(BIN)/pytest --numprocesses 2 --dist worksteal tests/unit
-	$(BIN)/pytest --ignore tests/unit
+	TRITON_INTERPRET=1 $(BIN)/pytest --numprocesses 2 --dist worksteal tests/interpreted
+	$(BIN)/pytest --ignore tests/unit --ignore tests/interpreted
 
 test-long: venv
 	$(BIN)/pytest -m long

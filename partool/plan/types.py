@@ -15,7 +15,7 @@ from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.parallel import Compile, Gather, Inside, Recompute, SequenceMethod, TensorOverlap, ZeroStage
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
 NOT_RUN = frozenset(
@@ -107,6 +107,8 @@ class Layout(Record):
     """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
     loss_tile_tokens: int = 0
     """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
+    fused: tuple[Fused, ...] = ()
+    """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     gpu_fraction: float = 0.0
     """Share of the optimizer state that stays on the device while ``offload_optimizer`` is cpu."""

@@ -86,11 +86,22 @@ class DataSpec(Section):
     """Folder for the token cache; default: the user's cache folder."""
 
 
+Fused = Literal["norm", "glu", "rope", "loss", "adamw"]
+
+
 class KernelsSpec(Section):
     """Which implementation of partool's own kernels runs."""
 
     mode: Literal["auto", "native", "torch"] = "auto"
-    """native: the compiled library, an error where it is missing; torch: the reference; auto: native if present."""
+    """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
+    fused: tuple[Fused, ...] | Literal["auto"] = "auto"
+    """Parts of the model that one kernel computes each, instead of several of torch's."""
+    tuned: tuple[str, ...] = ()
+    """Folders or files with configurations of your own, looked up before those of partool: its tables, aiter's or
+    vLLM's."""
+    require: Literal["heuristic", "modelled", "device", "shape", "rows", "exact"] = "heuristic"
+    """The least certain source that the configuration of a matrix product may have: a rule, an unmeasured entry, one
+    measured on another device, for similar widths, for other rows, or for exactly these."""
 
 
 class CheckpointSpec(Section):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +61,8 @@ def violations(package: Path, name: str) -> list[str]:
             where = f"{path.relative_to(ROOT)}:{line}"
             if parts[0] in OF_CLUSTERS and (at_top or name != "launch"):
                 found.append(f"{where} imports {module}")
-            if parts[0] in HEAVY | {"partool_runtime", "partool_kernels"}:
+            kernels = parts[0] == "partool_kernels" and parts[1:2] != ["registry"]
+            if parts[0] in HEAVY | {"partool_runtime"} or kernels:
                 found.append(f"{where} imports {module}")
             other = parts[1] if parts[0] == "partool" and len(parts) > 1 else name
             if RANK.get(other, -1) > RANK[name]:
@@ -82,6 +85,12 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
             if parts[0] == "partool" and len(parts) > 1 and parts[1] not in RUNTIME_MAY_IMPORT | {"__version__"}:
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert found == []
+
+
+def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:
+    code = "import sys, partool_kernels.registry.look_up; print({'torch', 'triton', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_kernels_import_neither_partool_nor_the_runtime() -> None:

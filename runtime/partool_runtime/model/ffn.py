@@ -28,6 +28,8 @@ class FeedForward(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.activation]
         self.gated = config.gated
+        self.combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """What computes act(gate) · up in one kernel, where there is one."""
         if config.gated:
             self.gate = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
         self.up = nn.Linear(config.hidden, config.ffn_hidden, bias=config.ffn_bias)
@@ -36,6 +38,8 @@ class FeedForward(nn.Module):
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
         first, *others = self.inputs(x_BSH)
+        if others and self.combine is not None:
+            return self.output(self.combine(first, others[0]))
         inner = self.activation(first)
         return self.output(inner * others[0] if others else inner)
 

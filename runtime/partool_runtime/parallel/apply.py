@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from partool.plan.types import Plan
+from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
@@ -26,7 +27,8 @@ from partool_runtime.parallel.zero import shard, shard_stages
 def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
-    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, networks work on tiles of what is then a
+    The order is fixed: tensor ranks cut the heads whose tokens are exchanged, fused kernels compute on what a rank then
+    has, networks work on tiles of what is then a
     layer, all of it is part of what is computed again, recomputation is part of what is compiled, what is kept after
     that may go to the host, and gathers happen outside of all, on the parameters that the rank computes with.
     """
@@ -35,6 +37,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
     else:
         apply_tensor(model, plan, ranks)
     apply_sequence(model, plan, ranks)
+    fuse(model, plan)
     blocks = dict(enumerate(model.layers))
     _tile(model, blocks, plan)
     recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.mlp_tile_tokens > 0)
@@ -54,6 +57,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
     else:
         apply_tensor(parts, plan, ranks)
     apply_sequence(parts, plan, ranks)
+    fuse(parts, plan)
     blocks: dict[int, nn.Module] = dict(parts.blocks())
     _tile(parts, blocks, plan)
     policies = [plan.layout.recompute[layer] for layer in blocks]

@@ -1,0 +1,136 @@
+"""Where Triton kernels run, and with which configuration."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from partool_kernels.registry import ARCHITECTURES, Choice, Request
+from partool_kernels.registry.look_up import get
+
+if TYPE_CHECKING:
+    import torch
+
+Mode = Literal["auto", "native", "torch"]
+_TYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
+    """Tell whether a kernel is to run on such tensors; otherwise torch computes the same.
+
+    Kernels take float32, bfloat16 and float16 on GPUs of :data:`ARCHITECTURES`, and on the CPU only where Triton's
+    interpreter is asked for (``TRITON_INTERPRET=1``). ``mode``: ``torch`` never; ``native`` the same as ``auto``, but
+    raises :class:`RuntimeError` on a GPU that they do not run on.
+    """
+    first = tensors[0]
+    assert first is not None
+    if mode == "torch" or any(x is not None and (x.numel() == 0 or _is_wide(x)) for x in tensors):
+        return False
+    if first.device.type == "cpu":
+        return interpreting() and has_triton()
+    if first.device.type != "cuda":
+        return False
+    able = has_triton() and architecture(first.device) is not None
+    if mode == "native" and not able:
+        what = "Triton is not installed" if not has_triton() else f"no kernels are compiled for {_named(first.device)}"
+        raise RuntimeError(f"compiled kernels were asked for (kernels.mode: native), but {what}")
+    return able
+
+
+def _is_wide(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.itemsize > 1 and str(x.dtype) not in _TYPES
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Tell whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreting() -> bool:
+    """Tell whether kernels are interpreted on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def architecture(device: torch.device) -> str | None:
+    """Return the name of a GPU's architecture, or None where no kernels are kept for it."""
+    import torch
+
+    if torch.version.hip is not None:
+        name = str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"sm_{major}{minor}"
+    return name if name in ARCHITECTURES else None
+
+
+@functools.cache
+def _named(device: torch.device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+@functools.cache
+def _units(device: torch.device) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def triton_version() -> str:
+    """Return Triton's major and minor version."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+class Call(NamedTuple):
+    """What a kernel is about to compute."""
+
+    kernel: str
+    """Name in :data:`partool_kernels.registry.KERNELS`."""
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[tuple[str, int], ...]
+    """Widths by name, as the kernel's description has them."""
+    rows: int
+    flags: tuple[str, ...] = ()
+
+
+def choose(call: Call, device: torch.device) -> Choice:
+    """Return the configuration for a call on a device; under the interpreter that of ``sm_90``.
+
+    Look-ups are kept, per bucket of rows: a power of two.
+    """
+    return _chosen(call._replace(rows=1 << max(call.rows - 1, 0).bit_length()), device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(call: Call, device: torch.device) -> Choice:
+    kernel, dtypes, shape, rows, flags = call
+    names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    if device.type == "cpu":
+        return get(Request(kernel, "sm_90", names, shape, rows, flags))
+    found = architecture(device)
+    assert found is not None
+    return get(Request(kernel, found, names, shape, rows, flags, _named(device), _units(device), triton_version()))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Return what makes a GPU the current one, where Triton launches kernels."""
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def launch_options(choice: Choice, device: torch.device) -> dict[str, int | bool]:
+    """Return the keyword arguments of a launch: constants, warps, stages, and what AMD's compiler takes besides."""
+    import torch
+
+    backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"
+    return choice.config.constants | choice.config.options(backend)

@@ -1,0 +1,58 @@
+"""Gated linear units in Triton: one program per row and block of columns, arithmetic in float32.
+
+GELU's exact form and its tanh approximation follow Hendrycks and Gimpel (arXiv 1606.08415), section 2; the gated units
+Shazeer (arXiv 2002.05202).
+"""
+
+# Triton reads the parameters' annotations, so they must not become strings here.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _activated(gate, KIND: tl.constexpr):
+    """Return the activation of the gate, and its derivative."""
+    if KIND == "silu":
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    elif KIND == "gelu":
+        below = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        return gate * below, below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh by the sigmoid: exp never overflows into NaN.
+        tanh = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+        slope = 0.7978845608028654 * (1.0 + 0.134145 * gate * gate)
+        return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
+
+
+@triton.jit
+def glu_forward(gate, up, out, gate_stride, up_stride, out_stride, columns, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """Write activation(gate) · up, ``[rows, columns]``."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    act, _ = _activated(g, KIND)
+    # Rounded between the two, as two kernels would: the result does not depend on whether they are fused.
+    act = act.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * out_stride + column, (act * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def glu_backward(
+    grad, gate, up, grad_gate, grad_up,
+    grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
+    columns, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of gate and up, ``[rows, columns]``, from them and the result's gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    d = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    act, slope = _activated(g, KIND)
+    tl.store(grad_gate + row * grad_gate_stride + column, (d * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + row * grad_up_stride + column, (d * act).to(grad_up.dtype.element_ty), mask=inside)

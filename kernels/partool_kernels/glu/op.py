@@ -1,0 +1,123 @@
+"""``activation(gate) · up`` as one operator that keeps only gate and up for its backward pass.
+
+On GPUs a Triton kernel computes it in one pass over memory; elsewhere, and in float64, torch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.glu.describe import KINDS
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> torch.Tensor:
+    """Return ``activation(gate) * up``, both ``[..., F]`` of one shape and type.
+
+    ``kind`` is ``silu``, ``gelu`` or ``gelu_tanh``; ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises
+    ValueError where shapes, types or devices differ, or the kind is unknown.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no activation {kind!r}; there are {', '.join(KINDS)}")
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
+        raise ValueError(f"gate {_words(gate)} and up {_words(up)} have to be alike")
+    out: torch.Tensor = torch.ops.partool.glu(gate, up, kind, mode)
+    return out
+
+
+def reference(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the same by torch's own operators."""
+    return _activation(gate, kind) * up
+
+
+def _words(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _activation(gate: torch.Tensor, kind: str) -> torch.Tensor:
+    return F.silu(gate) if kind == "silu" else F.gelu(gate, approximate=_APPROXIMATE[kind])
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return it as ``[rows, F]`` with neighbouring columns side by side, copied only where that cannot be."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+@torch.library.custom_op(
+    "partool::glu", mutates_args=(), schema="(Tensor gate, Tensor up, str kind, str mode) -> Tensor"
+)
+def _glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
+    if not uses_triton(mode, gate, up):
+        return reference(gate, up, kind).contiguous()
+    from partool_kernels.glu.kernel import glu_forward
+
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch("glu_forward", glu_forward, (_rows(gate), _rows(up), out.view(-1, out.shape[-1])), kind)
+    return out
+
+
+@_glu.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+@torch.library.custom_op(
+    "partool::glu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor gate, Tensor up, str kind, str mode) -> (Tensor, Tensor)",
+)
+def _backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not uses_triton(mode, gate, up, grad):
+        # Not by autograd: inside of an operator it is switched off.
+        grad_act = grad * up
+        if kind == "silu":
+            grad_gate = torch.ops.aten.silu_backward(grad_act, gate)
+        else:
+            grad_gate = torch.ops.aten.gelu_backward(grad_act, gate, approximate=_APPROXIMATE[kind])
+        return grad_gate.contiguous(), (grad * _activation(gate, kind)).contiguous()
+    from partool_kernels.glu.kernel import glu_backward
+
+    made = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    flat = tuple(x.view(-1, x.shape[-1]) for x in made)
+    _launch("glu_backward", glu_backward, (_rows(grad), _rows(gate), _rows(up), *flat), kind)
+    return made[0], made[1]
+
+
+@_backward.register_fake
+def _(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), torch.empty_like(
+        up, memory_format=torch.contiguous_format
+    )
+
+
+def _launch(name: str, kernel: Any, tensors: tuple[torch.Tensor, ...], kind: str) -> None:
+    rows, columns = tensors[0].shape
+    device, dtype = tensors[0].device, tensors[0].dtype
+    choice = choose(Call(name, (dtype,), (("f", columns),), rows, (kind,)), device)
+    strides = tuple(x.stride(0) for x in tensors)
+    grid = (rows, -(-columns // choice.config.constants["BLOCK"]))
+    with on(device):
+        kernel[grid](*tensors, *strides, columns, KIND=kind, **launch_options(choice, device))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    gate, up, ctx.kind, ctx.mode = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    found = torch.ops.partool.glu_backward(grad, *ctx.saved_tensors, ctx.kind, ctx.mode)
+    return *found, None, None
+
+
+_glu.register_autograd(_gradients, setup_context=_keep)

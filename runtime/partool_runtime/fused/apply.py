@@ -1,0 +1,22 @@
+"""Which parts there are, and what puts kernels in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from torch import nn
+
+from partool.plan.types import Plan
+from partool.spec.training import Fused
+from partool_runtime.fused.glu import fuse_glu
+
+PARTS: MappingProxyType[Fused, Callable[[nn.Module, Plan], None]] = MappingProxyType({"glu": fuse_glu})
+"""By their names in ``kernels.fused``. The optimizer is none of the model's parts, it is told by itself."""
+
+
+def fuse(model: nn.Module, plan: Plan) -> None:
+    """Put the plan's kernels in the place of parts of a model, or of a rank's part of it; nothing moves to or fro."""
+    for part in plan.layout.fused:
+        if part in PARTS:
+            PARTS[part](model, plan)
