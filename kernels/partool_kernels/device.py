@@ -8,7 +8,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from partool_kernels.registry import ARCHITECTURES, Choice, Request
+from partool_kernels.registry import ARCHITECTURES, Choice, Config, Request
 from partool_kernels.registry.look_up import get
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ def on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launch_options(choice: Choice, device: torch.device) -> dict[str, int | bool]:
+def launch_options(config: Config, device: torch.device) -> dict[str, int | bool]:
     """Return the keyword arguments of a launch: constants, warps, stages, and what AMD's compiler takes besides."""
     import torch
 
     backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"
-    return choice.config.constants | choice.config.options(backend)
+    return config.constants | config.options(backend)

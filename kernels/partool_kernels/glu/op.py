@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from partool_kernels.device import Call, choose, launch_options, on, uses_triton
 from partool_kernels.glu.describe import KINDS
+from partool_kernels.registry import Config
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -55,10 +56,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
     if not uses_triton(mode, gate, up):
         return reference(gate, up, kind).contiguous()
-    from partool_kernels.glu.kernel import glu_forward
-
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    _launch("glu_forward", glu_forward, (_rows(gate), _rows(up), out.view(-1, out.shape[-1])), kind)
+    launch("glu_forward", (_rows(gate), _rows(up), out.view(-1, out.shape[-1])), kind)
     return out
 
 
@@ -83,11 +82,9 @@ def _backward(
         else:
             grad_gate = torch.ops.aten.gelu_backward(grad_act, gate, approximate=_APPROXIMATE[kind])
         return grad_gate.contiguous(), (grad * _activation(gate, kind)).contiguous()
-    from partool_kernels.glu.kernel import glu_backward
-
     made = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     flat = tuple(x.view(-1, x.shape[-1]) for x in made)
-    _launch("glu_backward", glu_backward, (_rows(grad), _rows(gate), _rows(up), *flat), kind)
+    launch("glu_backward", (_rows(grad), _rows(gate), _rows(up), *flat), kind)
     return made[0], made[1]
 
 
@@ -100,14 +97,17 @@ def _(
     )
 
 
-def _launch(name: str, kernel: Any, tensors: tuple[torch.Tensor, ...], kind: str) -> None:
+def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Config | None = None) -> None:
+    """Run a kernel of this family on inputs and outputs, each ``[rows, F]``; unless told, as the registry says."""
+    from partool_kernels.glu import kernel
+
     rows, columns = tensors[0].shape
     device, dtype = tensors[0].device, tensors[0].dtype
-    choice = choose(Call(name, (dtype,), (("f", columns),), rows, (kind,)), device)
+    config = config or choose(Call(name, (dtype,), (("f", columns),), rows, (kind,)), device).config
     strides = tuple(x.stride(0) for x in tensors)
-    grid = (rows, -(-columns // choice.config.constants["BLOCK"]))
+    grid = (rows, -(-columns // config.constants["BLOCK"]))
     with on(device):
-        kernel[grid](*tensors, *strides, columns, KIND=kind, **launch_options(choice, device))
+        getattr(kernel, name)[grid](*tensors, *strides, columns, KIND=kind, **launch_options(config, device))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -1,3 +1,3 @@
 """Parts of a model that kernels of partool compute instead of several of torch's: an entry per part."""
 
-from partool_runtime.fused.apply import fuse as fuse  # noqa: PLC0414
+from partool_runtime.fused.apply import fuse as fuse
