@@ -22,7 +22,7 @@ class Case(NamedTuple):
     exact: Callable[[], Sequence[torch.Tensor]]
     """The same in float64 (or exact integers)."""
     factors: tuple[float, ...]
-    """Most error of each result, as a multiple of that of ``eager`` (:mod:`partool_kernels.checks`); 0: bits are equal."""
+    """Most error of each result, as a multiple of that of ``eager`` (see ``checks``); 0: the bits are equal."""
 
 
 def case(request: Request, device: torch.device, seed: int = 0) -> Case:
