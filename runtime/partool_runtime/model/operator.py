@@ -175,3 +175,6 @@ def _gradients(ctx: Any, grad_BNSD: torch.Tensor, _: torch.Tensor) -> tuple[Any,
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)
+
+ATTEND = torch.ops.partool.attend_together.default
+"""The operator, as dispatch modes see it."""

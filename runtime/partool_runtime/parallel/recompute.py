@@ -15,6 +15,7 @@ from partool.spec.parallel import Recompute
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
+from partool_runtime.model.operator import ATTEND
 from partool_runtime.parallel import again
 from partool_runtime.torch_internals import exchanging_operators, summing_operators
 
@@ -25,6 +26,7 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        ATTEND,
         *exchanging_operators(),
     }
 )
@@ -40,7 +42,7 @@ SAVED = frozenset(
     }
 )
 """Operators whose results ``selective`` keeps: matrix products, attention, and what ranks exchange; all else is cheap
-to do again. A sum in place of a product takes no memory beside it. Operators of partool's own are attention, too."""
+to do again, also in one kernel. A sum in place of a product takes no memory beside it."""
 
 
 def recompute(
@@ -106,7 +108,7 @@ _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # The results of a network's tiles would add up to those of the whole sequence.
-    save = (operator in kept or operator.namespace == "partool") and not again.is_tile()
+    save = operator in kept and not again.is_tile()
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
