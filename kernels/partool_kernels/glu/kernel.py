@@ -19,11 +19,11 @@ def _activated(gate, KIND: tl.constexpr):
         below = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         return gate * below, below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by the sigmoid: exp never overflows into NaN.
-        tanh = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
-        slope = 0.7978845608028654 * (1.0 + 0.134145 * gate * gate)
-        return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
+        # (1 + tanh(x)) / 2 is the sigmoid of 2x, and what is left of 1 the one of -2x: no digits cancel.
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        below, above = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+        return gate * below, below + gate * below * above * slope
 
 
 @triton.jit
