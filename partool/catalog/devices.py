@@ -48,6 +48,7 @@ def own_entry(spec: HardwareSpec) -> dict[str, Any]:
         "attention_share": {}, "units": 0, "topology": "none", "link_gb_per_s": 31.0, "pair_gb_per_s": None,
         "link_latency_us": 14.0, "domain": None, "host_link_gb_per_s": 31.0, "host": "epyc-rome-1s",
         "devices_per_host": 0, "host_memory_gib": None, "per_node": 1, "fabric": "ethernet-100g",
+        "kernel_limits": {"architecture": ""},
     }  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def accelerator(
     memory_gib *= _reachable(entry, per_node)
     devices = Devices(
         accelerator=name,
+        architecture=entry["kernel_limits"]["architecture"],
         backend=entry["backend"],
         nodes=spec.nodes,
         per_node=per_node,

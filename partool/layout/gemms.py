@@ -19,6 +19,8 @@ class Rows:
 
     least: int
     most: int
+    mean: float
+    """Where tokens are routed alike to all experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +37,27 @@ class Gemm:
     """Layers of the model that have it; 1 for the head."""
     groups: int = 1
     """Products of this shape that run together: experts on the rank."""
+    alike: int = 1
+    """Products of this shape that run one after the other: keys and values, gate and up."""
 
     @property
     def backward(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(M, N, K) of the gradients of the input and of the weight, at the most rows."""
         return (self.rows.most, self.k, self.n), (self.n, self.k, self.rows.most)
 
+    @property
+    def flops(self) -> float:
+        """Of the forward pass of one layer, at the mean of rows."""
+        return 2.0 * self.rows.mean * self.n * self.k * self.groups * self.alike
+
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tensor ranks as d1 × d2."""
+    """Tensor ranks as d1 × d2, and whether matrices with one input are one."""
 
     ranks: int
     inner: int
+    joined: bool = False
 
     @property
     def outer(self) -> int:
@@ -68,19 +78,22 @@ class _Cut:
         return tuple(max(stop - start for start, stop in ranges) for ranges in (dealt.queries, dealt.keys))  # type: ignore[return-value]
 
 
-def gemms(model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1) -> list[Gemm]:
+def gemms(
+    model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: int = 1, joined: bool = False
+) -> list[Gemm]:
     """Return the products of the rank that has most, of ``tokens`` tokens per micro-batch, each shape once.
 
     Matrices are cut over ``tensor`` ranks by columns, then by rows (arXiv 1909.08053); with an ``inner`` d2 of d1 · d2
     ranks the other sides over d2 (arXiv 2301.08658). Experts are spread over ``expert`` ranks; they are cut over tensor
-    ranks only where that is one.
+    ranks only where that is one. ``joined``: matrices with the same input are one product, as engines for inference and
+    their tuned tables have it: queries, keys and values; both latents (q_a and kv_a); gate and up.
     """
-    cut = _Cut(tensor, inner)
-    rows = Rows(tokens, tokens)
+    cut = _Cut(tensor, inner, joined)
+    rows = Rows(tokens, tokens, tokens)
     moe_layers = sum(model.is_moe_layer(layer) for layer in range(model.layers))
     found = [
-        Gemm(f"attention.{name}", n, k, rows, model.layers)
-        for name, n, k in (_latent(model, cut) if model.mla else _attention(model, cut))
+        Gemm(f"attention.{name}", n, k, rows, model.layers, alike=alike)
+        for name, n, k, alike in (_latent(model, cut) if model.mla else _attention(model, cut))
     ]
     if moe_layers < model.layers:
         found += _network(model, "ffn", (cut.width(model.ffn_hidden), cut), (rows, model.layers - moe_layers, 1))
@@ -94,37 +107,46 @@ def gemms(model: ModelConfig, *, tensor: int, expert: int, tokens: int, inner: i
     return found
 
 
-def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int]]:
+def _attention(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
     queries, keys = (heads * model.head_dim for heads in cut.heads(model.heads, model.kv_heads))
     hidden = cut.hidden(model.hidden)
-    yield "q", queries, hidden
-    yield "k, v", keys, hidden
-    yield "o", hidden, queries
+    if cut.joined:
+        yield "q, k, v", queries + 2 * keys, hidden, 1
+    else:
+        yield "q", queries, hidden, 1
+        yield "k, v", keys, hidden, 2
+    yield "o", hidden, queries, 1
 
 
-def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int]]:
+def _latent(model: ModelConfig, cut: _Cut) -> Iterator[tuple[str, int, int, int]]:
     """Yield the products of latent attention (DeepSeek-V2, arXiv 2405.04434, appendix C); the latents are not cut."""
     mla = model.mla
     if mla is None:
         return
     heads, _ = cut.heads(model.heads, model.heads)
-    query = heads * (mla.nope_head_dim + mla.rope_head_dim)
+    query, latent = heads * (mla.nope_head_dim + mla.rope_head_dim), mla.kv_rank + mla.rope_head_dim
     if mla.q_rank is None:
-        yield "q", query, model.hidden
+        yield "q", query, model.hidden, 1
+        yield "kv_a", latent, model.hidden, 1
+    elif cut.joined:
+        yield "q_a, kv_a", mla.q_rank + latent, model.hidden, 1
+        yield "q_b", query, mla.q_rank, 1
     else:
-        yield "q_a", mla.q_rank, model.hidden
-        yield "q_b", query, mla.q_rank
-    yield "kv_a", mla.kv_rank + mla.rope_head_dim, model.hidden
-    yield "kv_b", heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank
-    yield "o", model.hidden, heads * mla.v_head_dim
+        yield "q_a", mla.q_rank, model.hidden, 1
+        yield "q_b", query, mla.q_rank, 1
+        yield "kv_a", latent, model.hidden, 1
+    yield "kv_b", heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, 1
+    yield "o", model.hidden, heads * mla.v_head_dim, 1
 
 
 def _network(model: ModelConfig, name: str, sizes: tuple[int, _Cut], times: tuple[Rows, int, int]) -> list[Gemm]:
     """Return the products of a feed-forward network; ``times``: rows, layers that have it, networks side by side."""
-    width, hidden = sizes[0], sizes[1].hidden(model.hidden)
+    width, cut = sizes
+    hidden, both = cut.hidden(model.hidden), 1 + model.gated
     up = "gate, up" if model.gated else "up"
+    first = (both * width, 1) if cut.joined else (width, both)
     return [
-        Gemm(f"{name}.{up}", width, hidden, *times),
+        Gemm(f"{name}.{up}", first[0], hidden, *times, alike=first[1]),
         Gemm(f"{name}.down", hidden, width, *times),
     ]
 
@@ -136,5 +158,6 @@ def _experts(model: ModelConfig, cut: _Cut, expert: int, tokens: int, layers: in
         return []
     own = max(tokens // cut.ranks, 1) if expert > 1 else tokens
     width = moe.ffn_hidden if expert > 1 else cut.width(moe.ffn_hidden)
-    each = (Rows(0, own * expert), layers, max(moe.experts // expert, 1))
-    return _network(model, "moe.experts", (width, _Cut(1, 1) if expert > 1 else cut), each)
+    rows = Rows(0, own * expert, own * expert * moe.top_k / moe.experts)
+    each = (rows, layers, max(moe.experts // expert, 1))
+    return _network(model, "moe.experts", (width, _Cut(1, 1, cut.joined) if expert > 1 else cut), each)

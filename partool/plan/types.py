@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from partool.layout.sequence import Order, Spans, shares
+from partool.layout.sequence import tokens as tokens_of
 from partool.layout.startrail import Trails
 from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
@@ -320,6 +321,11 @@ class Plan(Record):
         if layout.sequence_method == "startrail" and layout.mesh.cp > 1:
             return Trails(layout.mesh.cp, layout.sequence_teams, layout.sequence_inside).dealt(found)
         return found
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on the rank that has most of them."""
+        return self.layout.micro_batch * max(tokens_of(share) for share in self.shares)
 
     def to_json(self) -> str:
         """Return the plan as JSON with sorted keys, ending in a newline."""

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.layout.gemms import Gemm, gemms
-from partool.layout.sequence import tokens as tokens_of
 from partool.plan.diff import differences, moved_inputs, predictions
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
@@ -66,7 +65,7 @@ def _shown_ranks(plan: Plan) -> list[Any]:
 def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
     layout = plan.layout
-    tokens = layout.micro_batch * max(tokens_of(share) for share in plan.shares)
+    tokens = plan.tokens
     return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor_inner)
 
 
@@ -77,11 +76,11 @@ def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def render_gemms(plan: Plan, console: Console) -> None:
     """Print the matrix products of one rank: output width, input width, rows."""
-    table = _table("product", "M", "N", "K", "groups", "layers")
+    table = _table("product", "M", "N", "K", "groups", "alike", "layers")
     for gemm in plan_gemms(plan):
         rows = gemm.rows
         m = str(rows.most) if rows.least == rows.most else f"{rows.least} to {rows.most}"
-        table.add_row(gemm.name, m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.layers))
+        table.add_row(gemm.name, m, str(gemm.n), str(gemm.k), str(gemm.groups), str(gemm.alike), str(gemm.layers))
     _show(console, "Matrix products of a rank, forward, per micro-batch", table)
     console.print("Backward: M × K × N for inputs and N × K × M for weights.")
 

@@ -89,6 +89,8 @@ class Devices(Section):
 
     accelerator: str
     """Catalog name, or ``cpu``."""
+    architecture: str = ""
+    """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty: a CPU's, or not known."""
     backend: Backend
     nodes: int
     per_node: int

@@ -12,6 +12,7 @@ from partool.catalog.lookup import Table, table
 from partool.catalog.models import resolve_model
 from partool.layout.parameters import count_active
 from partool.spec.model import ModelSpec
+from partool_kernels.registry import ARCHITECTURES
 
 MACHINES = ("accelerators", "hosts", "fabrics")
 ENTRIES = [(name, key) for name in MACHINES for key in table(name)]  # type: ignore[arg-type]
@@ -81,6 +82,28 @@ def test_figures_of_one_device_agree(name: str) -> None:
     assert limits["lanes"] == (64 if entry["backend"] == "rocm" else 32)
     assert limits["shared_kib_per_block"] <= limits["shared_kib_per_unit"]
     assert (limits["architecture"].startswith("gfx"), bool(entry["gfx"])) == ((entry["backend"] == "rocm"),) * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_are_kept_for_what_the_catalog_says_of_an_architecture(name: str) -> None:
+    """The limits that decide what kernels can run, and the 8-bit type, stand in two places: they agree."""
+    entry = table("accelerators")[name]
+    kept = ARCHITECTURES.get(entry["kernel_limits"]["architecture"])
+    if kept is None:
+        assert entry["kernel_limits"]["architecture"] in {
+            "sm_70", "sm_75", "sm_86", "sm_89", "sm_103", "gfx90a",
+        }  # fmt: skip
+        return
+    assert kept.backend == {"cuda": "cuda", "rocm": "hip"}[entry["backend"]]
+    assert kept.lanes == entry["kernel_limits"]["lanes"]
+    assert kept.shared_bytes == entry["kernel_limits"]["shared_kib_per_block"] * 1024
+    flavour = {None: None, "ocp": "float8_e4m3fn", "fnuz": "float8_e4m3fnuz"}[entry["fp8_flavour"]]
+    assert kept.fp8 == flavour
+
+
+def test_every_kept_architecture_is_in_the_catalog() -> None:
+    known = {entry["kernel_limits"]["architecture"] for entry in table("accelerators").values()}
+    assert set(ARCHITECTURES) <= known
 
 
 def test_precisions_by_generation() -> None:

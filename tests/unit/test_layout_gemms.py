@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from partool.catalog.models import resolve_model
+from partool.cost.flops import matmul_flops_per_token
 from partool.layout.gemms import Gemm, gemms
 from partool.layout.parameters import count, parameters
 from partool.spec.model import ModelConfig, ModelSpec
@@ -19,16 +22,16 @@ def model(preset: str) -> ModelConfig:
 
 
 def elements(gemm: Gemm) -> int:
-    twice = 2 if gemm.name.endswith(("k, v", "gate, up")) else 1
-    return twice * gemm.n * gemm.k * gemm.groups * gemm.layers
+    return gemm.alike * gemm.n * gemm.k * gemm.groups * gemm.layers
 
 
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("preset", ["llama3-8b", "gpt2-xl", "mixtral-8x7b", "deepseek-v3"])
-def test_shapes_hold_every_weight_once(preset: str) -> None:
+def test_shapes_hold_every_weight_once(preset: str, joined: bool) -> None:
     config = model(preset)
     weights = [info for info in parameters(config) if info.kind in ("attention", "ffn", "expert", "router", "head")]
     matrices = count(info for info in weights if len(info.shape) > 1)
-    found = gemms(config, tensor=1, expert=1, tokens=64)
+    found = gemms(config, tensor=1, expert=1, tokens=64, joined=joined)
     head = next(gemm for gemm in found if gemm.name == "head")
     assert sum(map(elements, found)) == matrices + (elements(head) if config.tied_embeddings else 0)
 
@@ -63,3 +66,55 @@ def test_uneven_and_two_dimensional_ranks() -> None:
         "attention.q": (1024, 2048), "attention.k, v": (256, 2048), "attention.o": (2048, 1024),
         "ffn.gate, up": (3584, 2048), "ffn.down": (2048, 3584), "head": (16032, 4096),
     }  # fmt: skip
+
+
+_DATA_AND_EXPERTS = {
+    "attention.q_a, kv_a": (2112, 7168),
+    "attention.q_b": (24576, 1536),
+    "attention.kv_b": (32768, 512),
+    "attention.o": (7168, 16384),
+    "ffn.gate, up": (36864, 7168),
+    "ffn.down": (7168, 18432),
+    "moe.shared.gate, up": (4096, 7168),
+    "moe.shared.down": (7168, 2048),
+}
+"""Of DeepSeek-V3 where tensors stay whole: what ROCm/aiter tuned for MI355X (ROCm/aiter pull request 2016)."""
+_TENSOR = {
+    "attention.q_a, kv_a": (2112, 7168),
+    "attention.q_b": (3072, 1536),
+    "attention.kv_b": (4096, 512),
+    "attention.o": (7168, 2048),
+    "ffn.gate, up": (4608, 7168),
+    "ffn.down": (7168, 2304),
+    "moe.shared.gate, up": (512, 7168),
+    "moe.shared.down": (7168, 256),
+}
+"""And over eight tensor ranks."""
+
+
+@pytest.mark.parametrize(("tensor", "expert", "shapes"), [(1, 64, _DATA_AND_EXPERTS), (8, 1, _TENSOR)])
+def test_shapes_that_others_tuned_for_deepseek_v3(tensor: int, expert: int, shapes: dict[str, tuple[int, int]]) -> None:
+    found = gemms(model("deepseek-v3"), tensor=tensor, expert=expert, tokens=4096, joined=True)
+    others = {"moe.router", "moe.experts.gate, up", "moe.experts.down", "head"}
+    assert {gemm.name: (gemm.n, gemm.k) for gemm in found if gemm.name not in others} == shapes
+    # Names of vLLM's files for experts: E of the rank, N after the gate.
+    assert [(gemm.groups, gemm.n, gemm.k) for gemm in found if gemm.groups > 1] == [
+        (256 // expert, 2 * 2048 // tensor, 7168),
+        (256 // expert, 7168, 2048 // tensor),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2]), st.booleans())
+def test_shapes_of_all_ranks_multiply_to_the_models_flops(tensor: int, expert: int, inner: int, joined: bool) -> None:
+    """Where everything divides, ranks share each product evenly; keys' heads and latents are not doubled here."""
+    for preset in ("llama3-8b", "mixtral-8x7b"):
+        config = model(preset)
+        if tensor // inner * inner != tensor or (expert > 1 and config.moe is None):
+            continue
+        tokens = 512
+        found = gemms(config, tensor=tensor, expert=expert, tokens=tokens, inner=inner, joined=joined)
+        # The router is on every tensor rank: in two dimensions on each of one side.
+        alone = {"moe.router": inner}
+        total = sum(gemm.flops * gemm.layers * alone.get(gemm.name, tensor) for gemm in found)
+        assert total == pytest.approx(tokens * matmul_flops_per_token(config), rel=1e-12)
