@@ -10,18 +10,26 @@ import triton.language as tl
 
 
 @triton.jit
+def _sigmoids(x):
+    """Return the sigmoids of x and of -x: neither exponential overflows, and no digits of the smaller one cancel."""
+    small = tl.exp(-tl.abs(x))
+    much = 1.0 / (1.0 + small)
+    little = small * much
+    return tl.where(x >= 0, much, little), tl.where(x >= 0, little, much)
+
+
+@triton.jit
 def _activated(gate, KIND: tl.constexpr):
     """Return the activation of the gate, and its derivative."""
     if KIND == "silu":
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        below, above = _sigmoids(gate)
+        return gate * below, below * (1.0 + gate * above)
     elif KIND == "gelu":
         below = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         return gate * below, below + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     else:
-        # (1 + tanh(x)) / 2 is the sigmoid of 2x, and what is left of 1 the one of -2x: no digits cancel.
-        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        below, above = 1.0 / (1.0 + tl.exp(-twice)), 1.0 / (1.0 + tl.exp(twice))
+        # (1 + tanh(x)) / 2 is the sigmoid of 2x.
+        below, above = _sigmoids(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
         return gate * below, below + gate * below * above * slope
 
