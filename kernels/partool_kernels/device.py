@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from partool_kernels.registry import ARCHITECTURES, Choice, Config, Request
-from partool_kernels.registry.look_up import get
+from partool_kernels.registry.look_up import get, use
 
 if TYPE_CHECKING:
     import torch
@@ -134,3 +135,12 @@ def launch_options(config: Config, device: torch.device) -> dict[str, int | bool
 
     backend = "hip" if torch.version.hip is not None and device.type == "cuda" else "cuda"
     return config.constants | config.options(backend)
+
+
+def use_tables(paths: Sequence[str]) -> None:
+    """Look configurations up in the user's files and folders too, from now on and in all of this process.
+
+    Raises :class:`partool_kernels.registry.tables.TableError` where one cannot be read.
+    """
+    use(paths)
+    _chosen.cache_clear()

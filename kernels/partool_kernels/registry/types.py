@@ -108,6 +108,9 @@ class Kernel:
     """Least traffic of device memory of one call."""
     flops: Callable[[Request], float] = field(default=lambda request: 0.0)
     """Of matrix units in one call."""
+    legal: Callable[[Request, Config], bool] = field(default=lambda request, config: True)
+    """Whether a configuration, found for other widths perhaps, computes the right thing: blocks that have to cover a
+    width do, and such as have to divide one do."""
     matrix: bool = False
     """Whether its assembly has to use matrix units."""
     reference: str = ""
@@ -128,3 +131,5 @@ class Choice:
     """Of one call, where it was measured or modelled."""
     reference_s: float | None = None
     """Of the reference in the same run."""
+    table: str = ""
+    """File that holds it."""

@@ -1,0 +1,38 @@
+"""Whether a configuration can run for a request, as far as can be said without a compiler."""
+
+from __future__ import annotations
+
+from partool_kernels.registry.architectures import ARCHITECTURES
+from partool_kernels.registry.kernels import KERNELS
+from partool_kernels.registry.types import Config, Request
+
+_MOST_THREADS = 1024
+"""Of a block, on all architectures."""
+_INSTRUCTION_ROWS = (0, 4, 16, 32)
+"""Of AMD's matrix instructions."""
+
+
+def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | None:
+    """Return why a configuration cannot run for a request, or None.
+
+    ``shared_bytes``: what the compiler said for the same blocks, where it was asked; Triton compiles kernels that need
+    more than a block may have, and only their launch fails.
+    """
+    kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]
+    expected = kernel.default(request).constants
+    if set(config.constants) != set(expected):
+        return f"the kernel's constants are {', '.join(sorted(expected))}, not {', '.join(sorted(config.constants))}"
+    if min(config.constants.values(), default=1) < 0:
+        return f"a constant is negative: {config.constants}"
+    if config.num_warps < 1 or config.num_warps & (config.num_warps - 1):
+        return f"{config.num_warps} warps are no power of two"
+    if config.num_warps * architecture.lanes > _MOST_THREADS:
+        return f"{config.num_warps} warps of {architecture.lanes} lanes are more than {_MOST_THREADS} threads"
+    if config.matrix_instr_nonkdim not in _INSTRUCTION_ROWS:
+        return f"there are no matrix instructions of {config.matrix_instr_nonkdim} rows"
+    if not kernel.legal(request, config):
+        return f"{config.constants} do not fit widths {request.width} and {request.rows} rows"
+    need = max(shared_bytes, kernel.shared_bytes(request, config))
+    if need > architecture.shared_bytes:
+        return f"{need} bytes of shared memory are more than the {architecture.shared_bytes} of {architecture.name}"
+    return None

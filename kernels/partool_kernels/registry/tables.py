@@ -1,0 +1,245 @@
+"""Tables of configurations: their format, how they are checked, read, merged and written.
+
+One JSON file per kernel and architecture, ``tuned/<kernel>/<architecture>.json``. An entry holds for the exact widths,
+types and flags of a request, for a bucket of rows, and for one device; see ``look_up`` for what else it is used for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from partool_kernels.registry.feasible import obstacle
+from partool_kernels.registry.types import Config, Kernel, Request
+
+TUNED = Path(__file__).parents[1] / "tuned"
+"""The tables that are installed with the package."""
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class TableError(ValueError):
+    """A file that is not a table, or holds what cannot be."""
+
+    def __init__(self, path: Path | str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Settings(_Part):
+    """A :class:`Config` as it is stored."""
+
+    blocks: dict[str, int] = {}
+    num_warps: Positive = 4
+    num_stages: Positive = 2
+    waves_per_eu: NonNegative = 0
+    matrix_instr_nonkdim: NonNegative = 0
+
+    @staticmethod
+    def of(config: Config) -> Settings:
+        """Return a configuration as it is stored."""
+        return Settings(blocks=config.constants, **{name: getattr(config, name) for name in _OPTIONS})
+
+    @property
+    def config(self) -> Config:
+        """What kernels take."""
+        return Config(tuple(self.blocks.items()), **{name: getattr(self, name) for name in _OPTIONS})
+
+
+_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim")
+
+
+class Resources(_Part):
+    """What the compiler said that the kernel needs, with the entry's Triton."""
+
+    shared_bytes: NonNegative
+    registers: NonNegative
+    spilled_bytes: NonNegative
+    """Per thread. More of it is a failure of the tests, no matter what was measured."""
+
+
+class Measured(_Part):
+    """A measurement on a device, of the entry's configuration and of what it is compared with, in one run."""
+
+    time_s: Seconds
+    """Median of calls with cold caches."""
+    default_s: Seconds
+    """Of the configuration that the kernel's rule computes; a winner is kept where it is at least 3 % faster."""
+    reference_s: Seconds
+    reference: str
+    """What was timed as the reference, as one would write it in torch."""
+    error: Annotated[float, Field(ge=0, le=1)]
+    """Largest error over the one that is allowed, see ``checks.excess``."""
+    repeats: Positive
+    tried: Positive
+    """Configurations that were timed."""
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")]
+    driver: str
+    torch: str
+    triton: str
+    """Full version."""
+
+
+class Entry(_Part):
+    """A configuration and what it was found for."""
+
+    dtypes: tuple[str, ...]
+    shape: dict[str, Positive]
+    """Widths by name, in the kernel's order."""
+    rows: Positive
+    """Most rows of the bucket: a power of two, and more than half of it the least."""
+    flags: tuple[str, ...] = ()
+    device: str = ""
+    """As the driver calls it; empty in modelled entries, which hold for the architecture."""
+    units: NonNegative = 0
+    """Multiprocessors or compute units."""
+    triton: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
+    """Major and minor version."""
+    source_hash: str
+    """Of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; after a change a measurement is a
+    guess."""
+    status: Literal["measured", "modelled"]
+    config: Settings
+    resources: Resources
+    measured: Measured | None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Entry:
+        if (self.status == "measured") != (self.measured is not None):
+            raise ValueError("measured entries hold a measurement, and modelled ones none")
+        if self.status == "measured" and not (self.device and self.units):
+            raise ValueError("measured entries name the device and its number of units")
+        if self.rows != bucket(self.rows):
+            raise ValueError(f"rows {self.rows} is no power of two")
+        return self
+
+    @property
+    def key(self) -> Key:
+        """What there is one entry for."""
+        width = tuple(self.shape.items())
+        return Key(self.dtypes, width, self.flags, self.rows, self.device, self.units, self.triton)
+
+    def request(self, kernel: str, architecture: str) -> Request:
+        """Return the request that it answers exactly."""
+        dtypes, shape, flags, rows, device, units, triton = self.key
+        return Request(kernel, architecture, dtypes, shape, rows, flags, device, units, triton)
+
+
+class Key(NamedTuple):
+    """What tells entries of a table apart; they are stored in its order."""
+
+    dtypes: tuple[str, ...]
+    shape: tuple[tuple[str, int], ...]
+    flags: tuple[str, ...]
+    rows: int
+    device: str
+    units: int
+    triton: str
+
+
+class Table(_Part):
+    """All entries of a kernel on an architecture."""
+
+    format: Literal[1] = 1
+    kernel: str
+    architecture: str
+    entries: tuple[Entry, ...] = ()
+
+    def merged(self, entries: Iterable[Entry]) -> Table:
+        """Return it with entries added; those of the same key give way, but a measured one never to a modelled one."""
+        kept = {entry.key: entry for entry in self.entries}
+        for entry in entries:
+            old = kept.get(entry.key)
+            if old is None or entry.status == "measured" or old.status == "modelled":
+                kept[entry.key] = entry
+        return self.model_copy(update={"entries": tuple(kept[key] for key in sorted(kept))})
+
+
+def bucket(rows: int) -> int:
+    """Return the most rows of the bucket that holds them: the next power of two."""
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+def path_of(kernel: str, architecture: str, folder: Path = TUNED) -> Path:
+    """Return where a table is kept."""
+    return folder / kernel / f"{architecture}.json"
+
+
+def parse(text: str, path: Path | str) -> Table:
+    """Return the table that a file holds; raises :class:`TableError` with the file and what is wrong."""
+    try:
+        table = Table.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise TableError(path, f"{place + ': ' if place else ''}{first['msg']}") from None
+    wrong = next(iter(problems(table)), None)
+    if wrong:
+        raise TableError(path, wrong)
+    return table
+
+
+def problems(table: Table) -> Iterable[str]:
+    """Yield what a well-formed table holds that cannot be."""
+    from partool_kernels.registry.architectures import ARCHITECTURES
+    from partool_kernels.registry.kernels import KERNELS
+
+    if table.kernel not in KERNELS:
+        yield f"there is no kernel {table.kernel!r}; there are {', '.join(sorted(KERNELS))}"
+        return
+    if table.architecture not in ARCHITECTURES:
+        yield f"there is no architecture {table.architecture!r}; there are {', '.join(sorted(ARCHITECTURES))}"
+        return
+    seen: set[Key] = set()
+    for place, entry in enumerate(table.entries):
+        wrong = _problem(KERNELS[table.kernel], table, entry)
+        if wrong is None and entry.key in seen:
+            wrong = "the same device, widths, rows, types, flags and Triton as an earlier entry"
+        seen.add(entry.key)
+        if wrong:
+            yield f"entries.{place}: {wrong}"
+
+
+def _problem(kernel: Kernel, table: Table, entry: Entry) -> str | None:
+    if tuple(entry.shape) != kernel.widths:
+        return f"shape has {', '.join(entry.shape)}, but the kernel {', '.join(kernel.widths)}"
+    request = entry.request(table.kernel, table.architecture)
+    return obstacle(request, entry.config.config, entry.resources.shared_bytes)
+
+
+def read(path: Path) -> Table:
+    """Return a file's table; raises :class:`TableError` where it cannot be read or is none."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(path, str(error)) from None
+
+
+def text_of(table: Table) -> str:
+    """Return a table as it is written: an entry per line, so that changes read well."""
+    head = {"format": table.format, "kernel": table.kernel, "architecture": table.architecture}
+    rows = [json.dumps(entry.model_dump(mode="json", exclude_none=True)) for entry in table.entries]
+    body = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
+    return "{\n" + body + '  "entries": [' + ",".join(f"\n    {row}" for row in rows) + "\n  ]\n}\n"
+
+
+def write(table: Table, path: Path) -> None:
+    """Write a table all or nothing; raises :class:`TableError` where it holds what :func:`problems` finds."""
+    text = text_of(table)
+    parse(text, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
