@@ -94,8 +94,8 @@ class Registry:
         for place, table in self.tables(request.kernel, request.architecture):
             for entry in table.entries:
                 choice = judge(request, entry, place)
-                # What the compiler said of the blocks holds for other widths, not for another Triton; it is a guess.
-                if choice and obstacle(request, choice.config, entry.resources.shared_bytes) is None:
+                # What the compiler said of the blocks holds for other widths too.
+                if choice and obstacle(request, choice.config, entry.shared_bytes(request.triton)) is None:
                     yield choice
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -22,6 +22,7 @@ TUNED = Path(__file__).parents[1] / "tuned"
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Version = Annotated[str, Field(pattern=r"^\d+\.\d+$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -62,7 +63,7 @@ _OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim")
 
 
 class Resources(_Part):
-    """What the compiler said that the kernel needs, with the entry's Triton."""
+    """What a version of the compiler said that the kernel needs."""
 
     shared_bytes: NonNegative
     registers: NonNegative
@@ -105,14 +106,15 @@ class Entry(_Part):
     """As the driver calls it; empty in modelled entries, which hold for the architecture."""
     units: NonNegative = 0
     """Multiprocessors or compute units."""
-    triton: Annotated[str, Field(pattern=r"^\d+\.\d+$")]
-    """Major and minor version."""
+    triton: Version
+    """Major and minor version that it was found with."""
     source_hash: str
     """Of the kernel's code, see :func:`~partool_kernels.registry.source.source_hash`; after a change a measurement is a
     guess."""
     status: Literal["measured", "modelled"]
     config: Settings
-    resources: Resources
+    resources: dict[Version, Resources] = {}
+    """By Triton's major and minor version: they differ much."""
     measured: Measured | None = None
 
     @model_validator(mode="after")
@@ -135,6 +137,13 @@ class Entry(_Part):
         """Return the request that it answers exactly."""
         dtypes, shape, flags, rows, device, units, triton = self.key
         return Request(kernel, architecture, dtypes, shape, rows, flags, device, units, triton)
+
+    def shared_bytes(self, triton: str) -> int:
+        """Return what a version of the compiler said, or the most that any said; 0 where none was asked."""
+        known = self.resources
+        return max(
+            (each.shared_bytes for name, each in known.items() if name == triton or triton not in known), default=0
+        )
 
 
 class Key(NamedTuple):
@@ -216,7 +225,7 @@ def _problem(kernel: Kernel, table: Table, entry: Entry) -> str | None:
     if tuple(entry.shape) != kernel.widths:
         return f"shape has {', '.join(entry.shape)}, but the kernel {', '.join(kernel.widths)}"
     request = entry.request(table.kernel, table.architecture)
-    return obstacle(request, entry.config.config, entry.resources.shared_bytes)
+    return obstacle(request, entry.config.config, entry.shared_bytes(entry.triton))
 
 
 def read(path: Path) -> Table:
@@ -225,6 +234,21 @@ def read(path: Path) -> Table:
         return parse(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(path, str(error)) from None
+
+
+def stored(kernel: str, architecture: str, folder: Path = TUNED) -> Iterator[tuple[Request, Config, Entry]]:
+    """Yield what each entry of a folder's table answers, and its configuration; nothing where there is no table."""
+    path = path_of(kernel, architecture, folder)
+    for entry in read(path).entries if path.is_file() else ():
+        yield entry.request(kernel, architecture), entry.config.config, entry
+
+
+def add(kernel: str, architecture: str, entries: Iterable[Entry], folder: Path = TUNED) -> Path:
+    """Merge entries into a folder's table, made where there is none, and return its file."""
+    path = path_of(kernel, architecture, folder)
+    old = read(path) if path.is_file() else Table(kernel=kernel, architecture=architecture)
+    write(old.merged(entries), path)
+    return path
 
 
 def text_of(table: Table) -> str:
