@@ -1,0 +1,75 @@
+"""Permutation of tokens by expert in Triton: no atomics, every row is written by one program, sums in float32.
+
+``places`` says for each of a token's K choices which row of the permuted ones is its own; rows from ``kept[0]`` on
+belong to choices that no expert here serves: they are zeros, and what is read from them is not used.
+"""
+
+# Triton reads the parameters' annotations, so they must not become strings here.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moe_permute(
+    x, rows, places, kept,
+    x_stride, rows_stride,
+    columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write every token ``[tokens, columns]`` to its places among the rows: it is read once."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    limit = tl.load(kept)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places + token * CHOICES + choice)
+        tl.store(rows + place * rows_stride + column, tl.where(place < limit, value, 0.0), mask=inside)
+
+
+@triton.jit
+def moe_unpermute(
+    rows, out, places, kept, weights,
+    rows_stride, out_stride,
+    columns, CHOICES: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the sum over a token's choices, each times its weight if ``WEIGHTED``, in the order of the choices."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    limit = tl.load(kept)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places + token * CHOICES + choice)
+        here = column < tl.where(place < limit, columns, 0)
+        value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            # Only of rows that count: a weight that is not a number must not spoil the sum of others.
+            weight = tl.load(weights + token * CHOICES + choice).to(tl.float32)
+            value *= tl.where(place < limit, weight, 0.0)
+        total += value
+    tl.store(out + token * out_stride + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def moe_unpermute_backward(
+    grad, rows, grad_rows, places, kept, weights, grad_weights,
+    grad_stride, rows_stride, grad_rows_stride,
+    columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of one row and of its weight: one program per choice, which loops over the columns."""
+    at = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + at)
+    counts = place < tl.load(kept)
+    readable = tl.where(counts, columns, 0)
+    weight = tl.load(weights + at).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        here = column < readable
+        # The other choices of the token find this in the L2 cache: they are the programs next to this one.
+        upper = tl.load(grad + (at // CHOICES) * grad_stride + column, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(rows + place * rows_stride + column, mask=here, other=0.0).to(tl.float32)
+        total += upper * value
+        lower = tl.where(counts, upper * weight, 0.0).to(grad_rows.dtype.element_ty)
+        tl.store(grad_rows + place * grad_rows_stride + column, lower, mask=column < columns)
+    tl.store(grad_weights + at, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))

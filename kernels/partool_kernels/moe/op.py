@@ -1,0 +1,241 @@
+"""From tokens to rows that lie together by expert, and back: the two ends of a mixture of experts.
+
+Routing is a stable sort of the chosen experts, as in MegaBlocks (Gale et al., arXiv 2211.15841, section 5.2): nothing
+is dropped for lack of capacity, experts may get no row at all, and nothing depends on the order in which programs run.
+The products of the experts in between are grouped ones (``torch.nn.functional.grouped_mm``, which takes
+``Routing.ends`` as int32).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.registry import Config
+
+
+class Routing(NamedTuple):
+    """Where the K choices of T tokens lie among T · K rows, those of an expert together, experts in their order."""
+
+    places: torch.Tensor
+    """Row of every choice ``[T, K]``, int64: a permutation. Within an expert rows are in the order of tokens."""
+    ends: torch.Tensor
+    """First row after each expert's ``[E]``, int64. Rows from the last one on are zeros, of choices of no expert here."""
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Rows of every expert ``[E]``, int64."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
+
+
+def route(experts_TK: torch.Tensor, experts: int) -> Routing:
+    """Return where rows lie for the experts chosen by every token, integers.
+
+    Choices outside of ``0 <= expert < experts`` are of experts that are not here (on another rank, say): their rows
+    come last, are zeros and count nothing. Nothing waits for the device. Raises ValueError for another shape or type.
+    """
+    if experts_TK.dim() != 2 or experts_TK.is_floating_point() or experts < 1:
+        raise ValueError(f"choices are integers [tokens, choices], not {_words(experts_TK)}; experts: {experts}")
+    flat = experts_TK.reshape(-1)
+    # Narrow keys need fewer passes of a radix sort.
+    keys = torch.where((flat < 0) | (flat >= experts), experts, flat).to(torch.int32)
+    sorted_, order = torch.sort(keys, stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    every = torch.arange(experts, dtype=torch.int32, device=order.device)
+    return Routing(places.view(experts_TK.shape), torch.searchsorted(sorted_, every, right=True))
+
+
+def permute(x_TH: torch.Tensor, routing: Routing, mode: str = "auto") -> torch.Tensor:
+    """Return the tokens' rows ``[T · K, H]``, those of an expert together; of a token's gradient the sum comes back.
+
+    ``mode`` as in :func:`partool_kernels.device.uses_triton`. Raises ValueError where the routing is of other tokens.
+    """
+    if x_TH.dim() != 2 or len(routing.places) != len(x_TH):
+        raise ValueError(f"{_words(x_TH)} cannot be permuted: routed were {len(routing.places)} tokens")
+    rows: torch.Tensor = torch.ops.partool.moe_permute(x_TH, routing.places, routing.ends, mode)
+    return rows
+
+
+def unpermute(
+    rows_RH: torch.Tensor, routing: Routing, weights_TK: torch.Tensor | None = None, mode: str = "auto"
+) -> torch.Tensor:
+    """Return for every token the sum of its choices' rows, each times its weight, ``[T, H]`` in the type of the rows.
+
+    Summed in float32 (float64 if rows are), in the order of choices. Raises ValueError where shapes do not fit.
+    """
+    places = routing.places
+    if rows_RH.dim() != 2 or len(rows_RH) != places.numel():
+        raise ValueError(f"rows {_words(rows_RH)} are not those of {list(places.shape)} choices")
+    if weights_TK is not None and weights_TK.shape != places.shape:
+        raise ValueError(f"weights {_words(weights_TK)} are not those of {list(places.shape)} choices")
+    out: torch.Tensor = torch.ops.partool.moe_unpermute(rows_RH, places, routing.ends, weights_TK, mode)
+    return out
+
+
+def _words(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def reference_permute(x_TH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return the rows by torch's own operators."""
+    tokens, choices = places_TK.shape
+    copies = x_TH[:, None].expand(tokens, choices, x_TH.shape[1])
+    kept = places_TK < ends_E[-1]
+    copies = copies.masked_fill(~kept[..., None], 0).reshape(tokens * choices, x_TH.shape[1])
+    # scatter's gradient is a gather, so it can be differentiated.
+    return torch.empty_like(copies).index_copy(0, places_TK.reshape(-1), copies)
+
+
+def reference_unpermute(
+    rows_RH: torch.Tensor, places_TK: torch.Tensor, ends_E: torch.Tensor, weights_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sums by torch's own operators."""
+    wide = torch.promote_types(rows_RH.dtype, torch.float32)
+    missing = places_TK >= ends_E[-1]
+    found = rows_RH[places_TK].to(wide).masked_fill(missing[..., None], 0)
+    if weights_TK is not None:
+        found = found * weights_TK.to(wide).masked_fill(missing, 0)[..., None]
+    return found.sum(dim=1).to(rows_RH.dtype)
+
+
+@torch.library.custom_op(
+    "partool::moe_permute",
+    mutates_args=(),
+    schema="(Tensor x, Tensor places, Tensor ends, str mode) -> Tensor",
+)
+def _permute(x: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    if not uses_triton(mode, x, places):
+        return reference_permute(x, places, ends)
+    rows = x.new_empty(places.numel(), x.shape[1])
+    launch("moe_permute", (_rows(x), rows), (places.contiguous(), ends[-1:]))
+    return rows
+
+
+@_permute.register_fake
+def _(x: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    return x.new_empty(places.numel(), x.shape[1])
+
+
+@torch.library.custom_op(
+    "partool::moe_unpermute",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor places, Tensor ends, Tensor? weights, str mode) -> Tensor",
+)
+def _unpermute(
+    rows: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor | None, mode: str
+) -> torch.Tensor:
+    if not uses_triton(mode, rows, weights, places):
+        return reference_unpermute(rows, places, ends, weights)
+    out = rows.new_empty(len(places), rows.shape[1])
+    flat = None if weights is None else weights.contiguous()
+    launch("moe_unpermute", (_rows(rows), out), (places.contiguous(), ends[-1:], flat))
+    return out
+
+
+@_unpermute.register_fake
+def _(
+    rows: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor | None, mode: str
+) -> torch.Tensor:
+    return rows.new_empty(places.shape[0], rows.shape[1])
+
+
+@torch.library.custom_op(
+    "partool::moe_unpermute_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor rows, Tensor places, Tensor ends, Tensor weights, str mode) -> (Tensor, Tensor)",
+)
+def _unpermute_backward(  # noqa: PLR0917
+    grad: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not uses_triton(mode, grad, rows, weights):
+        return _reference_backward(grad, rows, (places, ends), weights)
+    grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+    narrow = (places.contiguous(), ends[-1:], weights.contiguous(), grad_weights)
+    launch("moe_unpermute_backward", (_rows(grad), _rows(rows), grad_rows), narrow)
+    return grad_rows, grad_weights
+
+
+@_unpermute_backward.register_fake
+def _(  # noqa: PLR0917
+    grad: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _reference_backward(
+    grad_TH: torch.Tensor,
+    rows_RH: torch.Tensor,
+    routing: tuple[torch.Tensor, torch.Tensor],
+    weights_TK: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places_TK, ends_E = routing
+    wide = torch.promote_types(rows_RH.dtype, torch.float32)
+    missing = (places_TK >= ends_E[-1])[..., None]
+    upper = grad_TH.to(wide)[:, None].masked_fill(missing, 0)
+    lower = upper * weights_TK.to(wide)[..., None].masked_fill(missing, 0)
+    grad_weights = (upper * rows_RH[places_TK].to(wide).masked_fill(missing, 0)).sum(dim=-1)
+    flat = lower.to(rows_RH.dtype).reshape(rows_RH.shape)
+    return torch.empty_like(flat).index_copy_(0, places_TK.reshape(-1), flat), grad_weights.to(weights_TK.dtype)
+
+
+def launch(
+    name: str,
+    wide: tuple[torch.Tensor, ...],
+    narrow: tuple[torch.Tensor | None, ...],
+    config: Config | None = None,
+) -> None:
+    """Run a kernel of this family; unless told, as the registry says.
+
+    ``wide``: its matrices with H columns, ``narrow``: places, the end of the last expert's rows as ``[1]``, weights and
+    their gradient; each in the order in which it takes them.
+    """
+    from partool_kernels.moe import kernel
+
+    (places, _, weights), like = (*narrow, None)[:3], wide[0]
+    assert places is not None
+    (tokens, choices), columns, device = places.shape, like.shape[1], like.device
+    summed = name == "moe_unpermute"
+    flags = ("weighted",) if summed and weights is not None else ()
+    types = (like.dtype, like.dtype if weights is None else weights.dtype)
+    call = Call(name, types, (("h", columns), ("k", choices)), tokens, flags)
+    config = config or choose(call, device).config
+    constants = {"CHOICES": choices} | ({"WEIGHTED": bool(flags)} if summed else {})
+    grid = (tokens, -(-columns // config.constants["BLOCK"]))
+    if name == "moe_unpermute_backward":
+        grid = (tokens * choices, 1)
+    strides = tuple(x.stride(0) for x in wide)
+    with on(device):
+        getattr(kernel, name)[grid](*wide, *narrow, *strides, columns, **constants, **launch_options(config, device))
+
+
+def _keep_permuted(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, places, ends, ctx.mode = inputs
+    ctx.save_for_backward(places, ends)
+
+
+def _of_permuted(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.partool.moe_unpermute(grad, *ctx.saved_tensors, None, ctx.mode), None, None, None
+
+
+def _keep_summed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    rows, places, ends, weights, ctx.mode = inputs
+    # Without weights the gradient is that of the copies alone, and needs no rows.
+    ctx.save_for_backward(None if weights is None else rows, places, ends, weights)
+
+
+def _of_summed(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    rows, places, ends, weights = ctx.saved_tensors
+    if weights is None:
+        return torch.ops.partool.moe_permute(grad, places, ends, ctx.mode), None, None, None, None
+    found = torch.ops.partool.moe_unpermute_backward(grad, rows, places, ends, weights, ctx.mode)
+    return found[0], None, None, found[1], None
+
+
+_permute.register_autograd(_of_permuted, setup_context=_keep_permuted)
+_unpermute.register_autograd(_of_summed, setup_context=_keep_summed)
