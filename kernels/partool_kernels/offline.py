@@ -86,3 +86,11 @@ def _multiplies_fp8(text: str) -> bool:
     return (
         re.search(r"(wgmma|tcgen05\.mma|mma\.sync)[^\n]*(e4m3|e5m2|f8f6f4)|v_mfma\w*(fp8|bf8|f8f6f4)", text) is not None
     )
+
+
+if __name__ == "__main__":
+    import sys
+
+    from partool_kernels.proof_command import main
+
+    sys.exit(main())

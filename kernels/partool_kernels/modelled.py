@@ -1,0 +1,151 @@
+"""Entries of tables that nobody has measured: for typical requests, a configuration that is known to run.
+
+They hold no time. What the compiler said that they need is on record, so that a later change of a kernel or of Triton
+that needs more is found. The newest Triton chooses; older ones, run after it, add what the same configuration needs
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from partool_kernels.device import triton_version
+from partool_kernels.offline import Compiled
+from partool_kernels.proof import Job, Proof, faults, prove, prove_all
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+from partool_kernels.registry.source import source_hash
+from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
+
+_TRIED = 24
+"""Configurations of a kernel's grid that are compiled where the one of its rule has a fault."""
+_Typical = tuple[tuple[str, ...], tuple[tuple[str, int], ...], tuple[str, ...], int]
+
+
+class NothingRunsError(Exception):
+    """No configuration of a kernel passes on an architecture."""
+
+
+def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) -> Iterator[tuple[str, str, int]]:
+    """Write the modelled entries of kernels on architectures; yield (kernel, architecture, entries).
+
+    Older modelled entries go, unless a newer Triton wrote them: then they are added to. Measured ones stay. Raises
+    :class:`NothingRunsError`.
+    """
+    places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
+    tables = {place: _table(*place) for place in places}
+    newer = {place: _newer(table) for place, table in tables.items()}
+    work = []
+    for place in places:
+        for request in KERNELS[place[0]].examples(place[1]):
+            known = newer[place].get(_typical(request))
+            work.append(Job(request, known.config.config if known else KERNELS[place[0]].default(request)))
+    found: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
+    for proof in prove_all(work, processes):
+        place = (proof.job.request.kernel, proof.job.request.architecture)
+        found[place].append(_entry(proof, newer[place].get(_typical(proof.job.request))))
+    for place, entries in found.items():
+        path = path_of(*place)
+        if entries or path.exists():
+            kept = [entry for entry in tables[place].entries if entry.status == "measured"]
+            write(tables[place].model_copy(update={"entries": tuple(kept)}).merged(entries), path)
+            yield *place, len(entries)
+
+
+def missing(kernels: Iterable[str]) -> list[Request]:
+    """Return typical requests that no entry of a table answers: ``model`` has to be run again."""
+    return [
+        request
+        for kernel in kernels
+        for architecture in ARCHITECTURES
+        for known in [{_of(entry) for entry in _table(kernel, architecture).entries}]
+        for request in KERNELS[kernel].examples(architecture)
+        if _typical(request) not in known
+    ]
+
+
+def _table(kernel: str, architecture: str) -> Table:
+    """Return a table; an empty one where it only holds modelled entries of what the kernel no longer is."""
+    path = path_of(kernel, architecture)
+    try:
+        return read(path) if path.exists() else Table(kernel=kernel, architecture=architecture)
+    except TableError:
+        if '"status": "measured"' in path.read_text(encoding="utf-8"):
+            raise
+        return Table(kernel=kernel, architecture=architecture)
+
+
+def _newer(table: Table) -> dict[_Typical, Entry]:
+    """Return the modelled entries that a newer Triton wrote for the kernel as it is."""
+    hashed, present = source_hash(table.kernel), _number(triton_version())
+    return {
+        _of(entry): entry
+        for entry in table.entries
+        if entry.status == "modelled" and entry.source_hash == hashed and _number(entry.triton) > present
+    }
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _typical(request: Request) -> _Typical:
+    return request.dtypes, request.shape, request.flags, bucket(request.rows)
+
+
+def _of(entry: Entry) -> _Typical:
+    return entry.dtypes, tuple(entry.shape.items()), entry.flags, entry.rows
+
+
+def _entry(proof: Proof, newer: Entry | None) -> Entry:
+    if newer is None:
+        return _new(_without_faults(proof))
+    if proof.compiled is None or _beside_spills(proof):
+        # Not chosen for this Triton; look-ups there go by the compiler's word, or the proof fails.
+        return newer
+    return newer.model_copy(update={"resources": newer.resources | _resources(proof.compiled)})
+
+
+def _without_faults(proof: Proof) -> Proof:
+    """Return it, or the first of the grid without a fault, or the one that spills least and has no other fault."""
+    request, proofs = proof.job.request, [proof]
+    grid = KERNELS[request.kernel].configs(request)
+    while proofs[-1].faults and len(proofs) <= _TRIED:
+        config = next(grid, None)
+        if config is None:
+            break
+        proofs.append(prove(Job(request, config)))
+    spilled = {
+        each.compiled.spilled_bytes: each for each in reversed(proofs) if each.compiled and not _beside_spills(each)
+    }
+    if not spilled:
+        raise NothingRunsError(f"{request}: {'; '.join(proof.faults)}")
+    return spilled[min(spilled)]
+
+
+def _beside_spills(proof: Proof) -> tuple[str, ...]:
+    assert proof.compiled is not None
+    return faults(proof.job._replace(spilled_bytes=None), proof.compiled)
+
+
+def _resources(needs: Compiled) -> dict[str, Resources]:
+    return {
+        triton_version(): Resources(
+            shared_bytes=needs.shared_bytes, registers=needs.registers, spilled_bytes=needs.spilled_bytes
+        )
+    }
+
+
+def _new(proof: Proof) -> Entry:
+    request = proof.job.request
+    assert proof.compiled is not None
+    return Entry(
+        dtypes=request.dtypes,
+        shape=request.width,
+        rows=bucket(request.rows),
+        flags=request.flags,
+        triton=triton_version(),
+        source_hash=source_hash(request.kernel),
+        status="modelled",
+        config=Settings.of(proof.job.config),
+        resources=_resources(proof.compiled),
+    )

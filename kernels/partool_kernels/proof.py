@@ -1,0 +1,138 @@
+"""Proof without a GPU that configurations can run: compiled for every architecture, and held to its limits.
+
+What is compiled are the stored entries of tuned tables, and what each kernel's rule computes for typical requests. Two
+that differ only in numbers passed at run time are one program, compiled once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from partool_kernels.device import triton_version
+from partool_kernels.offline import Compiled, compile_for
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
+from partool_kernels.registry.tables import stored
+
+_OTHER_TYPES = ("float16", "float32")
+
+
+class Job(NamedTuple):
+    """A configuration to be proven."""
+
+    request: Request
+    config: Config
+    spilled_bytes: int | None = 0
+    """How many it may spill, per thread; None: as many as it likes, what is on record is of another Triton."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What came of a job."""
+
+    job: Job
+    compiled: Compiled | None
+    """None where the compiler failed."""
+    faults: tuple[str, ...]
+    """Why it cannot be used, in words; empty: it can."""
+
+
+def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[Job]:
+    """Yield one job per program of a kernel on an architecture; none where the kernel does not run there.
+
+    ``all_types`` adds the same programs in float16 and float32.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for job in _jobs(kernel, architecture, all_types=all_types):
+        program = _program(job)
+        if program not in seen:
+            seen.add(program)
+            yield job
+
+
+def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[Job]:
+    # Those with a record of this Triton come first: of two jobs for one program the first is kept.
+    unknown = []
+    for request, config, entry in stored(kernel, architecture):
+        needs = entry.resources.get(triton_version())
+        if needs is None:
+            unknown.append(Job(request, config, None))
+        else:
+            yield Job(request, config, needs.spilled_bytes)
+    yield from unknown
+    for request in KERNELS[kernel].examples(architecture):
+        yield Job(request, KERNELS[kernel].default(request))
+        for dtype in _OTHER_TYPES if all_types else ():
+            dtypes = tuple(dtype if name == "bfloat16" else name for name in request.dtypes)
+            other = replace(request, dtypes=dtypes)
+            yield Job(other, KERNELS[kernel].default(other))
+
+
+def _program(job: Job) -> tuple[object, ...]:
+    """Return what tells two programs apart."""
+    request, config = job.request, job.config
+    signature = KERNELS[request.kernel].signature(request, config)
+    constants = tuple(sorted((name, str(value)) for name, value in signature.constants.items()))
+    return (
+        request.kernel, request.architecture, tuple(signature.arguments.items()), constants,
+        tuple(sorted(signature.divisible)), replace(config, blocks=()),
+    )  # fmt: skip
+
+
+def faults(job: Job, compiled: Compiled) -> tuple[str, ...]:
+    """Return why a compiled configuration cannot be used, in words."""
+    kernel, architecture = KERNELS[job.request.kernel], ARCHITECTURES[job.request.architecture]
+    limit, estimate = architecture.shared_bytes, kernel.shared_bytes(job.request, job.config)
+    found = []
+    if compiled.shared_bytes > limit:
+        found.append(f"needs {compiled.shared_bytes} bytes of shared memory, {architecture.name} has {limit}")
+    elif estimate > limit:
+        found.append(f"fits, but its estimate of {estimate} bytes does not, so look-ups would pass it over")
+    if job.spilled_bytes is not None and compiled.spilled_bytes > job.spilled_bytes:
+        found.append(f"spills {compiled.spilled_bytes} bytes per thread, {job.spilled_bytes} are on record")
+    if kernel.matrix and not compiled.matrix:
+        found.append(f"has none of {', '.join(architecture.matrix)} in its assembly")
+    if kernel.matrix and compiled.emulates_fp8:
+        found.append("turns 8-bit products into wider ones")
+    return tuple(found)
+
+
+def prove(job: Job) -> Proof:
+    """Compile a job and hold it to its architecture's limits; an error of the compiler is a fault."""
+    try:
+        compiled = compile_for(job.request, job.config)
+    except Exception as error:
+        return Proof(job, None, (f"does not compile: {type(error).__name__}: {error}",))
+    return Proof(job, compiled, faults(job, compiled))
+
+
+def prove_all(work: Iterable[Job], processes: int) -> Iterator[Proof]:
+    """Yield the proof of every job, in their order; a compiler that ends its process is a fault of that job alone."""
+    waiting = list(work)
+    while waiting:
+        done = 0
+        for proof in _in_a_pool(waiting, processes):
+            yield proof
+            done += 1
+        waiting = waiting[done:]
+        if waiting:
+            # One of those under way ended its process; alone, this one tells whether it was the one.
+            alone = list(_in_a_pool(waiting[:1], 1))
+            yield alone[0] if alone else Proof(waiting[0], None, ("its compiler ends the process",))
+            waiting = waiting[1:]
+
+
+def _in_a_pool(work: Collection[Job], processes: int) -> Iterator[Proof]:
+    """Yield proofs until a process ends."""
+    # Not forked: Triton's compiler starts threads.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        try:
+            futures: list[Future[Proof]] = [pool.submit(prove, job) for job in work]
+            for future in futures:
+                yield future.result()
+        except BrokenProcessPool:
+            return
