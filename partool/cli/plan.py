@@ -65,11 +65,11 @@ def command(
         bool, typer.Option("--trace", help="Trace this model's memory with the runtime (needs torch), once more.")
     ] = False,
     show: Annotated[
-        Literal["gemms", "layout", "environment", "timeline", "tensor"] | None,
+        Literal["gemms", "kernels", "layout", "environment", "timeline", "tensor"] | None,
         typer.Option(
             "--show",
-            help="Matrix products of a rank, stages, variables with origin, the pipeline in time, how tensor ranks "
-            "share every parameter.",
+            help="Matrix products of a rank, how well tuned the kernels are that compute them, stages, variables with "
+            "origin, the pipeline in time, how tensor ranks share every parameter.",
         ),
     ] = None,
 ) -> None:
@@ -94,13 +94,16 @@ def command(
     _reports(plan, html, timeline, source=str(out or spec))
     if previous is not None:
         _against(previous, plan, output)
-    elif older is not None:
+        return
+    if older is not None:
         _diff(older, plan, output)
-    elif output == "json":
-        typer.echo(_as_json(plan, show), nl=False)
+        return
+    changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
+    source = f"{out or spec}{changed}"
+    if output == "json":
+        typer.echo(_as_json(plan, show, source), nl=False)
     elif output == "text":
-        changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
-        _print(plan, source=f"{out or spec}{changed}", show=show, breakdown=breakdown)
+        _print(plan, source=source, show=show, breakdown=breakdown)
 
 
 def _print(plan: Plan, *, source: str, show: str | None, breakdown: bool) -> None:
@@ -113,6 +116,8 @@ def _print_on(console: Console, plan: Plan, *, source: str, show: str | None, br
 
     if show == "gemms":
         tables.render_gemms(plan, console)
+    elif show == "kernels":
+        _print_kernels(plan, console, source)
     elif show == "layout":
         tables.render_layout(plan, console)
     elif show == "environment":
@@ -139,11 +144,21 @@ def _print_tensor(plan: Plan, console: Console) -> None:
     render_tensor(plan, console)
 
 
-def _as_json(plan: Plan, show: str | None) -> str:
+def _print_kernels(plan: Plan, console: Console, source: str) -> None:
+    from partool.report.kernels import render_kernels
+
+    render_kernels(plan, console, source)
+
+
+def _as_json(plan: Plan, show: str | None, source: str) -> str:
     from partool.report import environment, tables
 
     if show == "gemms":
         return json.dumps(tables.gemm_rows(plan), indent=2) + "\n"
+    if show == "kernels":
+        from partool.report.kernels import kernel_data
+
+        return json.dumps(kernel_data(plan, source), indent=2) + "\n"
     if show == "layout":
         return json.dumps(plan.layout.model_dump(mode="json"), indent=2) + "\n"
     if show == "environment":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from partool.cost.case import Column, Job
@@ -10,6 +12,10 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
 small tiles read each operand more often. Libraries choose among such tiles (CUTLASS, "Efficient GEMM in CUDA")."""
 _TILE_COLUMNS = tuple(np.array(part) for part in zip(*_TILES, strict=True))
+_SHARE_BY_REUSE = (
+    [0.0, *sorted(rows * columns / (rows + columns) for rows, columns, _ in _TILES)],
+    [0.0, *sorted(share for _, _, share in _TILES)],
+)
 _DEPTH_S = 0.8e-6
 """Filling and draining one tile's pipeline over the inner dimension, independent of its length."""
 _START_S = 2.8e-6
@@ -37,6 +43,33 @@ def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, b
     depth = _DEPTH_S * np.ceil(batch * m * n / (128 * 128) / devices.units)
     seconds = flops / (rate * share) * misaligned(n) * misaligned(k) + depth
     return np.maximum(seconds, moved) + _START_S
+
+
+def tiled_s(
+    job: Job, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
+) -> float:
+    """Return the seconds of products of sides (m, n, k) with tiles of given rows and columns, else as :func:`matmul_s`.
+
+    ``splits``: parts of the inner dimension that are computed side by side, and whose wide results are summed after. A
+    tile reads ``rows + columns`` operands per ``rows · columns`` products; between the tiles of :data:`_TILES` the
+    share of the best rate is linear in what that makes per operand.
+    """
+    m, n, k = (max(side, 1.0) for side in sides)
+    devices, (rows, columns) = job.devices, tile
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+    waves = math.ceil(tiles * splits / max(devices.units, 1))
+    share = float(np.interp(rows * columns / (rows + columns), *_SHARE_BY_REUSE)) * batch * m * n / (rows * columns)
+    share /= waves * max(devices.units, 1) / splits
+    flops = 2.0 * batch * m * n * k
+    seconds = flops / (devices.achievable_flops * devices.sustained_share * share) * misaligned(n) * misaligned(k)
+    sums = 8.0 * splits * batch * m * n if splits > 1 else 0.0
+    moved = (2.0 * batch * (m * k + k * n + m * n) + sums) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    return float(max(seconds + _DEPTH_S * waves, moved) + _START_S * (1 + (splits > 1)))
+
+
+def streamed_s(job: Job, moved_bytes: float) -> float:
+    """Return the seconds of a kernel that only moves bytes through memory."""
+    return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 
 
 def misaligned(width: Column) -> Column:

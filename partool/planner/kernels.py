@@ -1,0 +1,206 @@
+"""Coverage of a plan by kernels: which configuration each matrix product of a rank would run with, and what it costs.
+
+Products come from the layout (:mod:`partool.layout.gemms`), configurations from the registry of kernels, times from the
+cost model, or from a table where that very product was measured on that very device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from partool.catalog.lookup import table
+from partool.cost.case import Job
+from partool.cost.gemm import matmul_s, streamed_s, tiled_s
+from partool.cost.stacks import own_stack
+from partool.plan.types import Plan
+from partool.planner.kernel_requests import Asked, asked
+from partool.spec.hardware import Devices
+from partool_kernels.registry import ARCHITECTURES, KERNELS, SOURCES, Choice, Config, Request, Source
+from partool_kernels.registry.look_up import Registry
+
+State = Literal["tuned", "nearest", "untuned", "library"]
+STATES: tuple[State, ...] = ("tuned", "nearest", "untuned", "library")
+_STATE: dict[Source, State] = {
+    "exact": "tuned", "rows": "nearest", "shape": "nearest", "device": "nearest", "modelled": "untuned",
+    "heuristic": "untuned",
+}  # fmt: skip
+_FEWEST = 3
+"""Measured entries of a table whose median gain is taken for what tuning brings; with fewer, the tile model tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A product, or a fused kernel, with the configuration that the registry has for it."""
+
+    asked: Asked
+    choice: Choice | None
+    """None: a library of torch's computes it, and chooses by itself."""
+    call_s: float
+    """Seconds of one call: measured where ``measured``, else of the cost model, which assumes good tiles."""
+    measured: bool
+    lost_s: float
+    """What a call takes longer than with a configuration tuned for it."""
+    step_s: float
+    """Prediction of the whole step."""
+
+    @property
+    def state(self) -> State:
+        """tuned: measured for this shape on this device; nearest: for a similar one; untuned: for none."""
+        return "library" if self.choice is None else _STATE[self.choice.source]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all calls of a step."""
+        return self.asked.calls * self.call_s
+
+    @property
+    def share(self) -> float:
+        """Of the step."""
+        return self.total_s / self.step_s
+
+    @property
+    def total_lost_s(self) -> float:
+        """Seconds lost in a step."""
+        return self.asked.calls * self.lost_s
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All lines of a plan."""
+
+    architecture: str
+    step_s: float
+    lines: tuple[Line, ...]
+
+    @cached_property
+    def share(self) -> dict[State, float]:
+        """Share of the step by state."""
+        return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
+
+    @cached_property
+    def lost_s(self) -> float:
+        """What configurations that are not tuned cost in a step, beyond its prediction."""
+        return sum(line.total_lost_s for line in self.lines)
+
+    @property
+    def worst(self) -> Source | None:
+        """Least certain source of a product; None where libraries compute them all."""
+        sources = [line.choice.source for line in self.lines if line.choice is not None and line.asked.product]
+        return min(sources, key=SOURCES.index, default=None)
+
+    def below(self, level: Source) -> list[Line]:
+        """Return the products whose configuration comes from a less certain source."""
+        least = SOURCES.index(level)
+        return [
+            line
+            for line in self.lines
+            if line.asked.product and line.choice is not None and SOURCES.index(line.choice.source) < least
+        ]
+
+    @property
+    def untuned(self) -> list[str]:
+        """Kernels for which tuning would measure something, those that lose most first."""
+        lost: dict[str, float] = {}
+        for line in self.lines:
+            if line.choice is not None and line.state != "tuned":
+                name = line.asked.kernel
+                lost[name] = lost.get(name, 0.0) + line.total_lost_s
+        return sorted(lost, key=lambda name: (-lost[name], name))
+
+
+def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
+    """Return what the registry has for a plan; raises ``TableError`` where a table of the user's cannot be read.
+
+    Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all.
+    """
+    job = _job(plan)
+    known = plan.devices.architecture in ARCHITECTURES
+    registry = registry or (Registry(plan.kernels.tuned) if known else Registry())
+    gains = _Gains(registry)
+    step_s = plan.prediction.time.step_time_s
+    lines = tuple(_line(job, one, registry, gains, step_s) for one in asked(plan, _device_name(plan.devices)))
+    return Coverage(plan.devices.architecture, step_s, lines)
+
+
+def _job(plan: Plan) -> Job:
+    training, layout = plan.training, plan.layout
+    return Job(
+        model=plan.model,
+        devices=plan.devices,
+        sequence_length=training.sequence_length,
+        global_batch=training.global_batch,
+        precision=training.precision,
+        stack=own_stack(plan.devices.backend, layout.compile, layout.fused),
+        time_scalar=plan.prediction.time_scalar,
+    )
+
+
+def _device_name(devices: Devices) -> str:
+    """Return what the driver calls the accelerator, as far as the catalog knows."""
+    entry = table("accelerators").get(devices.accelerator)
+    return next(iter(entry["match"]), devices.accelerator) if entry else devices.accelerator
+
+
+def _line(job: Job, one: Asked, registry: Registry, gains: _Gains, step_s: float) -> Line:
+    choice = registry.coverage(one.request) if one.request is not None else None
+    found = choice.time_s if choice is not None and choice.source == "exact" else None
+    call_s = found if found is not None else _modelled_s(job, one)
+    lost_s = 0.0
+    if choice is not None and choice.source != "exact" and choice.implementation == "triton":
+        lost_s = call_s * gains.lost(job, one, choice)
+    return Line(one, choice, call_s, found is not None, lost_s, step_s)
+
+
+def _modelled_s(job: Job, one: Asked) -> float:
+    if one.moved_bytes is not None:
+        return job.time_scalar * job.stack.derate * streamed_s(job, one.moved_bytes)
+    m, n, k = one.sides
+    seconds = matmul_s(job, m, n, k, wide=one.wide, batch=one.groups)
+    return float(job.time_scalar * job.stack.derate * seconds)
+
+
+class _Gains:
+    """What tuning brings: of measured entries, else of the tile model."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
+
+    def lost(self, job: Job, one: Asked, choice: Choice) -> float:
+        """Return what a configuration takes longer than the best one, as a share of the best one's time."""
+        assert one.request is not None
+        median = self._median(one.request)
+        if median is not None and choice.source in ("heuristic", "modelled"):
+            return median - 1.0
+        own = _tiled_s(job, one, choice.config)
+        if own is None:
+            return 0.0
+        others = (_tiled_s(job, one, config) for config in KERNELS[one.request.kernel].configs(one.request))
+        best = min((seconds for seconds in others if seconds is not None), default=own)
+        return max(own / best - 1.0, 0.0)
+
+    def _median(self, request: Request) -> float | None:
+        """Return the median over entries of default over tuned time; None where too few were measured."""
+        key = (request.kernel, request.architecture, request.dtypes)
+        if key not in self._measured:
+            entries = [entry for _, table in self._registry.tables(*key[:2]) for entry in table.entries]
+            gains = [
+                max(one.measured.default_s / one.measured.time_s, 1.0)
+                for one in entries
+                if one.measured is not None and one.dtypes == request.dtypes
+            ]
+            self._measured[key] = statistics.median(gains) if len(gains) >= _FEWEST else None
+        return self._measured[key]
+
+
+def _tiled_s(job: Job, one: Asked, config: Config) -> float | None:
+    """Return the seconds of a product with a configuration's tiles; None where it has none, or is no product."""
+    blocks = config.constants
+    rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
+    if not rows or not columns or not one.product:
+        return None
+    splits = max((size for name, size in blocks.items() if name.startswith("SPLIT")), default=1)
+    return tiled_s(job, one.sides, (rows, columns), splits=max(splits, 1), batch=one.groups)

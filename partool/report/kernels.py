@@ -1,0 +1,145 @@
+"""``partool plan --show kernels``: which kernels compute a plan's products, how well tuned they are, what that costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from partool.plan.types import Plan
+from partool.planner.kernels import STATES, Coverage, Line, State, coverage
+from partool.report.units import seconds
+
+_WORDS: dict[State, str] = {
+    "tuned": "measured for the shape, on this device",
+    "nearest": "measured for other rows or widths, or on another device",
+    "untuned": "by an unmeasured entry, or by a rule",
+    "library": "a library of torch's, which chooses by itself",
+}
+_SHORT = {"input gradient": "d input", "weight gradient": "d weight"}
+_STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "red", "library": ""}
+
+
+def render_kernels(plan: Plan, console: Console, source: str) -> None:
+    """Print a plan's coverage by kernels; ``source``: what the plan was made from, as one would type it."""
+    found = coverage(plan)
+    devices = plan.devices
+    what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
+    console.print(Text(f"Kernels on {devices.accelerator} ({what}), {plan.training.precision}", "bold"))
+    console.print(_summary(found))
+    for kernel, lines in groupby(sorted(found.lines, key=_order), key=lambda line: line.asked.kernel):
+        console.print()
+        console.print(Text(kernel, "bold"))
+        console.print(_table(list(lines)))
+    console.print()
+    for text in _notes(plan, found, source):
+        console.print(text, markup=False, highlight=False)
+
+
+def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
+    """Return the same as data."""
+    found = coverage(plan)
+    return {
+        "accelerator": plan.devices.accelerator,
+        "architecture": found.architecture,
+        "step_time_s": found.step_s,
+        "worst": found.worst,
+        "share": found.share,
+        "lost_s": found.lost_s,
+        "tune": tune_command(found, source),
+        "lines": [_line_data(line) for line in found.lines],
+    }
+
+
+def tune_command(found: Coverage, source: str) -> str:
+    """Return the command that measures what is not tuned; empty: nothing is left to measure."""
+    names = "".join(f" --kernel {name}" for name in found.untuned)
+    return f"partool tune {source}{names} --out tuned" if names else ""
+
+
+def _order(line: Line) -> tuple[bool, str]:
+    return line.choice is None, line.asked.kernel
+
+
+def _line_data(line: Line) -> dict[str, Any]:
+    asked, choice = line.asked, line.choice
+    m, n, k = asked.sides
+    return {
+        "name": asked.name,
+        "pass": asked.part,
+        "kernel": asked.kernel,
+        "implementation": choice.implementation if choice else "torch",
+        "m": m,
+        "rows": asdict(asked.rows),
+        "n": n,
+        "k": k,
+        "groups": asked.groups,
+        "calls": asked.calls,
+        "state": line.state,
+        "source": choice.source if choice else None,
+        "distance": choice.distance if choice else None,
+        "table": choice.table if choice else "",
+        "call_s": line.call_s,
+        "measured": line.measured,
+        "share": line.share,
+        "lost_s": line.total_lost_s,
+    }
+
+
+def _summary(found: Coverage) -> Table:
+    table = _columns("state", "shapes", "of the step", "may lose", "")
+    table.columns[-1].justify = "left"
+    table.columns[-1].no_wrap = False
+    for state in STATES:
+        lines = [line for line in found.lines if line.state == state]
+        if not lines:
+            continue
+        lost = sum(line.total_lost_s for line in lines)
+        cost = f"{seconds(lost)}, {lost / found.step_s:.1%}" if lost else "-"
+        table.add_row(Text(state, _STYLES[state]), str(len(lines)), f"{found.share[state]:.1%}", cost, _WORDS[state])
+    return table
+
+
+def _table(lines: list[Line]) -> Table:
+    table = _columns("computes", "pass", "M", "N", "K", "source", "step", "may lose")
+    table.columns[1].justify = "left"
+    table.columns[5].justify = "left"
+    before = ""
+    for line in lines:
+        asked = line.asked
+        m, n, k = asked.sides
+        rows = f"{asked.groups} × {m:.0f}" if asked.groups > 1 else f"{m:.0f}"
+        source = Text(line.choice.source if line.choice else "-", _STYLES[line.state])
+        name = asked.name if asked.name != before else ""
+        before = asked.name
+        lost = seconds(line.total_lost_s) if line.total_lost_s else "-"
+        part = _SHORT.get(asked.part, asked.part)
+        table.add_row(name, part, rows, str(n), str(k) if k else "", source, f"{line.share:.1%}", lost)
+    return table
+
+
+def _columns(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(names):
+        table.add_column(name, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
+    return table
+
+
+def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
+    notes = []
+    if found.lost_s:
+        notes.append(
+            f"Tuning may save {seconds(found.lost_s)} of {seconds(found.step_s)} per step. That is estimated: from what "
+            "measured entries of a table gained where there are some, else from how the tiles fill the device; the "
+            "prediction of the step assumes good tiles."
+        )
+    elif all(line.choice is None for line in found.lines):
+        notes.append("No kernels with tables compute this plan: nothing is to be tuned.")
+    if command := tune_command(found, source):
+        notes.append(f"To measure them on such a device: {command}")
+        notes.append("and then name the folder in the spec: kernels: {tuned: [tuned]}")
+    return notes
