@@ -11,13 +11,17 @@ from partool.cost import attention, collective, cut, dealt, sequence, tensor_tim
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind
+from partool.cost.stacks import Stack
 from partool.cost.tiled import in_tiles, products_s
 from partool.spec.model import ModelConfig
+from partool.spec.training import Fused
 
 _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 """Of the memory's bandwidth that element-wise kernels reach; the CPU's figure is what they reach already."""
 _KERNEL_GAP_S = 5e-6
 """Least time of a small kernel with the gap after it."""
+_FUSED_PASSES = 1.1
+"""Memory traffic of a fused kernel against reading and writing all once, as of compiled blocks."""
 _IMBALANCE = 1.1
 """Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
 
@@ -248,6 +252,11 @@ def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, 
     return inputs, weights, first
 
 
+def _traffic(stack: Stack, part: Fused) -> float:
+    """Return the memory traffic of a part of a block against a single pass."""
+    return min(stack.elementwise, _FUSED_PASSES) if part in stack.fused else stack.elementwise
+
+
 def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
     """Return the seconds of norms, residuals, rotary positions and activations.
 
@@ -267,7 +276,8 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
         stream = stream + 7.0 * model.moe.top_k * model.hidden / layouts.tp
     else:
         inner = cut.width(model.ffn_hidden, ranks)
-    elements = (stream + turned + gates * inner) * stack.elementwise * (1.7 if backward else 1.0)
+    parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
+    elements = sum(width * _traffic(stack, part) for width, part in parts) * (1.7 if backward else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)
@@ -308,13 +318,21 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
     vocab = cut.width(job.padded_vocab or model.vocab, layouts.tp if stack.vocab_parallel else 1)
     product = matmul_s(job, rows, vocab, model.hidden, wide=True)
     if backward:
-        product = matmul_s(job, rows, model.hidden, vocab, wide=True) + matmul_s(
-            job, vocab, model.hidden, rows, wide=True
-        )
+        again = _logits_again(stack, layouts, rows, vocab) * product
+        product = again + matmul_s(job, rows, model.hidden, vocab, wide=True)
+        product = product + matmul_s(job, vocab, model.hidden, rows, wide=True)
     moved = rows * vocab * stack.logit_bytes / _stream(job)
     device = stack.derate * (product + 0.5 * moved) + stack.operators_head * _gap_s(job)
     host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
     return blended_s(job, device, host)
+
+
+def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
+    """Return 1 where the backward pass computes logits a second time, which are too many to keep."""
+    if not stack.logits_again:
+        return 0.0
+    tile = np.asarray(layouts.loss_tile_tokens)
+    return np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
 
 
 def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from partool.spec.training import Fused
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -25,9 +27,13 @@ class Stack:
     """Share of the attention to a block that hides what ranks of a ring hand on."""
     elementwise: float = 1.0
     """Memory traffic of norms, residuals and activations against fused kernels: 1.6 to 1.8 eager."""
+    fused: tuple[Fused, ...] = ()
+    """Parts of a block, or the loss, that kernels of partool compute, whatever ``elementwise`` says of the others."""
     activation_passes: float = 1.0
     logit_bytes: float = 16.0
     """Memory traffic per logit of the loss, both passes."""
+    logits_again: float = 0.0
+    """Logits of a rank above which, or in tiles, its backward pass computes them a second time; 0: never."""
     vocab_parallel: bool = True
     """The head is sharded over tensor ranks."""
     selective_matmul: float = 0.0
@@ -78,7 +84,10 @@ class Stack:
     """Slowdown of everything the device does, against well-tuned kernels."""
 
 
-PARTOOL = Stack("partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, overlap_products=0.8)
+PARTOOL = Stack(
+    "partool", sequence_parallel=None, elementwise=1.1, derate=1.1, logit_bytes=20.0, logits_again=2.0**26,
+    overlap_products=0.8,
+)  # fmt: skip
 """This project's own runtime, compiled blocks."""
 PARTOOL_EAGER = replace(PARTOOL, elementwise=1.7, operators_forward=45.0, operators_backward=95.0, derate=1.15)
 """The same, not compiled."""
@@ -96,11 +105,31 @@ PARTOOL_CPU = replace(
 """The same on CPU ranks: gloo works on the cores that also compute (checked on two cores of a 2.3 GHz Xeon)."""
 
 
-def own_stack(backend: str, compile: str) -> Stack:
-    """Return the row of partool's runtime on a backend, with blocks compiled or not."""
+_SPARED: dict[Fused, int] = {"norm": 15, "rope": 12, "glu": 1}
+"""Kernels of a layer's forward pass that one fused kernel spares, counted from the eager decoder's operators (RMSNorm
+8, the rotation 7 each of queries and keys, sums and gates 1); of its backward pass twice as many."""
+_FUSED_LOGIT_BYTES = 12.0
+"""Traffic per logit of 2 bytes: written by the product, read twice and overwritten with its gradient, read twice."""
+
+
+def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stack:
+    """Return the row of partool's runtime on a backend, with blocks compiled or not, and parts of them fused.
+
+    On the CPU operators of torch compute what is fused elsewhere.
+    """
     if backend == "cpu":
         return PARTOOL_CPU
-    return PARTOOL if compile == "block" else PARTOOL_EAGER
+    stack = PARTOOL if compile == "block" else PARTOOL_EAGER
+    spared = 0 if compile == "block" else sum(_SPARED.get(part, 0) for part in fused)
+    return replace(
+        stack,
+        fused=fused,
+        operators_forward=stack.operators_forward - spared,
+        operators_backward=stack.operators_backward - 2 * spared,
+        # Gradients are computed with the loss.
+        logits_again=0.0 if "loss" in fused else stack.logits_again,
+        logit_bytes=_FUSED_LOGIT_BYTES if "loss" in fused else stack.logit_bytes,
+    )
 
 
 STACKS: dict[str, Stack] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner import pipeline_checks, tensor_rules, tiles, zero_controls
+from partool.planner import fused, pipeline_checks, tensor_rules, tiles, zero_controls
 from partool.planner.hf import check_hf
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_checks import check_sequence
@@ -124,16 +124,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
     yield Diagnostic("PT259", message, path=("training", "global_batch"), help=f"use {nearest(batch, legal)}")
 
 
-def _kernels(problem: Problem) -> Iterator[Diagnostic]:
-    if problem.spec.kernels.mode == "native" and problem.devices.backend != "cpu":
-        message = (
-            f"kernels.mode: native asks for the compiled CPU kernels, the plan is for {problem.devices.accelerator}"
-        )
-        yield Diagnostic("PT270", message, path=("kernels", "mode"), help="use mode: auto")
-
-
 SIZES: tuple[Check, ...] = (
-    _kernels, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists,
+    fused.check, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists,
     check_sequence, _experts, _recompute, _offload, _position, _mesh, zero_controls.check, tiles.check,
 )  # fmt: skip
 """Rules about single sizes."""

@@ -11,7 +11,7 @@ from partool.cost.case import RECOMPUTE
 from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
-from partool.planner import tiles, zero_controls
+from partool.planner import fused, tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
 from partool.planner.problem import runnable
@@ -64,6 +64,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += pipeline_reasons(solution, best)
     found.append(_recompute(solution, best))
     found += tiles.sentences(solution.problem, layout)
+    found += fused.words(solution.problem, layout)
     if layout.offload_activations == "cpu":
         asked = ", as the spec asks" if parallel.offload.activations == "cpu" else ""
         waits = best.time.terms_s.get("offload", 0.0) / best.time.step_time_s

@@ -15,6 +15,7 @@ from partool.cost.kinds import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
+from partool.planner.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.sequence_rules import PREFERENCE
 from partool.planner.tensor_forms import divides
@@ -63,6 +64,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         sequence_norms=bool(row.sequence_norms),
         tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]
         tensor_chunks=int(row.tensor_chunks),
+        fused=fused(problem, "block" if row.compiled else "none"),
         offload_optimizer="cpu" if host > 0 else "none",
         gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
         offload_parameters="cpu" if row.host_parameters else "none",

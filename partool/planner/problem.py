@@ -19,6 +19,7 @@ from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
 from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
+from partool.planner.fused import fused
 from partool.planner.hf import Description
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
@@ -106,7 +107,7 @@ class Problem:
             sequence_length=training.sequence_length,
             global_batch=training.global_batch,
             precision=training.precision,
-            stack=own_stack(self.devices.backend, compile),
+            stack=own_stack(self.devices.backend, compile, fused(self, compile)),
             frozen=tuple(self.spec.model.frozen),
             time_scalar=measured.time_scalar,
             memory_scalar=measured.memory_scalar,

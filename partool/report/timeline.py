@@ -92,7 +92,7 @@ def _job(plan: Plan) -> Job:
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
-        stack=own_stack(plan.devices.backend, plan.layout.compile),
+        stack=own_stack(plan.devices.backend, plan.layout.compile, plan.layout.fused),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
     )

@@ -94,9 +94,9 @@ class KernelsSpec(Section):
 
     mode: Literal["auto", "native", "torch"] = "auto"
     """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
-    fused: tuple[Fused, ...] | Literal["auto"] = "auto"
+    fused: list[Fused] | Literal["auto"] = "auto"
     """Parts of the model that one kernel computes each, instead of several of torch's."""
-    tuned: tuple[str, ...] = ()
+    tuned: list[str] = Field(default_factory=list)
     """Folders or files with configurations of your own, looked up before those of partool: its tables, aiter's or
     vLLM's."""
     require: Literal["heuristic", "modelled", "device", "shape", "rows", "exact"] = "heuristic"

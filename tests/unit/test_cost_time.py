@@ -17,7 +17,7 @@ from partool.cost.columns import columns
 from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
 from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind, kinds
-from partool.cost.layer import layer
+from partool.cost.layer import head_s, layer
 from partool.cost.micro import micro
 from partool.cost.offload import offload
 from partool.cost.predict import predict_time
@@ -29,6 +29,7 @@ from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
 from partool.plan.types import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
+from partool.spec.training import Fused
 
 SMALL = ModelConfig(layers=2, hidden=8, ffn_hidden=12, heads=4, kv_heads=2, head_dim=2, vocab=24)
 LARGE = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
@@ -365,6 +366,37 @@ def test_tensor_parallelism_across_nodes_collapses() -> None:
 
 
 def test_own_rows() -> None:
-    assert own_stack("cuda", "block") is PARTOOL
+    assert own_stack("cuda", "block") == PARTOOL
     assert own_stack("cuda", "none").elementwise > PARTOOL.elementwise
     assert own_stack("cpu", "none").overlap_gradients == 0.0
+
+
+def test_a_fused_loss_spares_the_second_product() -> None:
+    """Above the limit, and in tiles, logits are computed twice, unless gradients are computed with them."""
+    plain, fused = job(stack=own_stack("cuda", "block")), job(stack=own_stack("cuda", "block", ("loss",)))
+    for layouts, parts in (
+        (Layouts(), 3 / 2),
+        (Layouts(loss_tile_tokens=1024), 3 / 2),
+        (Layouts(loss_tile_tokens=8192), 1),
+    ):
+        twice, once = (float(head_s(asked, layouts, backward=True)) for asked in (plain, fused))
+        assert twice / once == pytest.approx(parts, rel=0.1)
+
+
+def test_fused_parts_are_priced_like_compiled_ones() -> None:
+    eager, some = own_stack("cuda", "none"), own_stack("cuda", "none", ("norm", "rope"))
+    whole = own_stack("cuda", "none", ("norm", "glu", "rope", "loss"))
+    assert eager.operators_forward > some.operators_forward > whole.operators_forward > PARTOOL.operators_forward
+    assert own_stack("cuda", "block", ("norm",)).operators_forward == PARTOOL.operators_forward
+    assert whole.logit_bytes < eager.logit_bytes
+    assert whole.logits_again == 0.0 < eager.logits_again
+    assert own_stack("cpu", "none", ("norm",)) == own_stack("cpu", "none")
+
+    def elementwise_s(fused: tuple[Fused, ...]) -> float:
+        asked = job(stack=own_stack("cuda", "none", fused))
+        return float(layer(asked, Layouts(compiled=0), kinds(LARGE)[0]).forward.elementwise_s)
+
+    parts: tuple[Fused, ...] = ("norm", "glu", "rope")
+    times = [elementwise_s(parts[:count]) for count in range(4)]
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == 4

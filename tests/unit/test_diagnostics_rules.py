@@ -11,6 +11,7 @@ from partool.diagnostics import (
     _texts_files,
     _texts_hf,
     _texts_k8s,
+    _texts_kernels,
     _texts_launch,
     _texts_machines,
     _texts_partition,
@@ -30,7 +31,7 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor,
-          _texts_sequence)  # fmt: skip
+          _texts_sequence, _texts_kernels)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
@@ -43,6 +44,7 @@ OF_THE_PLANNER = [
         _texts_partition,
         _texts_tensor,
         _texts_sequence,
+        _texts_kernels,
     )
     for rule in module.RULES
     if rule.example == "spec"

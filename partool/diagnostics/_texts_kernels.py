@@ -1,0 +1,45 @@
+"""Texts of the rules about kernels: what is fused, and which configurations there are."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import Rule
+
+_DATA = "hardware: {accelerator: h100-sxm, per_node: 1}\ndata: python-stdlib\n"
+_MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n" + _DATA
+_PLAIN = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256, activation: gelu}\n" + _DATA
+
+_EIGHT = _MODEL + "training: {precision: fp8}\n"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT485",
+        "A fused part that the model does not have",
+        "A gate is fused with the product it controls, rotations are of queries and keys; not all models have them.",
+        _PLAIN + "kernels: {fused: [glu]}\n",
+        _PLAIN + "kernels: {fused: [norm]}\n",
+    ),
+    Rule(
+        "PT486",
+        "Fused kernels that are not compiled here",
+        "The same is computed by torch's operators one after the other: less is kept for the backward pass, nothing is "
+        "faster.",
+        _MODEL + "kernels: {fused: [norm], mode: torch}\n",
+        _MODEL + "kernels: {fused: [norm]}\n",
+    ),
+    Rule(
+        "PT491",
+        "A product's configuration is less certain than kernels.require",
+        "From the least certain: heuristic (a rule), modelled (nobody measured it), device (measured on another one), "
+        "shape (similar widths), rows (another number of rows), exact. Products that libraries compute do not count.",
+        _EIGHT + "kernels: {require: exact}\n",
+        _EIGHT + "kernels: {require: heuristic}\n",
+    ),
+    Rule(
+        "PT492",
+        "Tables of configurations that cannot be read",
+        "kernels.tuned names files or folders: partool's tables, those of ROCm/aiter, or vLLM's for experts; paths "
+        "start from the spec's folder.",
+        _MODEL + "kernels: {tuned: [missing]}\n",
+        _MODEL + "kernels: {tuned: []}\n",
+    ),
+)

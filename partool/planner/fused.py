@@ -1,0 +1,92 @@
+"""Which parts of a model kernels of partool compute, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, get_args
+
+from partool.diagnostics import Diagnostic
+from partool.spec.parallel import Compile
+from partool.spec.training import Fused
+from partool_kernels.registry import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from partool.plan.types import Layout
+    from partool.planner.problem import Problem
+
+PARTS: tuple[Fused, ...] = get_args(Fused)
+_OF_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")
+"""Parts that a compiler fuses by itself in compiled blocks."""
+
+
+def fused(problem: Problem, compile: Compile) -> tuple[Fused, ...]:
+    """Return the parts of layouts whose blocks are compiled, or not, in a fixed order.
+
+    By itself partool takes the loss, whose gradients are then computed with it, and in blocks that are not compiled all
+    that applies. The optimizer's update is left to torch's own kernel, which moves as little.
+    """
+    pinned = problem.spec.kernels.fused
+    if pinned != "auto":
+        return tuple(part for part in PARTS if part in pinned)
+    if problem.spec.kernels.mode == "torch" or problem.spec.training.precision == "fp64" or not has_kernels(problem):
+        return ()
+    wanted: tuple[Fused, ...] = ("loss",) if compile == "block" else (*_OF_BLOCKS, "loss")
+    return tuple(part for part in wanted if not why_not(problem, part))
+
+
+def has_kernels(problem: Problem) -> bool:
+    """Tell whether kernels are compiled and tuned for the accelerator."""
+    return problem.devices.architecture in ARCHITECTURES
+
+
+def why_not(problem: Problem, part: Fused) -> str:
+    """Return why a part of the model cannot be fused; empty: it can."""
+    model = problem.model
+    if part in _OF_BLOCKS and problem.described is not None:
+        return "transformers builds the layers"
+    if part == "glu" and not model.gated:
+        return f"activation: {model.activation} has no gate"
+    if part == "rope" and (model.position != "rope" or model.mla is not None):
+        return "positions are not rotated" if model.position != "rope" else "latent attention rotates parts of heads"
+    return ""
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Find parts that the model does not have, and kernels that the device or the precision does not have."""
+    spec, path = problem.spec, ("kernels", "fused")
+    pinned = () if spec.kernels.fused == "auto" else spec.kernels.fused
+    for part in dict.fromkeys(pinned):
+        if reason := why_not(problem, part):
+            able = [name for name in PARTS if not why_not(problem, name)]
+            help = f"leave {part} out; this model can have {', '.join(able)}"
+            yield Diagnostic("PT485", f"kernels.fused: {part} has nothing to compute: {reason}", path=path, help=help)
+    on_cpu = problem.devices.backend == "cpu"
+    if not pinned and spec.kernels.mode != "native":
+        return
+    if not on_cpu and spec.kernels.mode == "native" and not has_kernels(problem):
+        known = ", ".join(ARCHITECTURES)
+        message = f"kernels.mode: native asks for compiled kernels, which {problem.devices.accelerator} has none of"
+        yield Diagnostic("PT270", message, path=("kernels", "mode"), help=f"use mode: auto; there are some for {known}")
+        return
+    reason = (
+        "kernels.mode is torch" if spec.kernels.mode == "torch"
+        else "precision is fp64" if spec.training.precision == "fp64"
+        else f"there are no compiled ones for {'the CPU' if on_cpu else problem.devices.accelerator}"
+        if on_cpu or not has_kernels(problem) else ""
+    )  # fmt: skip
+    if pinned and reason:
+        message = f"kernels.fused: {', '.join(pinned)} will be computed by torch's operators: {reason}"
+        help = "nothing is gained but memory; leave kernels.fused to auto"
+        yield Diagnostic("PT486", message, severity="warning", path=path, help=help)
+
+
+def words(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Yield why the parts of a layout are fused."""
+    if not layout.fused or problem.spec.kernels.fused != "auto":
+        return
+    named = {"norm": "norms", "glu": "gates", "rope": "rotations", "loss": "the loss", "adamw": "the update"}
+    listed = [named[part] for part in layout.fused]
+    joined = " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
+    also = "; the compiler fuses the rest of a block" if layout.compile == "block" else ""
+    gained = "whose gradients are computed with it" if layout.fused == ("loss",) else "in one pass over memory each"
+    yield f"Kernels of partool compute {joined}, {gained}{also}."
