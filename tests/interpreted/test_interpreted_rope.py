@@ -1,0 +1,71 @@
+"""Rotation of heads in Triton's interpreter, alone and behind a norm, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.rope.op import Tables, reference, rope
+
+EPS = 1e-5
+
+
+def tables(length: int, width: int) -> Tables:
+    angles = torch.outer(torch.arange(length).double(), 100.0 ** -torch.linspace(0, 1, width // 2).double())
+    angles = angles.repeat(1, 2)
+    return angles.cos().float(), angles.sin().float()
+
+
+def by_torch(heads: torch.Tensor, angles: Tables, weight: torch.Tensor | None) -> torch.Tensor:
+    return reference(heads, angles, weight, EPS).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "width"), [(3, 10), (1, 64)])
+def test_results_and_gradients_are_as_exact_as_those_of_torch(
+    heads: int, width: int, normed: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, 2, 7, heads, width).to(dtype).unbind()
+    x[0, 1] *= 1e-3  # where eps matters
+    weight = torch.randn(width).to(dtype) if normed else None
+    angles = tables(7, width)
+    leaves = [t.clone().requires_grad_() for t in (x, weight) if t is not None]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+
+    def call(of: list[torch.Tensor], angles: Tables, function: object) -> tuple[torch.Tensor, ...]:
+        norm = of[1] if normed else None
+        out = rope(of[0], angles, norm, EPS) if function is rope else by_torch(of[0], angles, norm)
+        return out, *torch.autograd.grad(out, of, grad.transpose(1, 2).to(out.dtype))
+
+    ours, eager = call(leaves, angles, rope), call(leaves, angles, by_torch)
+    exact = call(wide, (angles[0].double(), angles[1].double()), by_torch)
+    assert excess(ours[0], eager[0], exact[0]) <= 1
+    for one, other, true in zip(ours[1:], eager[1:], exact[1:], strict=True):
+        assert excess(one, other, true, BACKWARD) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's infinities
+def test_strides_of_any_kind_and_weird_numbers() -> None:
+    torch.manual_seed(1)
+    angles = tables(5, 8)
+    joined = torch.randn(2, 5, 3 * 4 * 8 + 1)[..., 1:]  # queries, keys and values in one, off alignment
+    queries = joined.view(2, 5, 12, 8)[:, :, 4:8]
+    queries[0, 0, 0, 0], queries[1, 2, 3, 7] = float("inf"), float("nan")
+    columns_apart = torch.randn(2, 5, 8, 3).transpose(2, 3)
+    weight = torch.randn(16)[::2]
+    for heads in (queries, columns_apart):
+        for norm in (None, weight):
+            got, want = rope(heads, angles, norm, EPS), by_torch(heads, angles, norm)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_a_wrong_angle_is_seen() -> None:
+    """The rule of errors has to tell a rotation from one by a position more."""
+    x = torch.randn(1, 6, 2, 8)
+    cos, sin = tables(7, 8)
+    right, wrong = (cos[:6], sin[:6]), (cos[1:], sin[1:])
+    exact = by_torch(x.double(), (right[0].double(), right[1].double()), None)
+    assert excess(rope(x, wrong), by_torch(x, right, None), exact) > 1
