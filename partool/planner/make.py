@@ -21,6 +21,7 @@ from partool.planner import tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
 from partool.planner.hf import Description, hf_model, narrowed, unused_weights
+from partool.planner.kernel_checks import check_kernels
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
@@ -28,7 +29,7 @@ from partool.planner.tensor_checks import partition, without_tensor
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.spec import Spec
-from partool.spec.training import CheckpointSpec, DataSpec
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
 
 if TYPE_CHECKING:
     from partool.planner.price import Priced
@@ -140,7 +141,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         training=spec.training,
         optimizer=spec.optimizer,
         data=resolved.data,
-        kernels=spec.kernels,
+        kernels=_kernels(spec, base_dir),
         checkpoint=_checkpoint(spec, base_dir),
         launch=resolved.launch,
         environment=environment(resolved.launch, problem.devices),
@@ -150,8 +151,8 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **_told(solution, best, resolved),
     )
-    elastic = _elastic(plan)
-    return PlanResult(None if _failed(elastic) else plan, [*found, *elastic])
+    of_plan = [*_elastic(plan), *check_kernels(plan)]
+    return PlanResult(None if _failed(of_plan) else plan, [*found, *of_plan])
 
 
 def _elastic(plan: Plan) -> list[Diagnostic]:
@@ -206,6 +207,11 @@ def _weights(spec: Spec, base_dir: Path) -> Weights:
 def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:
     checkpoint = spec.checkpoint
     return checkpoint.model_copy(update={"dir": str(base_dir / checkpoint.dir)}) if checkpoint.dir else checkpoint
+
+
+def _kernels(spec: Spec, base_dir: Path) -> KernelsSpec:
+    tuned = [str(base_dir / path) for path in spec.kernels.tuned]
+    return spec.kernels.model_copy(update={"tuned": tuned})
 
 
 def _inputs(spec: Spec, model_inputs: dict[str, str]) -> dict[str, str]:

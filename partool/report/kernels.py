@@ -1,4 +1,4 @@
-"""``partool plan --show kernels``: which kernels compute a plan's products, how well tuned they are, what that costs."""
+"""``partool plan --show kernels``: what computes a plan's products, how well tuned it is, and what that costs."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
     notes = []
     if found.lost_s:
         notes.append(
-            f"Tuning may save {seconds(found.lost_s)} of {seconds(found.step_s)} per step. That is estimated: from what "
-            "measured entries of a table gained where there are some, else from how the tiles fill the device; the "
-            "prediction of the step assumes good tiles."
+            f"Configurations that are not tuned may lose {seconds(found.lost_s)} in a step, beyond the predicted "
+            f"{seconds(found.step_s)}, which assume good tiles. That is estimated: from what measured entries of a "
+            "table gained where there are some, else from how the tiles fill the device."
         )
     elif all(line.choice is None for line in found.lines):
         notes.append("No kernels with tables compute this plan: nothing is to be tuned.")

@@ -1,0 +1,57 @@
+"""Rules about configurations of kernels: the user's tables, and how certain the one of each product has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Plan
+
+if TYPE_CHECKING:
+    from partool.planner.kernels import Coverage
+
+
+def check_kernels(plan: Plan) -> list[Diagnostic]:
+    """Find tables that cannot be read, and products whose configuration is less certain than the spec requires."""
+    if not plan.kernels.tuned and plan.kernels.require == "heuristic":
+        return []
+    from partool.planner.kernels import coverage
+    from partool_kernels.registry.tables import TableError
+
+    missing = list(_missing(plan))
+    if missing:
+        return missing
+    try:
+        found = coverage(plan)
+    except TableError as error:
+        message = f"{error.path} holds no configurations: {error.problem}"
+        help = "partool tune writes such tables; those of ROCm/aiter and vLLM are read as they are"
+        return [Diagnostic("PT492", message, path=("kernels", "tuned"), help=help)]
+    return list(_below(plan, found))
+
+
+def _missing(plan: Plan) -> Iterator[Diagnostic]:
+    for place, path in enumerate(plan.kernels.tuned):
+        if not Path(path).exists():
+            help = "a file or a folder with configurations; partool tune SPEC --out FOLDER writes one"
+            yield Diagnostic("PT492", f"there is no {path}", path=("kernels", "tuned", place), help=help)
+
+
+def _below(plan: Plan, found: Coverage) -> Iterator[Diagnostic]:
+    level = plan.kernels.require
+    below = found.below(level)
+    if not below:
+        return
+    products = [line for line in found.lines if line.asked.product and line.choice is not None]
+    share = sum(line.share for line in below)
+    slowest = max(below, key=lambda line: (line.total_s, line.asked.name))
+    m, n, k = slowest.asked.sides
+    source = slowest.choice.source if slowest.choice else ""
+    message = (
+        f"{len(below)} of {len(products)} matrix products ({share:.1%} of a step) have a configuration below require: "
+        f"{level}; {slowest.asked.name} ({slowest.asked.part}, {m:.0f} × {n} × {k}) has {source}"
+    )
+    help = f"partool plan --show kernels lists them, partool tune measures them; or write require: {found.worst}"
+    yield Diagnostic("PT491", message, path=("kernels", "require"), help=help)
