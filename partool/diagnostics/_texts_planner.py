@@ -313,13 +313,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {data: {zero: 1}}"),
     ),
     Rule(
-        "PT408",
-        "AMD accelerators are planned, not run yet",
-        "The runtime has been tested on CPUs and on CUDA devices only.",
-        _MODEL + "hardware: {accelerator: mi300x}\n" + _DATA,
-        _MODEL + "hardware: {accelerator: h100-sxm}\n" + _DATA,
-    ),
-    Rule(
         "PT411",
         "fp8 is planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

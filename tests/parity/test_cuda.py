@@ -1,4 +1,4 @@
-"""A CUDA device computes what the CPU computes; skipped where there is none."""
+"""A CUDA or ROCm device computes what the CPU computes; skipped where there is none."""
 
 from __future__ import annotations
 
