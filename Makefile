@@ -5,17 +5,20 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv quickstart test test-long test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu schema clean
+.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu bench-gpu-long kernel-tables schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
 	@echo "make test         lint, types and tests (minutes)"
 	@echo "make test-long    the longer suites"
+	@echo "make test-triton  compiles the kernels for all architectures with the other versions of Triton that are supported"
 	@echo "make test-slurm   installs Slurm if it is missing (Debian, root), starts a cluster, runs the tests that need one"
 	@echo "make bench        benchmarks against named peers; results under tests/bench/results"
 	@echo "make bench-pipeline  pipelines against torch's and against the simulator (minutes; slow links need root)"
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
-	@echo "make bench-gpu    correctness, speed, memory and the longest sequence on one GPU (an hour)"
+	@echo "make bench-gpu    the kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
+	@echo "make bench-gpu-long  correctness, speed, memory and the longest sequence on one GPU (an hour)"
+	@echo "make kernel-tables  writes what nobody has measured into the kernels' tables, after a change of a kernel"
 	@echo "make format       ruff format and import order"
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
@@ -49,6 +52,17 @@ test: venv lint typecheck
 
 test-long: venv
 	$(BIN)/pytest -m long
+	$(BIN)/python tests/versions/offline.py --all $(OTHER_TRITONS)
+
+# The oldest that is supported, and the one that CUDA builds of torch 2.13 bring; the newest is in .venv.
+OTHER_TRITONS := 3.6.0 3.7.1
+
+test-triton: venv
+	$(BIN)/python tests/versions/offline.py $(OTHER_TRITONS)
+
+kernel-tables: venv
+	$(BIN)/python -m partool_kernels.offline --write
+	$(BIN)/python tests/versions/offline.py --write $(OTHER_TRITONS)
 
 # What the tests' own Slurm cluster needs.
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
@@ -71,6 +85,9 @@ bench-tensor: venv
 	$(BIN)/python tests/bench/tensor.py --deepspeed "$(DEEPSPEED)"
 
 bench-gpu: venv
+	$(BIN)/python tests/bench/kernels_gpu.py
+
+bench-gpu-long: venv
 	$(BIN)/python tests/bench/gpu.py
 	$(BIN)/python tests/bench/long_context_gpu.py
 
