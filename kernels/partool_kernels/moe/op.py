@@ -22,7 +22,7 @@ class Routing(NamedTuple):
     places: torch.Tensor
     """Row of every choice ``[T, K]``, int64: a permutation. Within an expert rows are in the order of tokens."""
     ends: torch.Tensor
-    """First row after each expert's ``[E]``, int64. Rows from the last one on are zeros, of choices of no expert here."""
+    """First row after each expert's ``[E]``, int64. Rows from the last one on are zeros: of no expert here."""
 
     @property
     def counts(self) -> torch.Tensor:

@@ -19,10 +19,9 @@ KERNELS: dict[str, Kernel] = {
         *fp8.KERNELS,
         *gemm_a8w8.KERNELS,
         *glu.KERNELS,
-        *rope.KERNELS,
         *moe.KERNELS,
         *onebit.KERNELS,
-        *norm.KERNELS,
         *rope.KERNELS,
+        *norm.KERNELS,
     )
 }
