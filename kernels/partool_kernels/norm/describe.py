@@ -1,0 +1,194 @@
+"""The kernels of norms, for the registry: shapes, configurations, what the compiler has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from partool_kernels.registry.types import Config, Kernel, Request, Signature
+from partool_kernels.registry.words import TRITON_TYPE, bytes_of
+
+KINDS = ("layer", "rms")
+"""LayerNorm and RMSNorm. Further flags: ``add``, with the residual sum; ``bias``."""
+_Tile = tuple[int, int, int]
+"""Rows, columns, and warps that work on them."""
+_UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
+"""Of the usual device, where a request does not say."""
+_PARTS_PER_UNIT = 2
+_WIDEST = 8192
+"""Most columns that a program of a backward pass holds, with its sums of a gradient per column."""
+
+
+def one_block(columns: int, config: Config) -> bool:
+    """Tell whether a block holds a whole row."""
+    return columns <= config.constants["BLOCK"]
+
+
+def _power(columns: int) -> int:
+    return 1 << max(columns - 1, 0).bit_length()
+
+
+def _tile(columns: int, widest: int) -> _Tile:
+    """Return a row, or rows of 2048 elements together, for warps of 32 threads with 16 elements each.
+
+    Rows beyond the widest block are worked through block by block.
+    """
+    block = min(max(_power(columns), 16), widest)
+    rows = max(1, 2048 // block)
+    return rows, block, min(rows * block // 512, 16)
+
+
+def _warps(warps: int, architecture: str) -> int:
+    """Return as many threads in wavefronts of 64."""
+    return max(warps // 2, 1) if architecture.startswith("gfx") else warps
+
+
+def _forward_default(request: Request) -> Config:
+    rows, block, warps = _tile(request.width["n"], 16384)
+    return Config((("ROWS", rows), ("BLOCK", block)), num_warps=_warps(warps, request.architecture), num_stages=1)
+
+
+def _backward_default(request: Request) -> Config:
+    # AMD's registers hold twice as much, without the second sum that a bias takes.
+    roomy = request.architecture.startswith("gfx") and "rms" in request.flags
+    rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if roomy else _WIDEST)
+    return _in_parts(request, (rows, block, _warps(warps, request.architecture)))
+
+
+def _weights_default(request: Request) -> Config:
+    return _in_parts(request, (8, 512, _warps(8, request.architecture)))
+
+
+def _in_parts(request: Request, tile: _Tile, stages: int = 1, per_unit: int = _PARTS_PER_UNIT) -> Config:
+    rows, block, warps = tile
+    parts = per_unit * (request.units or _UNITS[request.architecture])
+    blocks = (("ROWS", rows), ("BLOCK", block), ("PARTS", parts), ("STAGES", stages))
+    return Config(blocks, num_warps=warps, num_stages=1)
+
+
+def _forward_configs(request: Request) -> Iterator[Config]:
+    for rows, block, warps in _tiles(request, 16384):
+        yield Config((("ROWS", rows), ("BLOCK", block)), num_warps=warps, num_stages=1)
+
+
+def _backward_configs(request: Request) -> Iterator[Config]:
+    for tile in _tiles(request, 2 * _WIDEST):
+        for stages in (1, 2):
+            for per_unit in (1, 2, 4):
+                yield _in_parts(request, tile, stages, per_unit)
+
+
+def _weights_configs(request: Request) -> Iterator[Config]:
+    for rows, block in ((4, 512), (8, 512), (16, 256), (16, 512), (4, 1024)):
+        for warps in (4, 8):
+            for per_unit in (1, 2):
+                yield _in_parts(request, (rows, block, warps), 1, per_unit)
+
+
+def _tiles(request: Request, widest: int) -> Iterator[_Tile]:
+    """Yield tiles that cover a row, and for wide rows also some that do not, with warps that keep threads busy."""
+    columns, lanes = request.width["n"], 64 if request.architecture.startswith("gfx") else 32
+    whole = min(max(_power(columns), 16), widest)
+    for block in sorted({whole, min(whole, 4096)} if columns > 8192 else {whole}):
+        for rows in (1, 2, 4, 8, 16, 32):
+            for warps in (1, 2, 4, 8, 16):
+                if 4 <= rows * block // (warps * lanes) <= 32 and (rows == 1 or rows * block <= 8192):
+                    yield rows, block, warps
+
+
+def _shared(request: Request, config: Config) -> int:
+    """Return a bound, from what the compiler was seen to take: sums change threads, and loops may load ahead."""
+    constants, size = config.constants, bytes_of(request.dtypes[0])
+    rows, block, ahead = constants["ROWS"], constants["BLOCK"], constants.get("STAGES", 1) - 1
+    matrices = 3 if "add" in request.flags else 2
+    exchanged = (4 if rows > 1 else 2) * rows * block
+    return exchanged + ahead * size * (matrices * rows * block + block) + 256 * config.num_warps
+
+
+POINTERS = {
+    "norm_forward": ("x", "residual", "weight", "bias", "total", "out", "mean", "rstd"),
+    "norm_backward": ("grad", "grad_total", "x", "weight", "mean", "rstd", "grad_x", "of_weight", "of_bias"),
+    "norm_weights": ("grad", "x", "mean", "rstd", "of_weight", "of_bias"),
+}
+"""Arguments of each kernel that are tensors."""
+STRIDES = {
+    "norm_forward": ("x", "residual", "total", "out"),
+    "norm_backward": ("grad", "grad_total", "x", "grad_x"),
+    "norm_weights": ("grad", "x"),
+}
+"""Matrices among them, whose rows may be apart; the first one has the others' shape."""
+_WIDE = ("mean", "rstd", "of_weight", "of_bias")
+_KNOWN = {
+    "norm_forward": ("LAYER", "ADD", "BIAS", "ONE"),
+    "norm_backward": ("LAYER", "ADD", "BIAS", "ONE"),
+    "norm_weights": ("LAYER", "BIAS"),
+}
+
+
+def known(name: str, flags: tuple[str, ...], columns: int, config: Config) -> dict[str, bool]:
+    """Return the constants of a kernel that follow from what is to be computed."""
+    found = {
+        "LAYER": "layer" in flags, "ADD": "add" in flags, "BIAS": "bias" in flags, "ONE": one_block(columns, config)
+    }  # fmt: skip
+    return {constant: found[constant] for constant in _KNOWN[name]}
+
+
+def _signature(request: Request, config: Config) -> Signature:
+    name, type_ = request.kernel, TRITON_TYPE[request.dtypes[0]]
+    strides = tuple(f"{each}_stride" for each in STRIDES[name])
+    constants: dict[str, object] = {**known(name, request.flags, request.width["n"], config), **config.constants}
+    return Signature(
+        {pointer: "*fp32" if pointer in _WIDE else f"*{type_}" for pointer in POINTERS[name]}
+        | dict.fromkeys(strides, "i64")
+        | {"rows": "i32", "columns": "i32"}
+        | ({"eps": "fp32"} if name == "norm_forward" else {})
+        | dict.fromkeys(constants, "constexpr"),
+        constants,
+        divisible=(*strides, *(("columns",) if request.width["n"] % 16 == 0 else ())),
+    )
+
+
+def _examples(name: str) -> Callable[[str], Iterator[Request]]:
+    kinds: tuple[tuple[str, ...], ...] = (("rms",), ("add", "rms"), ("bias", "layer"), ("add", "bias", "layer"))
+    widths: tuple[int, ...] = (2048, 4096, 8192)
+    if name == "norm_weights":
+        kinds, widths = (("rms",), ("bias", "layer")), (16384, 65536)
+
+    def examples(architecture: str) -> Iterator[Request]:
+        for width in widths:
+            for flags in kinds:
+                yield Request(name, architecture, ("bfloat16",), (("n", width),), 16384, flags)
+        if name != "norm_weights":
+            for width in (128, 16384, 65536):
+                yield Request(name, architecture, ("bfloat16",), (("n", width),), 16384, ("add", "rms"))
+
+    return examples
+
+
+def _moved(request: Request) -> float:
+    """Return the traffic of the matrices; rows that no block holds whole are read once, the rest comes from a cache."""
+    added = "add" in request.flags
+    passes = {"norm_forward": 4 if added else 2, "norm_backward": 4 if added else 3, "norm_weights": 2}
+    return float(passes[request.kernel]) * request.rows * request.width["n"] * bytes_of(request.dtypes[0])
+
+
+def _kernel(name: str, configs: Callable[[Request], Iterator[Config]], default: Callable[[Request], Config]) -> Kernel:
+    return Kernel(
+        name=name,
+        source="norm/kernel.py",
+        function=name,
+        widths=("n",),
+        configs=configs,
+        default=default,
+        shared_bytes=_shared,
+        signature=_signature,
+        examples=_examples(name),
+        moved_bytes=_moved,
+        reference="F.rms_norm(x + residual, ...)" if name == "norm_forward" else "its backward pass",
+    )
+
+
+KERNELS = (
+    _kernel("norm_forward", _forward_configs, _forward_default),
+    _kernel("norm_backward", _backward_configs, _backward_default),
+    _kernel("norm_weights", _weights_configs, _weights_default),
+)

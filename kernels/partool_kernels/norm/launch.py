@@ -1,0 +1,79 @@
+"""How kernels of norms are called on matrices ``[rows, H]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from partool_kernels.device import Call, choose, launch_options, on
+from partool_kernels.norm.describe import POINTERS, STRIDES, known, one_block
+from partool_kernels.registry import Config
+
+Pointers = Mapping[str, torch.Tensor]
+"""Arguments of a kernel by name; those that its flags leave out are missing."""
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Return it as ``[rows, H]`` with neighbouring columns side by side, copied only where that cannot be."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def flags_of(kind: str, bias: bool, add: bool) -> tuple[str, ...]:
+    """Return the flags of a request."""
+    return (*(("add",) if add else ()), *(("bias",) if bias else ()), kind)
+
+
+def chosen(name: str, x: torch.Tensor, flags: tuple[str, ...]) -> Config:
+    """Return the registry's configuration of a kernel."""
+    return choose(Call(name, (x.dtype,), (("n", x.shape[1]),), x.shape[0], flags), x.device).config
+
+
+def launch(name: str, given: Pointers, flags: tuple[str, ...], config: Config, eps: float | None = None) -> None:
+    """Run a kernel; ``eps`` is the forward pass's."""
+    from partool_kernels.norm import kernel
+
+    first = given[STRIDES[name][0]]
+    rows, columns = first.shape
+    constants = config.constants
+    pointers = (given.get(each, first) for each in POINTERS[name])
+    strides = (given.get(each, first).stride(0) for each in STRIDES[name])
+    grid = (programs(rows, config), -(-columns // constants["BLOCK"]) if name == "norm_weights" else 1)
+    numbers = (rows, columns) if eps is None else (rows, columns, eps)
+    options = known(name, flags, columns, config) | launch_options(config, first.device)
+    with on(first.device):
+        getattr(kernel, name)[grid](*pointers, *strides, *numbers, **options)
+
+
+def programs(rows: int, config: Config) -> int:
+    """Return how many programs share rows; where they add up gradients there are no more of them than planned."""
+    tiles = -(-rows // config.constants["ROWS"])
+    return min(tiles, config.constants.get("PARTS", tiles))
+
+
+def backward(
+    given: Pointers, flags: tuple[str, ...], config: Config | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Write the gradient of x and return those of weight and bias, in float32, ``[H]``.
+
+    Rows that no block holds whole take a second kernel, which reads the matrices once more.
+    """
+    config = config or chosen("norm_backward", given["x"], flags)
+    if one_block(given["x"].shape[1], config):
+        return of_columns("norm_backward", given, flags, config)
+    launch("norm_backward", given, flags, config)
+    rest = tuple(flag for flag in flags if flag != "add")
+    return of_columns("norm_weights", given, rest, chosen("norm_weights", given["x"], rest))
+
+
+def of_columns(
+    name: str, given: Pointers, flags: tuple[str, ...], config: Config
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a kernel that adds up gradients over rows, and then its programs' parts in their order."""
+    x = given["x"]
+    size = (2 if "bias" in flags else 1, programs(x.shape[0], config), x.shape[1])
+    parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    launch(name, {**given, "of_weight": parts[0], "of_bias": parts[-1]}, flags, config)
+    # Each by itself: results of an operator must not share memory.
+    return parts[0].sum(0), parts[1].sum(0) if "bias" in flags else None
