@@ -1,0 +1,304 @@
+"""Coverage of plans by kernels: each product asks its own shape, sources come from tables, strict levels refuse."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partool.cli.main import run
+from partool.cost.flops import matmul_flops_per_token
+from partool.plan.types import Plan
+from partool.planner import PlanResult, make_plan
+from partool.planner.kernel_requests import counted
+from partool.planner.kernels import Coverage, Line, coverage
+from partool.spec import load, load_text
+from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
+from partool_kernels.registry.look_up import Registry
+from partool_kernels.registry.source import source_hash
+
+ROOT = Path(__file__).parents[2]
+EIGHT = """\
+model: {layers: 4, hidden: 1024, heads: 8, kv_heads: 2, vocab: 32000, ffn_hidden: 4096}
+hardware: {accelerator: h200, per_node: 4}
+data: python-stdlib
+training: {sequence_length: 1024, global_batch: 32, precision: fp8}
+"""
+DEVICE = ("NVIDIA H200", 132)
+
+
+def plan_of(*overrides: str, text: str = EIGHT) -> PlanResult:
+    loaded = load_text(text, overrides=list(overrides))
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=Path(), default_name="test")
+
+
+@functools.cache
+def planned(*overrides: str, text: str = EIGHT) -> Plan:
+    result = plan_of(*overrides, text=text)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+@functools.cache
+def deepseek() -> Plan:
+    loaded = load(ROOT / "specs/deepseek-v3-mi355x.yaml")
+    assert loaded.spec is not None
+    result = make_plan(loaded.spec, base_dir=ROOT, default_name="test")
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def entry(request: Request, device: tuple[str, int] = DEVICE, gain: float = 2.0) -> tables.Entry:
+    """Return a measured entry for a request: 1 ms with the rule's own configuration, ``gain`` of that before."""
+    measured = tables.Measured(
+        time_s=1e-3, default_s=gain * 1e-3, reference_s=3e-3, reference="torch", error=0.5, repeats=20, tried=9,
+        date="2026-11-21", driver="570", torch="2.13.0", triton="3.9.0",
+    )  # fmt: skip
+    return tables.Entry(
+        dtypes=request.dtypes,
+        shape=request.width,
+        rows=tables.bucket(request.rows),
+        flags=request.flags,
+        device=device[0],
+        units=device[1],
+        triton="3.9",
+        source_hash=source_hash(request.kernel),
+        status="measured",
+        config=tables.Settings.of(KERNELS[request.kernel].default(request)),
+        measured=measured,
+    )
+
+
+def written(folder: Path, *entries: tables.Entry, architecture: str = "sm_90") -> Path:
+    table = tables.Table(kernel="gemm_a8w8", architecture=architecture).merged(entries)
+    tables.write(table, tables.path_of("gemm_a8w8", architecture, folder))
+    return folder
+
+
+def line_of(found: Coverage, name: str, part: str = "forward") -> Line:
+    (line,) = (line for line in found.lines if (line.asked.name, line.asked.part) == (name, part))
+    return line
+
+
+def request_of(plan: Plan, name: str, part: str = "forward") -> Request:
+    request = line_of(coverage(plan, Registry()), name, part).asked.request
+    assert request is not None
+    return request
+
+
+def test_products_of_deepseek_v3_are_asked_as_engines_run_them() -> None:
+    """The shapes that ROCm/aiter tuned for MI355X, in all three passes; experts by rank, the head and router wide."""
+    plan = deepseek()
+    found = coverage(plan)
+    asked = {
+        (line.asked.name, line.asked.part): line.asked.request for line in found.lines if line.asked.request is not None
+    }
+    shapes = {name: tuple(request.width.values()) for (name, part), request in asked.items() if part == "forward"}
+    assert shapes.items() >= {
+        "attention.q_a, kv_a": (2112, 7168), "attention.q_b": (24576, 1536), "attention.kv_b": (32768, 512),
+        "attention.o": (7168, 16384), "ffn.gate, up": (36864, 7168), "ffn.down": (7168, 18432),
+        "moe.shared.gate, up": (4096, 7168), "moe.shared.down": (7168, 2048),
+    }.items()  # fmt: skip
+    rows = plan.tokens
+    forward, inputs, weights = (asked["attention.o", part] for part in ("forward", "input gradient", "weight gradient"))
+    assert forward is not None
+    assert inputs is not None
+    assert weights is not None
+    assert (forward.rows, forward.dtypes, forward.flags) == (rows, ("float8_e4m3fn", "bfloat16"), ())
+    assert (inputs.rows, inputs.shape, inputs.flags) == (rows, (("n", 16384), ("k", 7168)), ())
+    assert (weights.rows, weights.shape, weights.flags) == (7168, (("n", 16384), ("k", rows)), ("rows",))
+    assert (forward.architecture, forward.device, forward.units) == ("gfx950", "mi355x", 256)
+    experts = line_of(found, "moe.experts.gate, up").asked
+    assert (experts.groups, experts.sides[1:]) == (32, (4096, 7168))
+    assert experts.rows.least == 0
+    assert experts.sides[0] == pytest.approx(rows * 8 / 256 * 8)
+    for name in ("head", "moe.router"):
+        assert all(line.asked.wide for line in found.lines if line.asked.name == name)
+        assert line_of(found, name).asked.kernel != "gemm_a8w8"
+
+
+def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: Path) -> None:
+    plan = planned()
+    request = request_of(plan, "ffn.down")
+    alone = line_of(coverage(plan, Registry()), "ffn.down")
+    assert alone.state == "untuned"
+
+    def one(entry_: tables.Entry, place: str) -> Line:
+        registry = Registry([written(tmp_path / place, entry_)], folder=tmp_path / "none")
+        return line_of(coverage(plan, registry), "ffn.down")
+
+    exact = one(entry(request), "exact")
+    assert (exact.state, exact.measured, exact.call_s, exact.lost_s) == ("tuned", True, 1e-3, 0.0)
+    assert exact.total_s == pytest.approx(1e-3 * 4 * plan.layout.accumulation)
+    assert exact.share == pytest.approx(exact.total_s / plan.prediction.time.step_time_s)
+    other = request.rows * 4
+    rows = one(entry(Request(**{**_fields(request), "rows": other})), "rows")
+    assert (rows.state, rows.choice and rows.choice.source, rows.measured) == ("nearest", "rows", False)
+    assert rows.call_s == alone.call_s
+    wide = tuple((name, width * 3 // 2) for name, width in request.shape)
+    shape = one(entry(Request(**{**_fields(request), "shape": wide})), "shape")
+    assert shape.choice is not None
+    assert shape.choice.source == "shape"
+    device = one(entry(request, ("NVIDIA H100 80GB HBM3", 132)), "device")
+    assert device.choice is not None
+    assert (device.choice.source, device.measured) == ("device", False)
+
+
+def _fields(request: Request) -> dict[str, object]:
+    return {name: getattr(request, name) for name in Request.__dataclass_fields__}
+
+
+def test_what_tuning_gained_elsewhere_is_what_it_may_gain_here(tmp_path: Path) -> None:
+    """Three measured entries of a table and its rule is told to lose their median; with fewer the tile model tells."""
+    plan = planned()
+    far = Request(**{**_fields(request_of(plan, "ffn.down")), "shape": (("n", 64 * 1024), ("k", 128 * 1024))})  # type: ignore[arg-type]
+    entries = [
+        entry(Request(**{**_fields(far), "rows": 1024 * 2**place}), gain=gain)  # type: ignore[arg-type]
+        for place, gain in enumerate((1.25, 1.5, 4.0))
+    ]
+    lines = [
+        line_of(
+            coverage(plan, Registry([written(tmp_path / str(count), *entries[:count])], tmp_path / "none")), "ffn.down"
+        )
+        for count in (2, 3)
+    ]
+    assert [line.state for line in lines] == ["untuned", "untuned"]
+    assert lines[1].lost_s == pytest.approx(0.5 * lines[1].call_s)
+    assert lines[0].lost_s != pytest.approx(lines[1].lost_s)
+
+
+def test_shares_add_up_and_untuned_kernels_are_named() -> None:
+    found = coverage(planned(), Registry())
+    assert sum(found.share.values()) == pytest.approx(sum(line.share for line in found.lines))
+    assert 0.0 < sum(found.share.values()) < 1.0
+    assert "gemm_a8w8" in found.untuned
+    assert found.lost_s == pytest.approx(sum(line.asked.calls * line.lost_s for line in found.lines))
+
+
+def test_without_kernels_libraries_compute_all() -> None:
+    for override in ("kernels.mode=torch", "hardware.accelerator=l40s"):
+        found = coverage(planned(override))
+        assert {line.state for line in found.lines} == {"library"}
+        assert (found.worst, found.untuned, found.lost_s) == (None, [], 0.0)
+
+
+@pytest.mark.parametrize("level", SOURCES[1:])
+def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path, level: Source) -> None:
+    result = plan_of(f"kernels.require={level}")
+    assert result.plan is None
+    (finding,) = (one for one in result.diagnostics if one.code == "PT491")
+    assert finding.severity == "error"
+    assert f"require: {level}" in finding.message
+    plan = planned()
+    asked = [line.asked for line in coverage(plan, Registry()).lines if line.asked.product]
+    entries = [entry(one.request) for one in asked if one.request is not None and one.kernel == "gemm_a8w8"]
+    other = [one.request for one in asked if one.request is not None and one.kernel != "gemm_a8w8"]
+    folder = written(tmp_path, *entries)
+    for kernel in {request.kernel for request in other}:
+        tables.add(kernel, "sm_90", [entry(request) for request in other if request.kernel == kernel], folder)
+    result = plan_of(f"kernels.require={level}", f"kernels.tuned=[{folder}]")
+    assert result.plan is not None, result.diagnostics
+    assert coverage(result.plan).worst == "exact"
+
+
+def test_tables_that_are_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"format": 1, "kernel": "gemm_a8w8"}')
+    for path, what in (("nowhere", "there is no"), ("bad.json", "bad.json")):
+        result = plan_of(f"kernels.tuned=[{tmp_path / path}]")
+        assert result.plan is None
+        (finding,) = (one for one in result.diagnostics if one.code == "PT492")
+        assert what in finding.message
+
+
+LEVELS: list[Source] = list(SOURCES)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(4, 16), min_size=1, max_size=3, unique=True), st.data())
+def test_rows_to_entry_is_piecewise_constant_and_levels_are_monotone(
+    tmp_path_factory: pytest.TempPathFactory, powers: list[int], data: st.DataObject
+) -> None:
+    """Every number of rows of one bucket gets one answer; a stricter level never finds fewer products below it."""
+    plan = planned()
+    request = request_of(plan, "ffn.down")
+    entries = [entry(Request(**{**_fields(request), "rows": 2**power})) for power in powers]  # type: ignore[arg-type]
+    folder = tmp_path_factory.mktemp("tuned")
+    registry = Registry([written(folder, *entries)], folder / "none")
+    power = data.draw(st.integers(3, 17))
+    rows = data.draw(st.lists(st.integers(2 ** (power - 1) + 1, 2**power), min_size=2, max_size=5))
+    answers = {registry.coverage(Request(**{**_fields(request), "rows": one})) for one in rows}  # type: ignore[arg-type]
+    if power in powers:
+        assert {answer.source for answer in answers} == {"exact"}
+    assert len({(answer.source, answer.config, answer.distance) for answer in answers}) == 1
+    found = coverage(plan, registry)
+    counts = [len(found.below(level)) for level in LEVELS]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_products_of_a_step_multiply_to_the_models_flops(tensor: int, recompute: str) -> None:
+    """Over all ranks of a step, each of three passes is the formula; full recomputation adds one but for the head."""
+    plan = planned(f"parallel.tensor={tensor}", f"parallel.recompute={recompute}", "parallel.pipeline=2")
+    tokens = plan.training.global_batch * plan.training.sequence_length
+    expected = tokens * matmul_flops_per_token(plan.model)
+    ranks = plan.layout.mesh.world_size
+    assert ranks * sum(calls * gemm.flops / gemm.alike for gemm, calls in counted(plan)) == pytest.approx(expected)
+    lines = coverage(plan, Registry()).lines
+    flops = {line.asked.part: 0.0 for line in lines if line.asked.product}
+    head = 0.0
+    for line in lines:
+        if line.asked.product:
+            m, n, k = line.asked.sides
+            flops[line.asked.part] += 2.0 * m * n * k * line.asked.groups * line.asked.calls * ranks
+            head += (
+                2.0 * m * n * k * line.asked.calls * ranks * ((line.asked.name, line.asked.part) == ("head", "forward"))
+            )
+    again = expected - head if recompute == "full" else 0.0
+    assert flops["forward"] == pytest.approx(expected + again)
+    assert flops["input gradient"] == pytest.approx(expected)
+    assert flops["weight gradient"] == pytest.approx(expected)
+
+
+def test_rows_follow_tiles_and_pieces() -> None:
+    """Networks in tiles and sums in pieces: fewer rows at once, as many in all."""
+    fixed = ("parallel.pipeline=1", "parallel.recompute=none", "parallel.micro_batch=2")
+    whole = line_of(coverage(planned(*fixed), Registry()), "ffn.down").asked
+    tiled = line_of(coverage(planned(*fixed, "parallel.tiles.mlp=256"), Registry()), "ffn.down").asked
+    assert (whole.sides[0], tiled.sides[0]) == (2048, 512)
+    assert tiled.calls == 4 * whole.calls
+    chunks = ("parallel.tensor.degree=2", "parallel.tensor.chunks=2", "parallel.tensor.overlap=none")
+    pieces = coverage(planned(*fixed, *chunks), Registry())
+    assert line_of(pieces, "attention.o").asked.sides[0] == 1024
+    assert line_of(pieces, "attention.q").asked.sides[0] == 2048
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run(["plan", *words, "--show", "kernels"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_view_fits_a_terminal_and_says_the_same_as_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(EIGHT)
+    text = printed(capsys, str(spec))
+    assert max(map(len, text.splitlines())) <= columns
+    assert "gemm_a8w8" in text
+    assert "heuristic" in text
+    data = json.loads(printed(capsys, str(spec), "--output", "json"))
+    assert data["architecture"] == "sm_90"
+    assert data["tune"].startswith(f"partool tune {spec} --kernel ")
+    assert data["tune"] in " ".join(text.split())
+    assert sum(data["share"].values()) == pytest.approx(sum(line["share"] for line in data["lines"]))
