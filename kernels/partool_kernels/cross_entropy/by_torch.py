@@ -1,0 +1,80 @@
+"""Cross entropy by torch's own operators: what the kernels have to equal, and what runs where they do not."""
+
+from __future__ import annotations
+
+import torch
+
+IGNORED = -100
+"""Label of a row that does not count."""
+
+
+def losses_of(
+    logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0, cap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return loss and logarithm of the sum of exponentials of each row of ``[rows, V]``, in float32 or wider.
+
+    Raises ValueError, on the CPU, for a label that is no column and not ignored; elsewhere its loss is NaN.
+    """
+    counted = labels != IGNORED
+    inside = (labels >= 0) & (labels < logits.shape[1])
+    if logits.device.type == "cpu" and not bool((inside | ~counted).all()):
+        wrong = labels[~inside & counted]
+        raise ValueError(f"label {int(wrong[0])} is none of {logits.shape[1]} tokens")
+    wide = _bent(logits, cap)
+    if not wide.shape[1]:
+        zeros = wide.new_zeros(len(wide))
+        return zeros, zeros
+    log_totals = wide.logsumexp(1).where(inside, torch.nan)
+    targets = wide.gather(1, labels.where(inside, 0)[:, None])[:, 0]
+    return (log_totals - targets + z_loss * log_totals.square()).where(counted, 0.0), log_totals
+
+
+def parts_of(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float = 0.0) -> torch.Tensor:
+    """Return ``[3, rows]``: largest logit, sum of the exponentials of all less it, and the label's logit or 0.
+
+    The columns are tokens of the vocabulary from ``first`` on.
+    """
+    wide = _bent(logits, cap)
+    if not wide.shape[1]:
+        nothing = wide.new_zeros(len(wide))
+        return torch.stack([torch.full_like(nothing, -torch.inf), nothing, nothing])
+    own = labels - first
+    inside = (own >= 0) & (own < wide.shape[1])
+    highest = wide.amax(1)
+    sums = (wide - highest.where(highest != -torch.inf, 0.0)[:, None]).exp().sum(1)
+    targets = wide.gather(1, own.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
+    return torch.stack([highest, sums, targets])
+
+
+def write_gradient(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    log_totals: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    terms: tuple[float, float] = (0.0, 0.0),
+    ignored: torch.Tensor | None = None,
+) -> None:
+    """Write the gradient of the losses' sum times ``scale`` to ``out``, which may be the logits.
+
+    ``own`` are labels counted from the first column; ``terms``: z_loss and cap; ``ignored`` marks the rows that do not
+    count, unless those are the ones of ``own``.
+    """
+    z_loss, cap = terms
+    wide = _bent(logits, cap)
+    if not wide.shape[1]:
+        return
+    inside = (own >= 0) & (own < wide.shape[1])
+    found = (wide - log_totals[:, None]).exp() * (1.0 + 2.0 * z_loss * log_totals)[:, None]
+    found.scatter_add_(1, own.where(inside, 0)[:, None], -inside[:, None].to(found.dtype))
+    if cap > 0:
+        found *= 1.0 - (wide / cap).square()
+    # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
+    found *= scale
+    out.copy_(found.masked_fill_((own == IGNORED if ignored is None else ignored)[:, None], 0.0))
+
+
+def _bent(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return cap * torch.tanh(wide / cap) if cap > 0 else wide

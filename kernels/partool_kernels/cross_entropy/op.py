@@ -1,0 +1,316 @@
+"""Cross entropy of logits as operators: whole rows, rows whose vocabulary ranks share, and gradients in place.
+
+The loss of a row is ``log Z − target + z_loss · (log Z)²`` with Z the sum of exponentials; the last term keeps it
+near 1 (PaLM, arXiv 2204.02311, section 5). With a ``cap`` the logits are first bent to ``cap · tanh(logit / cap)``
+(Gemma 2, arXiv 2408.00118, section 2). Rows whose label is :data:`IGNORED` have loss and gradient 0, whatever their
+logits are. On GPUs Triton kernels compute it, elsewhere and in float64 torch does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from partool_kernels.cross_entropy.by_torch import IGNORED, losses_of, parts_of, write_gradient
+from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.registry import Config
+
+# Operators have a keyword ``kernels`` for the mode: one of that name collides with an argument of torch's own.
+
+__all__ = ["IGNORED", "PLAIN", "Terms", "check", "cross_entropy", "inner_scale", "scaled"]
+
+
+class Terms(NamedTuple):
+    """What the loss is besides the cross entropy of the logits as they are."""
+
+    z_loss: float = 0.0
+    """Weight of the squared logarithm of the sum of exponentials."""
+    cap: float = 0.0
+    """Bound of the logits; 0: none."""
+
+
+PLAIN = Terms()
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, terms: Terms = PLAIN, mode: str = "auto", *, in_place: bool = False
+) -> torch.Tensor:
+    """Return the sum of the losses of ``logits [..., V]`` and ``labels [...]``, a scalar in float32 or wider.
+
+    The gradient is computed with the loss. ``in_place`` writes it over the logits, which nothing else may need then:
+    autograd raises an error where a backward pass does. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, and on the
+    CPU for a label that is no column; on GPUs such a label makes loss and gradient NaN.
+    """
+    check(logits, labels, terms)
+    flat, rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    gradient = torch.is_grad_enabled() and logits.requires_grad
+    if in_place and gradient:
+        # Rows may be apart; a copy is not in place, but as good.
+        total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
+        return total
+    operator = torch.ops.partool.cross_entropy
+    found: torch.Tensor = operator(flat, rows, z_loss=terms.z_loss, cap=terms.cap, gradient=gradient, kernels=mode)[0]
+    return found
+
+
+def check(logits: torch.Tensor, labels: torch.Tensor, terms: Terms) -> None:
+    """Raise ValueError for logits and labels that do not fit each other, and terms that make no sense."""
+    if logits.ndim == 0 or logits.shape[:-1] != labels.shape or logits.device != labels.device:
+        message = f"logits {list(logits.shape)} on {logits.device} and labels {list(labels.shape)} on {labels.device}"
+        raise ValueError(f"{message}: there has to be a label for each row, on the same device")
+    if not logits.is_floating_point() or logits.itemsize == 1 or labels.dtype != torch.int64:
+        raise ValueError(f"no loss of {logits.dtype} logits and {labels.dtype} labels: floats and int64 are needed")
+    if not (0.0 <= terms.cap < math.inf and math.isfinite(terms.z_loss)):
+        raise ValueError(f"z_loss {terms.z_loss} must be finite, cap {terms.cap} finite and not below 0")
+
+
+def inner_scale(dtype: torch.dtype, vocabulary: int) -> float:
+    """Return a power of two for gradients of logits that are computed before their own factor is known.
+
+    In float16 the probabilities of a large vocabulary would lose digits: they are raised above its smallest normal
+    number, 2⁻¹⁴.
+    """
+    return float(2 ** max(0, math.ceil(math.log2(max(1, vocabulary))) - 14)) if dtype == torch.float16 else 1.0
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str = "auto") -> torch.Tensor:
+    """Return ``x · factor`` (a scalar tensor) in a type, rounded once: torch would round the factor, too."""
+    found: torch.Tensor = torch.ops.partool.scaled(x, factor, dtype, mode)
+    return found
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """Return rows with neighbouring columns side by side, copied only where they are not."""
+    return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
+
+
+@torch.library.custom_op(
+    "partool::cross_entropy_",
+    mutates_args=("logits",),
+    schema="(Tensor(a!) logits, Tensor labels, *, float z_loss, float cap, float scale, str kernels) -> Tensor",
+)
+def _in_place(
+    logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
+) -> torch.Tensor:
+    """Return the losses of rows and leave their gradients times ``scale`` in the logits, of neighbouring columns."""
+    return _computed(logits, labels, logits, terms=Terms(z_loss, cap), scale=scale, mode=kernels)
+
+
+@_in_place.register_fake
+def _(
+    logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, scale: float, kernels: str
+) -> torch.Tensor:
+    return logits.new_empty(labels.shape, dtype=_wide(logits.dtype))
+
+
+def _computed(
+    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None, *, terms: Terms, scale: float, mode: str
+) -> torch.Tensor:
+    """Return the losses of rows; gradients times ``scale`` go to ``out``, if anywhere."""
+    if not uses_triton(mode, logits):
+        losses, log_totals = losses_of(logits, labels, terms.z_loss, terms.cap)
+        if out is not None:
+            factor = logits.new_full((), scale, dtype=log_totals.dtype)
+            write_gradient(out, logits, labels, log_totals, factor, terms=terms)
+        return losses
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    launch_whole((logits, labels, logits if out is None else out, losses), terms, scale, gradient=out is not None)
+    return losses
+
+
+@torch.library.custom_op(
+    "partool::cross_entropy",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor labels, *, float z_loss, float cap, bool gradient, str kernels) -> (Tensor, Tensor)",
+)
+def _cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, gradient: bool, kernels: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses of rows, and its gradient times :func:`inner_scale`, or nothing."""
+    flat = _side_by_side(logits)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if gradient else None
+    inner = inner_scale(logits.dtype, logits.shape[1])
+    losses = _computed(flat, labels, out, terms=Terms(z_loss, cap), scale=inner, mode=kernels)
+    return losses.sum(), logits.new_empty(0) if out is None else out
+
+
+@_cross_entropy.register_fake
+def _(
+    logits: torch.Tensor, labels: torch.Tensor, *, z_loss: float, cap: float, gradient: bool, kernels: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = logits.new_empty((), dtype=_wide(logits.dtype))
+    return total, torch.empty(logits.shape if gradient else (0,), dtype=logits.dtype, device=logits.device)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+    ctx.mode = keyword_only_inputs["kernels"]
+
+
+def _gradients(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, None]:
+    (gradient,) = ctx.saved_tensors
+    if grad is None:
+        return None, None
+    return scaled(gradient, grad / inner_scale(gradient.dtype, gradient.shape[-1]), gradient.dtype, ctx.mode), None
+
+
+_cross_entropy.register_autograd(_gradients, setup_context=_keep)
+
+
+class _InPlace(torch.autograd.Function):
+    """The loss whose gradient takes the place of the logits; the backward pass only scales it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, terms: Terms, mode: str) -> torch.Tensor:
+        flat = _side_by_side(logits)
+        inner = inner_scale(logits.dtype, logits.shape[1])
+        losses: torch.Tensor = torch.ops.partool.cross_entropy_(
+            flat, labels, z_loss=terms.z_loss, cap=terms.cap, scale=inner, kernels=mode
+        )
+        ctx.save_for_backward(flat)
+        ctx.inner, ctx.mode = inner, mode
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return scaled(gradient, grad / ctx.inner, gradient.dtype, ctx.mode), None, None, None
+
+
+@torch.library.custom_op(
+    "partool::cross_entropy_parts",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor labels, int first, float cap, str mode) -> Tensor",
+)
+def _parts(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, mode: str) -> torch.Tensor:
+    """Return ``[3, rows]`` of a part of the vocabulary: largest logit, sum of exponentials less it, label's logit."""
+    if not uses_triton(mode, logits):
+        return parts_of(logits, labels, first, cap)
+    found = torch.empty(3, *labels.shape, dtype=torch.float32, device=logits.device)
+    launch_parts((_side_by_side(logits), labels, found), first, cap)
+    return found
+
+
+@_parts.register_fake
+def _(logits: torch.Tensor, labels: torch.Tensor, first: int, cap: float, mode: str) -> torch.Tensor:
+    return logits.new_empty((3, *labels.shape), dtype=_wide(logits.dtype))
+
+
+@torch.library.custom_op(
+    "partool::cross_entropy_gradient_",
+    mutates_args=("logits",),
+    schema=(
+        "(Tensor(a!) logits, Tensor labels, Tensor log_totals, Tensor scale, *, int first, float z_loss, float cap, "
+        "str kernels) -> ()"
+    ),
+)
+def _gradient(
+    logits: torch.Tensor, labels: torch.Tensor, log_totals: torch.Tensor, scale: torch.Tensor,
+    *, first: int, z_loss: float, cap: float, kernels: str,
+) -> None:  # fmt: skip
+    """Leave gradients times ``scale`` in logits of a part of the vocabulary; ``log_totals`` are those of all of it."""
+    if not uses_triton(kernels, logits):
+        write_gradient(
+            logits, logits, labels - first, log_totals, scale, terms=(z_loss, cap), ignored=labels == IGNORED
+        )
+        return
+    tensors = (logits, labels, log_totals.contiguous(), scale.float(), logits)
+    launch_gradient(tensors, first, Terms(z_loss, cap))
+
+
+@_gradient.register_fake
+def _(
+    logits: torch.Tensor, labels: torch.Tensor, log_totals: torch.Tensor, scale: torch.Tensor,
+    *, first: int, z_loss: float, cap: float, kernels: str,
+) -> None:  # fmt: skip
+    return None
+
+
+@torch.library.custom_op(
+    "partool::scaled",
+    mutates_args=(),
+    schema="(Tensor x, Tensor factor, ScalarType dtype, str mode) -> Tensor",
+)
+def _scaled(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str) -> torch.Tensor:
+    if not uses_triton(mode, x) or not uses_triton(mode, factor):
+        return (x.to(_wide(x.dtype)) * factor).to(dtype)
+    flat = x.contiguous().view(-1, x.shape[-1] if x.ndim else 1)
+    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
+    launch_scaled((flat, factor.float(), out))
+    return out.view(x.shape)
+
+
+@_scaled.register_fake
+def _(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, mode: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
+
+
+def launch_whole(
+    tensors: tuple[torch.Tensor, ...], terms: Terms, scale: float, config: Config | None = None, *, gradient: bool
+) -> None:
+    """Run ``cross_entropy`` on logits, labels, the gradient's place and losses."""
+    from partool_kernels.cross_entropy import kernel
+
+    logits, labels, out, _ = tensors
+    flags = ("gradient",) if gradient else ()
+    config = config or _choice("cross_entropy", logits, terms.cap, flags)
+    with on(logits.device):
+        kernel.cross_entropy[(logits.shape[0],)](
+            logits, labels.contiguous(), *tensors[2:], logits.stride(0), out.stride(0), logits.shape[1],
+            float(scale), float(terms.z_loss), float(terms.cap), CAP=terms.cap > 0, GRADIENT=gradient,
+            **launch_options(config, logits.device),
+        )  # fmt: skip
+
+
+def launch_parts(tensors: tuple[torch.Tensor, ...], first: int, cap: float, config: Config | None = None) -> None:
+    """Run ``cross_entropy_parts`` on logits, labels and ``[3, rows]`` for what is found."""
+    from partool_kernels.cross_entropy import kernel
+
+    logits, labels, found = tensors
+    config = config or _choice("cross_entropy_parts", logits, cap)
+    with on(logits.device):
+        kernel.cross_entropy_parts[(logits.shape[0],)](
+            logits, labels.contiguous(), *found.unbind(), logits.stride(0), logits.shape[1], first,
+            float(cap), CAP=cap > 0, **launch_options(config, logits.device),
+        )  # fmt: skip
+
+
+def launch_gradient(tensors: tuple[torch.Tensor, ...], first: int, terms: Terms, config: Config | None = None) -> None:
+    """Run ``cross_entropy_gradient`` on logits, labels, totals, scale and the gradient's place."""
+    from partool_kernels.cross_entropy import kernel
+
+    logits, labels, log_totals, scale, out = tensors
+    config = config or _choice("cross_entropy_gradient", logits, terms.cap)
+    with on(logits.device):
+        kernel.cross_entropy_gradient[(logits.shape[0],)](
+            logits, labels.contiguous(), log_totals, scale, out, logits.stride(0), out.stride(0), logits.shape[1],
+            first, float(terms.z_loss), float(terms.cap), CAP=terms.cap > 0, **launch_options(config, logits.device),
+        )  # fmt: skip
+
+
+def launch_scaled(tensors: tuple[torch.Tensor, ...], config: Config | None = None) -> None:
+    """Run ``scaled`` on what is to be scaled ``[rows, n]``, the factor and the result's place, both without gaps."""
+    from partool_kernels.cross_entropy import kernel
+
+    x, factor, out = tensors
+    rows, columns = x.shape
+    config = config or choose(Call("scaled", (x.dtype, out.dtype), (("n", columns),), rows), x.device).config
+    grid = (rows, -(-columns // config.constants["BLOCK"]))
+    with on(x.device):
+        kernel.scaled[grid](x, factor, out, columns, **launch_options(config, x.device))
+
+
+def _choice(name: str, logits: torch.Tensor, cap: float, flags: tuple[str, ...] = ()) -> Config:
+    flags = ("cap", *flags) if cap > 0 else flags
+    rows, columns = logits.shape
+    return choose(Call(name, (logits.dtype,), (("v", columns),), rows, flags), logits.device).config
