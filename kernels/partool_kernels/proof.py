@@ -16,6 +16,7 @@ from typing import NamedTuple
 from partool_kernels.device import triton_version
 from partool_kernels.offline import Compiled, compile_for
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
+from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.tables import stored
 
 _OTHER_TYPES = ("float16", "float32")
@@ -86,12 +87,12 @@ def _program(job: Job) -> tuple[object, ...]:
 def faults(job: Job, compiled: Compiled) -> tuple[str, ...]:
     """Return why a compiled configuration cannot be used, in words."""
     kernel, architecture = KERNELS[job.request.kernel], ARCHITECTURES[job.request.architecture]
-    limit, estimate = architecture.shared_bytes, kernel.shared_bytes(job.request, job.config)
+    limit, hindrance = architecture.shared_bytes, obstacle(job.request, job.config)
     found = []
     if compiled.shared_bytes > limit:
         found.append(f"needs {compiled.shared_bytes} bytes of shared memory, {architecture.name} has {limit}")
-    elif estimate > limit:
-        found.append(f"fits, but its estimate of {estimate} bytes does not, so look-ups would pass it over")
+    if hindrance is not None:
+        found.append(f"look-ups pass it over: {hindrance}")
     if job.spilled_bytes is not None and compiled.spilled_bytes > job.spilled_bytes:
         found.append(f"spills {compiled.spilled_bytes} bytes per thread, {job.spilled_bytes} are on record")
     if kernel.matrix and not compiled.matrix:

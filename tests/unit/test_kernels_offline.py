@@ -70,7 +70,7 @@ def test_an_estimate_that_hides_what_fits_is_told(monkeypatch: pytest.MonkeyPatc
     job, large = some_job(), replace(KERNELS["glu_forward"], shared_bytes=lambda request, config: 300_000)
     monkeypatch.setitem(KERNELS, "glu_forward", large)
     (fault,) = faults(job, FITS)
-    assert "estimate of 300000 bytes" in fault
+    assert "look-ups pass it over: 300000 bytes" in fault
 
 
 def test_real_spills_are_seen() -> None:
