@@ -1,0 +1,118 @@
+"""Cross entropy in Triton's interpreter, against float64 and by the rule of errors."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cross_entropy import op
+from partool_kernels.cross_entropy.op import IGNORED, Terms, cross_entropy, scaled
+from partool_kernels.device import uses_triton
+from partool_kernels.registry import Config
+
+TERMS = (Terms(), Terms(1e-2, 5.0))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows take several blocks."""
+    config = Config((("BLOCK", 32),), num_warps=4, num_stages=1)
+    monkeypatch.setattr(op, "_choice", lambda *arguments: config)
+
+
+def random(rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(rows, columns, generator=generator).mul_(4.0).to(dtype)
+    labels = torch.randint(columns, (rows,), generator=generator)
+    labels[1::4] = IGNORED
+    return logits, labels
+
+
+def by_torch(terms: Terms, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    wide = terms.cap * torch.tanh(wide / terms.cap) if terms.cap else wide
+    z = wide.logsumexp(-1).square()[labels != IGNORED].sum()
+    return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum") + terms.z_loss * z
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_losses_and_gradients_are_as_exact_as_those_of_torch(terms: Terms, dtype: torch.dtype, in_place: bool) -> None:
+    logits, labels = random(5, 77, dtype)
+    assert uses_triton("auto", logits)
+    ours = partial(cross_entropy, terms=terms, in_place=in_place)
+    results = []
+    for function, values in (
+        (ours, logits),
+        (partial(by_torch, terms), logits),
+        (partial(by_torch, terms), logits.double()),
+    ):
+        x = values.clone().requires_grad_()
+        loss = function(x * 1.0, labels)
+        results.append((loss.detach(), torch.autograd.grad(loss * 0.3, x)[0]))
+    (loss, gradient), (loss_of_torch, gradient_of_torch), (true_loss, true_gradient) = results
+    assert excess(loss, loss_of_torch, true_loss) <= 1
+    assert excess(gradient, gradient_of_torch, true_gradient, BACKWARD) <= 1
+
+
+def test_parts_of_a_vocabulary_make_the_whole() -> None:
+    logits, labels = random(4, 70, torch.float32)
+    terms = Terms(1e-2, 5.0)
+    given = logits.double().requires_grad_()
+    wanted = torch.autograd.grad(by_torch(terms, given, labels), given)[0]
+    parts = [logits[:, :33].contiguous(), logits[:, 33:]]  # the rows of the second lie apart
+    found = torch.stack([
+        torch.ops.partool.cross_entropy_parts(part, labels, first, terms.cap, "auto")
+        for part, first in zip(parts, (0, 33), strict=True)
+    ])  # fmt: skip
+    highest = found[:, 0].amax(0)
+    log_totals = (found[:, 1] * (found[:, 0] - highest).exp()).sum(0).log() + highest
+    losses = log_totals - found[:, 2].sum(0) + terms.z_loss * log_totals.square()
+    torch.testing.assert_close(losses[labels != IGNORED].sum().double(), by_torch(terms, logits.double(), labels))
+    for part, first in zip(parts, (0, 33), strict=True):
+        torch.ops.partool.cross_entropy_gradient_(
+            part, labels, log_totals, torch.ones(()), first=first, z_loss=terms.z_loss, cap=terms.cap, kernels="auto"
+        )
+    torch.testing.assert_close(torch.cat(parts, 1), wanted.float())
+
+
+def test_numbers_that_are_none_spread_as_they_do_in_torch() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        logits, labels = random(2, 40, torch.float32)
+        logits[0, 2], labels[0] = bad, 3
+        logits[1] = math.nan  # ignored
+        given, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        wanted = by_torch(Terms(), given[:1], labels[:1])
+        with np.errstate(invalid="ignore"):  # the interpreter computes with NumPy
+            loss = cross_entropy(ours, labels)
+        torch.testing.assert_close(loss, wanted, equal_nan=True)
+        gradient = torch.autograd.grad(loss, ours)[0]
+        torch.testing.assert_close(gradient[:1], torch.autograd.grad(wanted, given)[0][:1], equal_nan=True)
+        assert bool((gradient[1] == 0).all())
+
+
+def test_first_blocks_of_minus_infinity_say_nothing() -> None:
+    logits, labels = random(1, 90, torch.float32)
+    logits[0, :64], labels[0] = -math.inf, 70
+    torch.testing.assert_close(cross_entropy(logits, labels), by_torch(Terms(), logits, labels))
+
+
+def test_labels_that_are_no_columns_make_the_loss_nan() -> None:
+    logits, labels = random(1, 40, torch.float32)
+    labels[0] = 40
+    given = logits.clone().requires_grad_()
+    loss = cross_entropy(given, labels)
+    assert bool(loss.isnan())
+    assert bool(torch.autograd.grad(loss, given)[0].isnan().all())
+
+
+def test_scaling_rounds_once() -> None:
+    x, factor = torch.randn(3, 77), torch.tensor(0.3)
+    torch.testing.assert_close(scaled(x, factor, torch.float16), (x * factor).half())
