@@ -5,16 +5,61 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from partool_kernels.registry import tables
+from partool_kernels.registry import aiter, aiter_csv, tables, vllm
 
 if TYPE_CHECKING:
     from partool_kernels.registry.look_up import Reader
     from partool_kernels.registry.tables import Table
 
+_WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "aiter/configs")
+"""Where a folder of aiter keeps its configurations."""
+
 
 def load(paths: list[Path]) -> tuple[list[tuple[str, Table]], list[Reader]]:
-    """Return partool's tables under some paths, with their files, and readers of the other tools' ones."""
+    """Return partool's tables under some paths, with their files, and readers of the other tools' ones.
+
+    A path is a table of partool, a folder of them (``<kernel>/<architecture>.json``), aiter's folder or one above it,
+    one of aiter's CSV files, a file of vLLM's or a folder of them. Raises :class:`TableError` where it is none.
+    """
     own: list[tuple[str, Table]] = []
+    readers: list[Reader] = []
     for path in paths:
-        own += [(str(file), tables.read(file)) for file in ([path] if path.is_file() else sorted(path.rglob("*.json")))]
-    return own, []
+        found, more = _file(path) if path.is_file() else _folder(path)
+        if not found and not more:
+            what = "holds no tables of partool, aiter or vLLM" if path.is_dir() else "does not exist"
+            raise tables.TableError(path, what)
+        own += found
+        readers += more
+    return own, readers
+
+
+def _file(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
+    if path.suffix == ".csv":
+        return [], [aiter_csv.AiterTimes([path])]
+    if vllm.parse_name(path.name):
+        vllm.read(path)
+        return [], [vllm.VllmConfigs([path])]
+    return [(str(path), tables.read(path))], []
+
+
+def _folder(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
+    own = [(str(file), tables.read(file)) for file in sorted(path.glob("*/*.json")) if _ours(file)]
+    readers: list[Reader] = []
+    for place in (path / each for each in _WITHIN):
+        if aiter.holds(place):
+            readers.append(aiter.AiterConfigs(place))
+        timed = [file for file in sorted(place.glob("*.csv")) if aiter_csv.kernel_of(file)]
+        if timed:
+            readers.append(aiter_csv.AiterTimes(timed))
+        experts = [file for file in sorted(place.glob("E=*.json")) if vllm.parse_name(file.name)]
+        if experts:
+            readers.append(vllm.VllmConfigs(experts))
+    return own, readers
+
+
+def _ours(file: Path) -> bool:
+    """Tell whether a file lies where a table of partool does: other tools' folders hold JSON files too."""
+    from partool_kernels.registry.architectures import ARCHITECTURES
+    from partool_kernels.registry.kernels import KERNELS
+
+    return file.stem in ARCHITECTURES and file.parent.name in KERNELS

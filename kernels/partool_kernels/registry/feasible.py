@@ -10,6 +10,8 @@ _MOST_THREADS = 1024
 """Of a block, on all architectures."""
 _INSTRUCTION_ROWS = (0, 4, 16, 32)
 """Of AMD's matrix instructions."""
+_LEAST_OF_PRODUCTS = 16
+"""Rows, columns and inner width of ``tl.dot``."""
 
 
 def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | None:
@@ -24,6 +26,11 @@ def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | N
         return f"the kernel's constants are {', '.join(sorted(expected))}, not {', '.join(sorted(config.constants))}"
     if min(config.constants.values(), default=1) < 0:
         return f"a constant is negative: {config.constants}"
+    blocks = {name: size for name, size in config.constants.items() if name.startswith("BLOCK")}
+    if any(size & (size - 1) or not size for size in blocks.values()):
+        return f"blocks are powers of two: {blocks}"
+    if kernel.matrix and min(blocks.values(), default=_LEAST_OF_PRODUCTS) < _LEAST_OF_PRODUCTS:
+        return f"products take blocks of {_LEAST_OF_PRODUCTS} and more: {blocks}"
     if config.num_warps < 1 or config.num_warps & (config.num_warps - 1):
         return f"{config.num_warps} warps are no power of two"
     if config.num_warps * architecture.lanes > _MOST_THREADS:

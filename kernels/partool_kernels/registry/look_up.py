@@ -11,6 +11,8 @@ What cannot run for the request (see ``feasible``) is passed over. The distance 
 * 2 for a change of the kernel's code since, which makes a measurement a guess,
 * 8 for an entry that was not measured, 16 for the kernel's rule.
 
+An entry that was not measured is what the rule says of its request, known to compile: for others the rule is asked.
+
 Types, flags and the architecture have to be the request's.
 """
 
@@ -107,9 +109,9 @@ def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
     if entry.dtypes != request.dtypes or entry.flags != request.flags:
         return None
     apart = [abs(math.log2(entry.shape[name] / max(width, 1))) for name, width in request.shape]
-    if max(apart, default=0.0) > 1.0:
-        return None
     rows = abs(math.log2(entry.rows / bucket(request.rows)))
+    if max(apart, default=0.0) > 1.0 or (entry.measured is None and (any(apart) or rows)):
+        return None
     here = same_device(entry.device, request.device) and (not request.units or entry.units == request.units)
     stale = entry.source_hash != source_hash(request.kernel)
     source: Source = "shape" if any(apart) else "rows" if rows else "exact"

@@ -1,0 +1,205 @@
+"""AMD's aiter: its configurations of Triton products, looked up as it does itself.
+
+A folder ``configs`` of https://github.com/ROCm/aiter holds JSON files in two layouts: ``gemm/<arch>-<FAMILY>.json``,
+with ``-N=<n>-K=<k>`` behind the family in files for one pair of widths, and ``<arch>/<backend>/gemm/<family>/`` with
+``DEFAULT.json`` and ``<FAMILY>-N=<n>-K=<k>.json``. Inside, ``M_LEQ_<rows>``, ``M_GEQ_<rows>`` or ``any`` name blocks,
+warps and the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from partool_kernels.registry.kernels import KERNELS
+from partool_kernels.registry.look_up import MODELLED, ROWS, WIDTH
+from partool_kernels.registry.tables import TableError
+from partool_kernels.registry.types import Choice, Config, Request
+
+BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Rows that keys may name; others are never found."""
+_MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
+"""By family, the row that its code adds."""
+FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
+"""Of partool's kernels, the family that computes the same."""
+_BACKENDS = ("triton", "gluon")
+_FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
+_KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
+_LEAST_BLOCK_K = 16
+_CARRIED = {
+    "BLOCK_M": "BLOCK_SIZE_M",
+    "BLOCK_N": "BLOCK_SIZE_N",
+    "BLOCK_K": "BLOCK_SIZE_K",
+    "GROUP_M": "GROUP_SIZE_M",
+    "SPLIT": "NUM_KSPLIT",
+}
+"""Constants of partool's kernels by aiter's and vLLM's names."""
+
+
+class Gemm(NamedTuple):
+    """A product that is looked up."""
+
+    family: str
+    m: int
+    n: int
+    k: int
+    batch: int | None = None
+
+
+class Found(NamedTuple):
+    """What aiter takes for a product."""
+
+    config: Mapping[str, int | str | None]
+    tuned: bool
+    """What aiter tells: neither from the default file nor by ``any``."""
+    file: Path
+    key: str
+
+    @property
+    def special(self) -> bool:
+        """Whether the file is for these widths."""
+        return "N=" in self.file.name
+
+
+class AiterConfigs:
+    """A folder ``configs`` of aiter."""
+
+    def __init__(self, root: Path) -> None:
+        """Take the folder; nothing is read before it is needed."""
+        self._root = root
+
+    def look_up(self, architecture: str, gemm: Gemm, backend: str | None = None) -> Found | None:
+        """Return what aiter takes for a product, or None where it has nothing.
+
+        A folder counts only with its default file, hence files of widths alone are not seen. ``backend``: ``triton`` or
+        ``gluon``. Raises :class:`TableError` for a file that is not as it should be.
+        """
+        place = self._place(architecture, gemm.family, backend)
+        if place is None:
+            return None
+        folder, prefix, default = place
+        widths = f"N={gemm.n}-K={gemm.k}"
+        names = [f"{prefix}-B={gemm.batch}-{widths}.json"] if gemm.batch is not None else []
+        special = next(
+            (folder / name for name in [*names, f"{prefix}-{widths}.json"] if (folder / name).is_file()), None
+        )
+        body = read(special or default)
+        found = _entry(body, gemm)
+        if found is None:
+            return None
+        key, config = found
+        return Found(split(config, gemm.k), special is not None and key != "any", special or default, key)
+
+    def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
+        """Return the folder that aiter decides for, how files of widths begin there, and its default file."""
+        name = family.lower().replace("-", "_")
+        nested = [self._root / architecture / each / "gemm" / name for each in ([backend] if backend else _BACKENDS)]
+        legacy = [self._root / "gemm" / backend] if backend else []
+        flat = f"{architecture}-{family}"
+        places = [(folder, family, folder / "DEFAULT.json") for folder in nested]
+        places += [(folder, flat, folder / f"{flat}.json") for folder in [*legacy, self._root / "gemm"]]
+        return next((place for place in places if place[2].is_file()), None)
+
+    def choices(self, request: Request) -> Iterator[Choice]:
+        """Yield its parameters for partool's kernel of the same computation, which nobody has measured with them."""
+        found = self._of(request)
+        config = carried(request, found.config) if found else None
+        if found and config:
+            distance = MODELLED + (0.0 if found.tuned else ROWS if found.special else WIDTH)
+            yield Choice("triton", config, "modelled", distance, table=str(found.file))
+
+    def coverage(self, request: Request) -> Iterator[Choice]:
+        """Yield what aiter's own kernel has: tuned, or for these widths but no such rows; its default is none for these."""
+        found = self._of(request)
+        if found and found.tuned:
+            yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))
+        elif found and found.special:
+            yield Choice("aiter", as_config(found.config), "rows", ROWS, table=str(found.file))
+
+    def _of(self, request: Request) -> Found | None:
+        family = FAMILIES.get(request.kernel)
+        # Flags tell variants, such as scales of other blocks, which aiter does not have.
+        if family is None or request.flags or not request.architecture.startswith("gfx"):
+            return None
+        return self.look_up(request.architecture, Gemm(family, request.rows, request.width["n"], request.width["k"]))
+
+
+def _entry(
+    body: Mapping[str, Mapping[str, int | str | None]], gemm: Gemm
+) -> tuple[str, Mapping[str, int | str | None]] | None:
+    bounds = sorted({*BOUNDS, *(more for name, more in _MORE_BOUNDS.items() if gemm.family.startswith(name))})
+    keys = [f"M_LEQ_{bound}" for bound in bounds if gemm.m <= bound]
+    keys += [f"M_GEQ_{bound}" for bound in reversed(bounds) if gemm.m >= bound]
+    key = next((key for key in [*keys, "any"] if key in body), None)
+    return (key, body[key]) if key else None
+
+
+@functools.lru_cache(maxsize=1024)
+def read(path: Path) -> dict[str, dict[str, int | str | None]]:
+    """Return a file's configurations by key; raises :class:`TableError` where it is none of aiter's."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(path, str(error)) from None
+    if not isinstance(body, dict):
+        raise TableError(path, "no JSON object")
+    for key, config in body.items():
+        if not _KEY.fullmatch(key) or not isinstance(config, dict):
+            raise TableError(path, f"{key}: keys are M_LEQ_<rows>, M_GEQ_<rows> and any, and hold objects")
+        for name, value in config.items():
+            fine = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            if not fine and not (
+                name in ("cache_modifier", "kernel_type") and (value is None or isinstance(value, str))
+            ):
+                raise TableError(path, f"{key}.{name}: {value!r}")
+    return body
+
+
+def split(config: Mapping[str, int | str | None], k: int) -> dict[str, int | str | None]:
+    """Return a configuration with the split of the sum over ``k`` as aiter corrects it: no block beyond a part."""
+    fixed = {"NUM_KSPLIT": 1, "cache_modifier": None, **config}
+    parts, block = int(fixed["NUM_KSPLIT"] or 1), int(fixed.get("BLOCK_SIZE_K") or 0)
+    while parts > 1 and block > -(-k // parts):
+        parts = max(parts // 2, 1)
+    part = -(-k // parts)
+    if block > part:
+        block = max(1 << (part.bit_length() - 1), _LEAST_BLOCK_K)
+    fixed |= {"NUM_KSPLIT": parts}
+    if block:
+        part = -(-part // block) * block
+        fixed |= {"BLOCK_SIZE_K": block}
+    return fixed | {"SPLITK_BLOCK_SIZE": part}
+
+
+def carried(request: Request, config: Mapping[str, int | str | None]) -> Config | None:
+    """Return aiter's or vLLM's parameters for one of partool's kernels, or None where it takes others."""
+    default = KERNELS[request.kernel].default(request)
+    blocks = {}
+    for name in default.constants:
+        value = config.get(_CARRIED.get(name, ""), 1 if name == "SPLIT" else None)
+        if not isinstance(value, int):
+            return None
+        blocks[name] = value
+    return Config(tuple(blocks.items()), **_options(config))
+
+
+def as_config(config: Mapping[str, int | str | None]) -> Config:
+    """Return a configuration of another tool under its own names."""
+    options = _options(config)
+    blocks = {name: value for name, value in config.items() if isinstance(value, int) and name not in options}
+    return Config(tuple(blocks.items()), **options)
+
+
+def _options(config: Mapping[str, int | str | None]) -> dict[str, int]:
+    names = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim")
+    return {name: int(config[name] or 0) for name in names if name in config}
+
+
+def holds(path: Path) -> bool:
+    """Tell whether a folder is aiter's ``configs``."""
+    flat = any(_FILE.fullmatch(file.name) for file in (path / "gemm").glob("gfx*.json"))
+    return flat or any(path.glob("gfx*/*/gemm/*/DEFAULT.json"))

@@ -1,0 +1,121 @@
+"""AMD's aiter: what it measured of its compiled (CK, assembly, hipBLASLt) products, in CSV files.
+
+Columns as in https://github.com/ROCm/aiter, ``aiter/configs/*_tuned_gemm.csv``: the device by ``cu_num`` and, in newer
+files, ``gfx``; M, N, K; ``libtype``, ``us``. Which computation it is tells the file's name.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from partool_kernels.registry.look_up import ROWS
+from partool_kernels.registry.tables import TableError
+from partool_kernels.registry.types import Choice, Config, Request
+
+FILES = {"a8w8_blockscale_tuned_gemm": "gemm_a8w8", "bf16_tuned_gemm": "gemm"}
+"""By the beginning of their names, the kernel of partool that computes the same."""
+_NEEDED = ("cu_num", "M", "N", "K", "us")
+_UNITS = {304: "gfx942", 80: "gfx942", 256: "gfx950"}
+"""Of older files, that do not name the architecture: MI300X and MI325X, MI308X, MI350X and MI355X."""
+_PADS = ((256, 16), (1024, 32), (4096, 64))
+"""Up to so many rows they are rounded up to a multiple, beyond the last to 128, where the exact number is missing."""
+
+
+class _Row(NamedTuple):
+    library: str
+    time_s: float
+    file: str
+
+
+class _Key(NamedTuple):
+    kernel: str
+    architecture: str
+    units: int
+    m: int
+    n: int
+    k: int
+
+
+class AiterTimes:
+    """Some of these files; of equal keys the fastest row counts, as in aiter."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Read the files; raises :class:`TableError` for one that has not the columns, or is of no known name."""
+        self._rows: dict[_Key, _Row] = {}
+        for file in files:
+            for key, row in _read(file):
+                if key not in self._rows or row.time_s < self._rows[key].time_s:
+                    self._rows[key] = row
+
+    def look_up(self, request: Request) -> tuple[int, _Row] | None:
+        """Return the rows (M) and what was measured: for the exact number, a rounded one, or the next power of two."""
+        if "n" not in request.width or "k" not in request.width or request.flags:
+            return None
+        for m in padded(request.rows):
+            key = _Key(request.kernel, request.architecture, request.units, m, request.width["n"], request.width["k"])
+            if key in self._rows:
+                return m, self._rows[key]
+        return None
+
+    def choices(self, request: Request) -> Iterator[Choice]:
+        """Yield nothing: their parameters are of other kernels."""
+        yield from ()
+
+    def coverage(self, request: Request) -> Iterator[Choice]:
+        """Yield what was measured of aiter's kernel."""
+        found = self.look_up(request)
+        if found:
+            m, row = found
+            exact = m == request.rows
+            time_s = row.time_s if exact else None
+            yield Choice(
+                row.library, Config(), "exact" if exact else "rows", 0.0 if exact else ROWS, time_s, table=row.file
+            )
+
+
+def padded(m: int) -> tuple[int, int, int]:
+    """Return the rows that are tried in turn."""
+    step = next((step for most, step in _PADS if m <= most), 128)
+    return m, -(-m // step) * step, 1 << max(m - 1, 0).bit_length()
+
+
+def kernel_of(path: Path) -> str | None:
+    """Return the kernel of partool that computes what a file is about, or None."""
+    return next((kernel for name, kernel in FILES.items() if path.name.startswith(name)), None)
+
+
+def _read(path: Path) -> Iterator[tuple[_Key, _Row]]:
+    kernel = kernel_of(path)
+    if kernel is None:
+        raise TableError(path, f"the names of files of products begin with {' or '.join(FILES)}")
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = csv.DictReader(file)
+            missing = [name for name in _NEEDED if name not in (lines.fieldnames or ())]
+            if missing:
+                raise TableError(path, f"there is no column {missing[0]}")
+            for number, line in enumerate(lines, 2):
+                try:
+                    found = _row(kernel, line, str(path))
+                except (TypeError, ValueError) as error:
+                    raise TableError(path, f"line {number}: {error}") from None
+                if found:
+                    yield found
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(path, str(error)) from None
+
+
+def _row(kernel: str, line: dict[str, str], file: str) -> tuple[_Key, _Row] | None:
+    """Return a row, or None for another computation: with a bias, other types, or weights in another order."""
+    plain = all(line.get(name, "False") in ("False", "") for name in ("bias", "scaleAB", "bpreshuffle"))
+    types = [line.get(name, "torch.bfloat16") for name in ("dtype", "outdtype")]
+    time_s = float(line["us"]) * 1e-6
+    units = int(line["cu_num"])
+    architecture = line.get("gfx") or _UNITS.get(units, "")
+    key = _Key(kernel, architecture, units, int(line["M"]), int(line["N"]), int(line["K"]))
+    if not time_s > 0 or not plain or (kernel == "gemm" and types != ["torch.bfloat16"] * 2):
+        return None
+    return key, _Row(f"aiter ({line.get('libtype') or 'ck'})", time_s, file)

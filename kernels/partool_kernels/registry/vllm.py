@@ -1,0 +1,112 @@
+"""vLLM: its configurations of the products of experts.
+
+Files of https://github.com/vllm-project/vllm, ``model_executor/layers/fused_moe/configs``, named ``E=<experts of the
+rank>,N=<inner width of an expert>,device_name=<device>[,dtype=<types>][,block_shape=[n,k]].json``; inside, tokens of a
+batch and the configuration that was fastest. The nearest number of tokens counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from partool_kernels.registry.aiter import as_config, carried
+from partool_kernels.registry.look_up import MODELLED, same_device
+from partool_kernels.registry.tables import TableError
+from partool_kernels.registry.types import Choice, Request
+
+_NAME = re.compile(
+    r"E=(?P<experts>\d+),N=(?P<width>\d+),device_name=(?P<device>[^,]+)"
+    r"(?:,dtype=(?P<dtype>\w+))?(?:,block_shape=\[(?P<n>\d+), ?(?P<k>\d+)\])?\.json"
+)
+_DTYPES = {"grouped_gemm": None, "grouped_a8w8": "fp8_w8a8"}
+"""Of partool's kernels over experts, the types in a file's name."""
+_BLOCK = (128, 128)
+"""Of the scales of 8-bit weights that partool multiplies."""
+
+
+class Name(NamedTuple):
+    """What the name of a file tells."""
+
+    experts: int
+    """On the rank."""
+    width: int
+    """Inner width of an expert on the rank, gate and up counted once."""
+    device: str
+    dtype: str | None
+    """``fp8_w8a8``, ...; None: 16 bits."""
+    block: tuple[int, int] | None
+
+
+def parse_name(name: str) -> Name | None:
+    """Return what a file's name tells, or None where it is none of vLLM's."""
+    found = _NAME.fullmatch(name)
+    if not found:
+        return None
+    block = (int(found["n"]), int(found["k"])) if found["n"] else None
+    return Name(int(found["experts"]), int(found["width"]), found["device"].replace("_", " "), found["dtype"], block)
+
+
+class VllmConfigs:
+    """Some of these files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Take the files; those of other names are left out."""
+        named = ((parse_name(file.name), file) for file in files)
+        self._files = {name: file for name, file in named if name is not None}
+
+    def look_up(self, name: Name, tokens: int) -> tuple[Mapping[str, int | str | None], Path] | None:
+        """Return the configuration for the nearest number of tokens, of two the lower one, and its file, or None."""
+        for known, file in self._files.items():
+            if known._replace(device="") == name._replace(device="") and same_device(known.device, name.device):
+                body = read(file)
+                return body[min(sorted(body), key=lambda rows: abs(rows - tokens))], file
+        return None
+
+    def choices(self, request: Request) -> Iterator[Choice]:
+        """Yield its parameters for partool's kernel over experts, which nobody has measured with them."""
+        for config, file in self._of(request):
+            own = carried(request, config)
+            if own:
+                yield Choice("triton", own, "modelled", MODELLED, table=str(file))
+
+    def coverage(self, request: Request) -> Iterator[Choice]:
+        """Yield what vLLM's own kernel has."""
+        for config, file in self._of(request):
+            yield Choice("vllm", as_config(config), "exact", 0.0, table=str(file))
+
+    def _of(self, request: Request) -> Iterator[tuple[Mapping[str, int | str | None], Path]]:
+        """Yield what is there for either product of an expert: gate and up, or down."""
+        if request.kernel not in _DTYPES or request.flags or not request.device:
+            return
+        dtype, width = _DTYPES[request.kernel], request.width
+        for inner in {width["k"], width["n"] // 2}:
+            name = Name(width.get("e", 0), inner, request.device, dtype, _BLOCK if dtype else None)
+            found = self.look_up(name, request.rows)
+            if found:
+                yield found
+
+
+@functools.lru_cache(maxsize=1024)
+def read(path: Path) -> dict[int, dict[str, int | str | None]]:
+    """Return a file's configurations by number of tokens; raises :class:`TableError` where it is none of vLLM's."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(path, str(error)) from None
+    if not isinstance(body, dict):
+        raise TableError(path, "no JSON object")
+    found = {}
+    for key, config in body.items():
+        if key == "triton_version":
+            continue
+        if not key.isdecimal() or not isinstance(config, dict) or not all(type(x) is int for x in config.values()):
+            raise TableError(path, f"{key}: keys are numbers of tokens, and hold objects of numbers")
+        found[int(key)] = dict(config)
+    if not found:
+        raise TableError(path, "no configurations")
+    return found
