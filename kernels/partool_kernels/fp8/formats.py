@@ -1,0 +1,63 @@
+"""The 8-bit types and how numbers become such, by torch's own operators: the reference of the kernels.
+
+Types: OCP's e4m3 (``float8_e4m3fn``, "OCP 8-bit Floating Point Specification", up to 448) and AMD's older one
+(``float8_e4m3fnuz``, up to 240), which gfx942 multiplies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
+"""By type."""
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+class Quantised(NamedTuple):
+    """A matrix in 8 bits: ``q[i, j] * scale[j // 128, i]`` are its numbers, or ``scale[j // 128, i // 128]``."""
+
+    q: torch.Tensor
+    """``[M, K]``."""
+    scale: torch.Tensor
+    """float32, ``[blocks of K, M]``: of 1 x 128; or ``[blocks of K, blocks of M]``: of 128 x 128."""
+
+    def wide(self) -> torch.Tensor:
+        """Return its numbers, ``[M, K]``, float32."""
+        rows, columns = self.q.shape
+        scale = self.scale.T.repeat_interleave(BLOCK, 1)[:, :columns]
+        if self.scale.shape[1] != rows:
+            scale = scale.repeat_interleave(BLOCK, 0)[:rows]
+        return self.q.float() * scale
+
+
+def blocks(width: int) -> int:
+    """Return how many blocks a width has."""
+    return -(-width // BLOCK)
+
+
+def quantised(x: torch.Tensor, dtype: torch.dtype, *, square: bool, power_of_two: bool) -> Quantised:
+    """Return ``[M, K]`` in 8 bits with a scale per 1 x 128, or (square) per 128 x 128; bits equal to the kernel's.
+
+    The largest number of a block becomes the type's largest. Blocks of zeros have the scale 1; blocks with an infinite
+    number, or with what is no number, have NaN for a scale, so that no product of them looks sound.
+    """
+    rows, columns = x.shape
+    wide = x.float()
+    down, along = (BLOCK if square else 1), BLOCK
+    padded = torch.nn.functional.pad(wide, (0, -columns % along, 0, -rows % down))
+    # Not unflatten(-1, …), which cannot tell how many blocks of nothing there are.
+    tiles = padded.view(-(-rows // down), down, blocks(columns), along)
+    finite = tiles.isfinite()
+    largest = tiles.abs().where(finite, 0.0).amax((1, 3))
+    scale = (largest * (1.0 / torch.tensor(LARGEST[dtype], dtype=torch.float32, device=x.device))).clamp_min(_SMALLEST)
+    if power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scale = scale.where(largest > 0, 1.0)
+    sound = finite.all(3).all(1)
+    factor = scale.reciprocal().where(sound, 0.0)
+    narrow = tiles.where(finite, 0.0) * factor[:, None, :, None]
+    narrow = narrow.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous().to(dtype)
+    return Quantised(narrow, scale.where(sound, torch.nan).T.contiguous())

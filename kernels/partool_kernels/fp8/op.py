@@ -1,0 +1,100 @@
+"""Matrices to 8 bits with a scale per block, in rows, transposed, or both, as an operator.
+
+On GPUs a Triton kernel reads the matrix once; elsewhere torch computes the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton
+from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks, quantised
+from partool_kernels.registry import Config
+
+_LEAST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e4m3fnuz: 2.0**-10}
+"""Smallest number above 0, by type."""
+
+
+def quantise(
+    x: torch.Tensor, flags: str, dtype: torch.dtype = torch.float8_e4m3fn, mode: str = "auto"
+) -> tuple[Quantised, Quantised]:
+    """Return a matrix ``[M, K]`` and its transpose in 8 bits, each where it was asked for; otherwise without elements.
+
+    ``flags``: words with spaces between: ``plain`` the matrix itself, with a scale per 1 x 128 numbers; ``turned`` its
+    transpose, likewise; ``square`` with scales per 128 x 128 for both; ``power``: scales are powers of two. Blocks of
+    zeros have the scale 1, blocks with something infinite or no number the scale NaN. No gradient flows. ``mode`` as in
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError for another shape, type or flag.
+    """
+    _check(x, flags, dtype)
+    q, scale, q_turned, scale_turned = torch.ops.partool.fp8_quantise(x.detach(), flags, dtype, mode)
+    return Quantised(q, scale), Quantised(q_turned, scale_turned)
+
+
+def _check(x: torch.Tensor, flags: str, dtype: torch.dtype) -> None:
+    if x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"a matrix of floating point numbers is made narrow, not {list(x.shape)} {x.dtype}")
+    if dtype not in LARGEST:
+        raise ValueError(f"no 8-bit type {dtype}; there are {', '.join(map(str, LARGEST))}")
+    if unknown := set(flags.split()) - {"plain", "turned", "square", "power"}:
+        raise ValueError(f"no flag {', '.join(sorted(unknown))}")
+
+
+@torch.library.custom_op(
+    "partool::fp8_quantise",
+    mutates_args=(),
+    schema="(Tensor x, str flags, ScalarType dtype, str mode) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _quantise(
+    x: torch.Tensor, flags: str, dtype: torch.dtype, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = _empty(x, flags, dtype)
+    asked = set(flags.split())
+    if uses_triton(mode, x):
+        launch(x if x.stride(1) == 1 else x.contiguous(), made, asked)
+        return made
+    empty = Quantised(x.new_empty(0, 0, dtype=dtype), x.new_empty(0, 0, dtype=torch.float32))
+    wanted = [("plain", x), ("turned", x.T)]
+    square, power = "square" in asked, "power" in asked
+    found = [quantised(y, dtype, square=square, power_of_two=power) if n in asked else empty for n, y in wanted]
+    return found[0].q, found[0].scale, found[1].q, found[1].scale
+
+
+def _empty(
+    x: torch.Tensor, flags: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    asked = set(flags.split())
+    made: list[torch.Tensor] = []
+    for name, (rows, columns) in (("plain", x.shape), ("turned", x.shape[::-1])):
+        scales = (blocks(columns), blocks(rows) if "square" in asked else rows)
+        made.append(x.new_empty((rows, columns) if name in asked else (0, 0), dtype=dtype))
+        made.append(x.new_empty(scales if name in asked else (0, 0), dtype=torch.float32))
+    return made[0], made[1], made[2], made[3]
+
+
+@_quantise.register_fake
+def _(
+    x: torch.Tensor, flags: str, dtype: torch.dtype, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _empty(x, flags, dtype)
+
+
+def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], config: Config | None = None) -> None:
+    """Run the kernel on a matrix, rows of which may lie apart; unless told, as the registry says."""
+    from partool_kernels.fp8 import kernel
+
+    rows, columns = x.shape
+    dtype = made[0].dtype
+    call = Call("fp8_quantise", (x.dtype, dtype), (("k", columns),), rows, tuple(sorted(flags)))
+    config = config or choose(call, x.device).config
+    strides = tuple(each.stride(0) for each in (x, *made))
+    grid = (-(-rows // config.constants["ROWS"]) * blocks(columns),)
+    with on(x.device):
+        kernel.fp8_quantise[grid](
+            x, *made, rows, columns, blocks(columns), *strides,
+            SQUARE="square" in flags, PLAIN="plain" in flags, TURNED="turned" in flags, POWER="power" in flags,
+            LARGEST=LARGEST[dtype], LEAST=_LEAST[dtype] if interpreting() else 0.0,
+            **launch_options(config, x.device),
+        )  # fmt: skip
+
+
+assert BLOCK == 128  # as the kernel has it
