@@ -10,8 +10,11 @@ from torch import nn
 from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_runtime.fused.glu import fuse_glu
+from partool_runtime.fused.norm import fuse_norms
 
-PARTS: MappingProxyType[Fused, Callable[[nn.Module, Plan], None]] = MappingProxyType({"glu": fuse_glu})
+PARTS: MappingProxyType[Fused, Callable[[nn.Module, Plan], None]] = MappingProxyType(
+    {"norm": fuse_norms, "glu": fuse_glu}
+)
 """By their names in ``kernels.fused``. The optimizer is none of the model's parts, it is told by itself."""
 
 

@@ -35,11 +35,18 @@ class Block(nn.Module):
         self.attention = SelfAttention(config, layer)
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
+        self.add_norm: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+        """What computes a sum and its ``ffn_norm`` in one kernel, where there is one."""
 
     def forward(self, x_BSH: torch.Tensor, context: Context) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), context)
-        out: torch.Tensor = x_BSH + self.ffn(self.ffn_norm(x_BSH))
+        attended_BSH: torch.Tensor = self.attention(self.attention_norm(x_BSH), context)
+        if self.add_norm is not None:
+            x_BSH, normed_BSH = self.add_norm(x_BSH, attended_BSH)
+        else:
+            x_BSH = x_BSH + attended_BSH
+            normed_BSH = self.ffn_norm(x_BSH)
+        out: torch.Tensor = x_BSH + self.ffn(normed_BSH)
         return out
 
 

@@ -1,0 +1,77 @@
+"""Norms in one kernel each, and with the residual sum before them where a layer takes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import nn
+
+from partool.plan.types import Plan
+from partool_kernels.norm.op import Norm, add_norm, norm
+from partool_runtime.model.decoder import Block
+from partool_runtime.model.norm import RMSNorm
+
+_Plain = Callable[[torch.Tensor], torch.Tensor]
+
+
+def fuse_norms(model: nn.Module, plan: Plan) -> None:
+    """Let every norm over a whole width use it, in place.
+
+    Those that ranks share a width of, in two-dimensional tensor parallelism, stay as they are: their statistics are
+    exchanged in the middle. So does the sum before a norm whose parameters are gathered by themselves, as that happens
+    when the norm is called.
+    """
+    mode = plan.kernels.mode
+    for name, module in model.named_modules():
+        apart = any(fnmatchcase(f"{name}.ffn_norm", pattern) for pattern in plan.layout.leaves)
+        if isinstance(module, Block) and _is_fit(module.ffn_norm) and not apart:
+            module.add_norm = _with_sum(module.ffn_norm, mode)
+    for module in model.modules():
+        if _is_fit(module):
+            setattr(module, "forward", _alone(module, mode))  # noqa: B010 - mypy forbids assigning a method
+
+
+def _is_fit(module: nn.Module) -> bool:
+    if "forward" in vars(module):
+        return False
+    if type(module) is nn.LayerNorm:
+        return len(module.normalized_shape) == 1 and module.elementwise_affine
+    return type(module) is RMSNorm
+
+
+def _how(module: nn.Module) -> Norm:
+    """Return what it computes, with the parameters of this moment: a rank may have gathered or received them."""
+    if isinstance(module, nn.LayerNorm):
+        return Norm("layer", module.eps, module.weight, cast("torch.Tensor | None", module.bias))
+    assert isinstance(module, RMSNorm)
+    return Norm("rms", module.eps, module.weight)
+
+
+# No partial: a compiler takes each for another function, and compiles every layer anew until it gives up.
+def _alone(module: nn.Module, mode: str) -> _Plain:
+    plain: _Plain = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        how = _how(module)
+        # Types are mixed where parameters stay in float32; torch decides there what comes out.
+        return norm(x, how, mode) if how.weight.dtype == x.dtype else plain(x)
+
+    return forward
+
+
+def _with_sum(
+    module: nn.Module, mode: str
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    plain: _Plain = module.forward
+
+    def both(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        how = _how(module)
+        if how.weight.dtype == x.dtype == residual.dtype:
+            return add_norm(x, residual, how, mode)
+        total = x + residual
+        return total, plain(total)
+
+    return both

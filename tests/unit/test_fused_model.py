@@ -1,0 +1,156 @@
+"""Whole models with fused parts against the same without, in float64: every recomputation policy, tiles, compiled."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from _telemetry import small_plan
+from torch import nn
+
+from partool.plan.types import Plan
+from partool.spec.model import ModelConfig
+from partool.spec.parallel import Recompute
+from partool.spec.training import Fused
+from partool_runtime.fused import fuse
+from partool_runtime.model import Decoder
+from partool_runtime.parallel import compiling
+from partool_runtime.parallel.recompute import recompute
+from partool_runtime.parallel.tiling import tile_networks
+
+BASE: dict[str, Any] = {
+    "layers": 3, "hidden": 21, "ffn_hidden": 35, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 37
+}  # fmt: skip
+MODELS = {
+    "llama": ModelConfig(**BASE),
+    "qwen": ModelConfig(**BASE, qkv_bias=True, qk_norm=True, tied_embeddings=True),
+    "gpt": ModelConfig(
+        **BASE, norm="layernorm", position="learned", max_position=16, activation="gelu_tanh", ffn_bias=True
+    ),
+}
+PARTS: dict[Fused, tuple[str, ...]] = {"norm": ("llama", "qwen", "gpt"), "glu": ("llama",)}
+"""Every part of a model, and the models that it is tried in."""
+CASES = [(part, name) for part, names in PARTS.items() for name in names]
+POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+
+
+def plan_of(name: str, parts: tuple[str, ...]) -> Plan:
+    plain = small_plan(model=MODELS[name])
+    return plain.model_copy(update={"layout": plain.layout.model_copy(update={"fused": parts})})
+
+
+def make(name: str) -> Decoder:
+    """Return a float64 decoder whose every parameter is random."""
+    model, generator = Decoder(MODELS[name]).double(), torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.4)
+    return model
+
+
+def run(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the loss of a batch and all gradients."""
+    generator = torch.Generator().manual_seed(3)
+    tokens_BS, labels_BS = torch.randint(BASE["vocab"], (2, 2, 11), generator=generator)
+    labels_BS[0, :3] = -100
+    model.zero_grad()
+    loss: torch.Tensor = model(tokens_BS, labels_BS)
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> None:
+    (loss, gradients), (expected, others) = run(ours), run(theirs)
+    for one, other in zip((loss, *gradients), (expected, *others), strict=True):
+        assert float((one - other).abs().max()) <= 1e-12 * max(1.0, float(other.abs().max()))
+
+
+def calls(model: nn.Module) -> set[str]:
+    """Return the operators of partool's that a pass of a model calls."""
+    with torch.profiler.profile() as seen:
+        run(model)
+    return {event.key for event in seen.key_averages() if event.key.startswith("partool::")}
+
+
+@pytest.mark.parametrize(("part", "name"), CASES)
+def test_a_fused_model_computes_the_same(part: Fused, name: str) -> None:
+    """With every policy; what a policy keeps of a part would be another's gradient if it were mixed up."""
+    theirs = make(name)
+    for policy in POLICIES:
+        ours = make(name)
+        fuse(ours, plan_of(name, (part,)))
+        recompute(ours.layers, [policy] * 3)
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_parts_together_and_on_tiles(name: str) -> None:
+    parts = tuple(part for part, names in PARTS.items() if name in names)
+    for tokens in (0, 4):
+        ours, theirs = make(name), make(name)
+        fuse(ours, plan_of(name, parts))
+        for model in (ours, theirs):
+            tile_networks(model.layers, tokens)
+        recompute(ours.layers, ["selective"] * 3, tiled=tokens > 0)
+        same(ours, theirs)
+
+
+# torch's own check, which it means to silence, trips where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("part", "name"), CASES)
+def test_equal_layers_share_one_compilation(part: Fused, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile
+    monkeypatch.setattr(compiling.torch, "compile", lambda block: compiled(block, backend=backend, fullgraph=True))
+    ours = make(name)
+    fuse(ours, plan_of(name, (part,)))
+    compiling.compile_blocks(ours.layers)
+    same(ours, make(name))
+    assert len(graphs) == 1
+
+
+def test_norms_and_sums_are_fused() -> None:
+    model = make("qwen")
+    fuse(model, plan_of("qwen", ("norm",)))
+    assert calls(model) >= {"partool::norm", "partool::add_norm", "partool::norm_backward"}
+    assert calls(make("qwen")) == set()
+
+
+def test_what_a_rank_puts_in_the_place_of_a_norm_stays() -> None:
+    """Two-dimensional tensor parallelism exchanges statistics in the middle of norms."""
+    model, seen = make("llama"), []
+    for block in model.layers:
+        norm = block.ffn_norm
+        setattr(norm, "forward", lambda x, plain=norm.forward: seen.append(x.shape) or plain(x))  # noqa: B010
+    fuse(model, plan_of("llama", ("norm",)))
+    run(model)
+    assert len(seen) == 3
+    assert "partool::add_norm" not in calls(model)
+
+
+def test_a_norm_that_is_gathered_by_itself_is_called() -> None:
+    model, called = make("llama"), []
+    plan = plan_of("llama", ("norm",))
+    leaves = plan.layout.model_copy(update={"leaves": ("layers.1.ffn_norm",)})
+    fuse(model, plan.model_copy(update={"layout": leaves}))
+    for block in model.layers:
+        block.ffn_norm.register_forward_pre_hook(lambda *_: called.append(1))
+    run(model)
+    assert len(called) == 1
+
+
+def test_parameters_of_another_type_are_left_to_torch() -> None:
+    """float32 parameters of a float64 state: torch decides what comes out."""
+    model, theirs = make("llama"), make("llama")
+    for one in (model, theirs):
+        for block in one.layers:
+            block.ffn_norm.float()
+    fuse(model, plan_of("llama", ("norm",)))
+    same(model, theirs)
