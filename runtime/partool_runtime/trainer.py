@@ -141,7 +141,8 @@ def _open(
 ) -> tuple[Stepper, Saver, int]:
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
-    optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies)
+    kernels = plan.kernels.mode if "adamw" in plan.layout.fused else "torch"
+    optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
     recorder.probe_memory("gathered", prepared.gathered_bytes)

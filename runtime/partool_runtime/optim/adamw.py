@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from partool.spec.training import OptimizerSpec
+from partool_kernels.adamw.op import Tensors, Update, adamw, takes
 from partool_runtime.torch_internals import fused_adamw, local
 
 
@@ -19,13 +20,21 @@ class AdamW:
 
     ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update. A
     parameter may be a tensor rank's part of a larger one, which has as many dimensions: these decide on the decay.
+    ``kernels`` is the mode of partool's own kernel, which makes a step in one launch on GPUs where parameters and
+    moments are float32; elsewhere, and unless told, torch's fused one does.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, copies: Collection[str] = ()
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        spec: OptimizerSpec,
+        copies: Collection[str] = (),
+        *,
+        kernels: str = "torch",
     ) -> None:
         self._parameters = dict(parameters)
         self._copies = frozenset(copies)
+        self._kernels = kernels
         self._betas = (spec.betas[0], spec.betas[1])
         self._eps = spec.eps
         self._decays = {True: spec.weight_decay, False: 0.0}
@@ -56,13 +65,31 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Update with gradients times ``scale``; the gradients are scaled in place."""
+        """Update with gradients times ``scale``, which may scale the gradients in place."""
         self.updates += 1
+        if self._kernels != "torch" and self._in_one_launch(lr, scale):
+            return
         if scale != 1.0 and (gradients := self.gradients()):
             torch._foreach_mul_(gradients, scale)
         for names, decays in ((self._matrices, True), (self._vectors, False)):
             if names:
                 self._update(names, lr, self._decays[decays])
+
+    def _in_one_launch(self, lr: float, scale: float) -> bool:
+        """Let partool's kernel make the step, and tell whether it could."""
+        names = self._matrices + self._vectors
+        tensors = Tensors(
+            [local(self._parameters[name]) for name in names],
+            [_gradient(self._parameters[name]) for name in names],
+            [local(self._exp_avg[name]) for name in names],
+            [local(self._exp_avg_sq[name]) for name in names],
+            [True] * len(self._matrices) + [False] * len(self._vectors),
+        )
+        if not takes(tensors, self._kernels):
+            return False
+        update = Update(lr, *self._betas, self._eps, self._decays[True], scale, self.updates)
+        adamw(tensors, update, self._kernels)
+        return True
 
     def _update(self, names: list[str], lr: float, weight_decay: float) -> None:
         weights = [local(self._parameters[name]) for name in names]

@@ -1,0 +1,1 @@
+"""AdamW on many tensors in one launch."""

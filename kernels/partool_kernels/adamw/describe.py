@@ -1,0 +1,53 @@
+"""The kernel of AdamW, for the registry. Its rows are all elements of a launch; tensors have no width of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool_kernels.registry.types import Config, Kernel, Request, Signature
+from partool_kernels.registry.words import TRITON_TYPE, bytes_of
+
+_NUMBERS = ("kept", "beta1", "rest1", "beta2", "rest2", "step_size", "root", "eps", "scale")
+"""Arguments that change from step to step, in the kernel's order."""
+
+
+def _configs(request: Request) -> Iterator[Config]:
+    for block in (512, 1024, 2048, 4096, 8192):
+        for warps in (2, 4, 8, 16):
+            if 8 <= block // (warps * 32) <= 32:
+                yield Config((("BLOCK", block),), num_warps=warps, num_stages=1)
+
+
+def _default(request: Request) -> Config:
+    return Config((("BLOCK", 2048),), num_warps=8 if request.architecture.startswith("sm") else 4, num_stages=1)
+
+
+def _signature(request: Request, config: Config) -> Signature:
+    return Signature(
+        {"tensors": "*i64", "owners": "*i32"}
+        | dict.fromkeys(_NUMBERS, "fp32")
+        | {"GRADIENT": "constexpr", "BLOCK": "constexpr"},
+        {"GRADIENT": TRITON_TYPE[request.dtypes[1]], **config.constants},
+    )
+
+
+def _examples(architecture: str) -> Iterator[Request]:
+    for gradient in ("float32", "bfloat16"):
+        yield Request("adamw", architecture, ("float32", gradient), (), 2**28)
+
+
+KERNELS = (
+    Kernel(
+        name="adamw",
+        source="adamw/kernel.py",
+        function="adamw",
+        widths=(),
+        configs=_configs,
+        default=_default,
+        shared_bytes=lambda request, config: 0,
+        signature=_signature,
+        examples=_examples,
+        moved_bytes=lambda request: request.rows * (6.0 * 4 + bytes_of(request.dtypes[1])),
+        reference="torch.optim.AdamW(fused=True)",
+    ),
+)

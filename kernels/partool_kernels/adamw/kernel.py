@@ -1,0 +1,74 @@
+"""AdamW in Triton: many tensors in one launch, every element read and written once.
+
+Loshchilov and Hutter, arXiv 1711.05101, algorithm 2: the decay does not pass through the moments. A table says where
+the tensors lie, and a list which one of them each program works on.
+"""
+
+# Triton reads the parameters' annotations, so they must not become strings here.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a table's address as a pointer, of which the compiler knows whether it is a multiple of 16 bytes."""
+    # Four elements at once of every tensor, so that all of them lie the same way over the threads.
+    bytes_: tl.constexpr = 16 if TYPE == "fp32" else 8
+    if TYPE == "bf16":
+        at = address.to(tl.pointer_type(tl.bfloat16))
+    elif TYPE == "fp16":
+        at = address.to(tl.pointer_type(tl.float16))
+    else:
+        at = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        at = tl.multiple_of(at, bytes_)
+    return at
+
+
+@triton.jit
+def _block(
+    place, start, left, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
+    GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update a block; only a whole one is aligned, and needs no mask."""
+    parameter = _pointer(tl.load(place), "fp32", WHOLE) + start
+    gradient = _pointer(tl.load(place + 1), GRADIENT, WHOLE) + start
+    average = _pointer(tl.load(place + 2), "fp32", WHOLE) + start
+    square = _pointer(tl.load(place + 3), "fp32", WHOLE) + start
+    within = tl.arange(0, BLOCK)
+    inside = None if WHOLE else within < left
+    g = tl.load(gradient + within, mask=inside).to(tl.float32) * scale
+    p = tl.load(parameter + within, mask=inside)
+    m = beta1 * tl.load(average + within, mask=inside) + rest1 * g
+    v = beta2 * tl.load(square + within, mask=inside) + rest2 * g * g
+    # Divisions and roots are rounded as those of torch are; memory is what takes the time.
+    p = p * kept - step_size * tl.div_rn(m, tl.sqrt_rn(v) * root + eps)
+    tl.store(parameter + within, p, mask=inside)
+    tl.store(average + within, m, mask=inside)
+    tl.store(square + within, v, mask=inside)
+
+
+@triton.jit
+def adamw(
+    tensors, owners, kept, beta1, rest1, beta2, rest2, step_size, root, eps, scale,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update parameters and both moments, float32, in place.
+
+    A row of ``tensors`` (int64) holds the addresses of parameter, gradient and moments, the number of elements, the
+    first program that works on them, and whether they decay; ``owners`` (int32) the row of every program.
+    """
+    program = tl.program_id(0)
+    place = tensors + tl.load(owners + program).to(tl.int64) * 7
+    start = (program - tl.load(place + 5)) * BLOCK
+    left = tl.load(place + 4) - start
+    shrunk = tl.where(tl.load(place + 6) != 0, kept, 1.0)
+    bits = tl.load(place) | tl.load(place + 1) | tl.load(place + 2) | tl.load(place + 3)
+    if (left >= BLOCK) & (bits % 16 == 0):
+        _block(
+            place, start, left, shrunk, beta1, rest1, beta2, rest2, step_size, root, eps, scale, GRADIENT, True, BLOCK
+        )
+    else:
+        _block(
+            place, start, left, shrunk, beta1, rest1, beta2, rest2, step_size, root, eps, scale, GRADIENT, False, BLOCK
+        )
