@@ -11,6 +11,7 @@ from partool.plan.types import Plan
 from partool.schedule import Schedule
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
@@ -116,6 +117,8 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
     frozen = freeze(model, plan.frozen)
     for name, parameter in model.elsewhere():
         parameter.requires_grad_(name not in frozen)
+    for module in (model.first, *model.stages, model.last):
+        fuse(module, plan)
     # Every rank has these and all have the same gradient, which counts once.
     model.copies = model.replicated() if rank else frozenset()
     done: list[Done] = []

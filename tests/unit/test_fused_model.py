@@ -8,6 +8,7 @@ import pytest
 import torch
 from _telemetry import small_plan
 from torch import nn
+from torch.func import functional_call
 
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
@@ -18,6 +19,7 @@ from partool_runtime.model import Decoder
 from partool_runtime.parallel import compiling
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
+from partool_runtime.parallel.weipipe.parts import RingDecoder
 
 BASE: dict[str, Any] = {
     "layers": 3, "hidden": 21, "ffn_hidden": 35, "heads": 6, "kv_heads": 2, "head_dim": 4, "vocab": 37
@@ -154,3 +156,19 @@ def test_parameters_of_another_type_are_left_to_torch() -> None:
             block.ffn_norm.float()
     fuse(model, plan_of("llama", ("norm",)))
     same(model, theirs)
+
+
+def test_layers_that_a_rank_of_a_ring_holds_no_weights_of_are_fused_too() -> None:
+    config, theirs = MODELS["llama"], make("llama")
+    with torch.device("meta"):
+        model = RingDecoder(config, [(0, 2), (2, 3)], [0])
+    for stage in model.stages:
+        fuse(stage, plan_of("llama", ("norm",)))
+    weights = {f"blocks.0.{name}": p.detach() for name, p in theirs.layers[2].named_parameters()}
+    x_BSH = torch.randn(2, 5, config.hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        plain = theirs.layers[2](x_BSH, theirs.contexts(x_BSH))
+        with torch.profiler.profile() as seen:
+            out = functional_call(model.stages[1], weights, (x_BSH,))
+    assert torch.allclose(out, plain, rtol=1e-13, atol=1e-13)
+    assert any(event.key == "partool::add_norm" for event in seen.key_averages())
