@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from partool.layout.gemms import Gemm, Rows, gemms
 from partool.plan.types import Plan
-from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+from partool_kernels.registry import ARCHITECTURES, Request
 
 Part = Literal["forward", "input gradient", "weight gradient"]
 PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
@@ -22,6 +22,8 @@ _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
 """Products whose results are summed over tensor ranks, in pieces where those travel while the next is computed."""
+_RUN = frozenset({"gemm_a8w8"})
+"""Kernels of the registry that the runtime multiplies with; wide products are torch's, whatever tables say."""
 _AGAIN = ("full", "keep_attention")
 """Policies that compute products once more for the backward pass."""
 
@@ -33,10 +35,10 @@ class Asked:
     name: str
     part: str
     """One of :data:`PARTS`, or what a fused kernel does."""
-    kernel: str
-    """Name in the registry; of products without one there, what of torch computes them."""
     request: Request | None
     """None: nothing in the registry computes it."""
+    library: str
+    """What of torch computes it; empty: the registry's kernel does."""
     rows: Rows
     """Of its result."""
     sides: tuple[float, int, int]
@@ -50,6 +52,11 @@ class Asked:
     """In 16 bits though the plan's precision is fp8."""
     moved_bytes: float | None = None
     """Traffic of memory of a call that is no product."""
+
+    @property
+    def kernel(self) -> str:
+        """What computes it."""
+        return self.library or (self.request.kernel if self.request else "")
 
 
 def asked(plan: Plan, device: str) -> Iterator[Asked]:
@@ -100,34 +107,45 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Asked
         "weight gradient": ((n, k, max(round(mean), 1)), outputs),
     }
     for part, (side, rows) in sides.items():
-        kernel, request = _request(plan, gemm, part, side, device)
+        request, library = _request(plan, gemm, part, side, device)
         times = calls * (1.0 + again) if part == "forward" else calls
         wide = plan.training.precision == "fp8" and gemm.name in _WIDE
-        yield Asked(gemm.name, part, kernel, request, rows, side, gemm.groups, times, wide=wide)
+        yield Asked(gemm.name, part, request, library, rows, side, gemm.groups, times, wide=wide)
 
 
 def _request(
     plan: Plan, gemm: Gemm, part: Part, sides: tuple[float, int, int], device: str
-) -> tuple[str, Request | None]:
-    """Return the kernel that computes a product, and what it is asked; none where partool has no kernel for it."""
+) -> tuple[Request | None, str]:
+    """Return what a product asks of the registry, and what of torch computes it where that is no kernel of partool."""
     devices, precision = plan.devices, plan.training.precision
     eight = precision == "fp8" and gemm.name not in _WIDE
-    dtype = DTYPES[precision]
-    kernel, library = _kernel(grouped=gemm.groups > 1, eight=eight)
+    form, library = _form(gemm, part, eight=eight)
     known = ARCHITECTURES.get(devices.architecture)
-    if known is None or plan.kernels.mode == "torch" or kernel not in KERNELS or precision == "fp64":
-        return library, None
-    if eight and known.fp8 is None:
-        return library, None
-    dtypes = (known.fp8, dtype) if eight and known.fp8 else (dtype,)
-    flags = ("rows",) if eight and part == "weight gradient" else ()
+    if known is None or plan.kernels.mode == "torch" or precision == "fp64" or (eight and known.fp8 is None):
+        return None, library
     rows, n, k = max(round(sides[0]), 1), sides[1], sides[2]
-    shape = (("n", n), ("k", k))
-    return kernel, Request(kernel, devices.architecture, dtypes, shape, rows, flags, device, devices.units)
+    shape = {"n": n, "k": k}
+    if gemm.groups > 1:
+        tokens = max(round(gemm.rows.mean * gemm.groups), 1)
+        shape, rows = (shape, tokens) if part != "weight gradient" else ({"m": rows, "n": n}, tokens)
+        shape["e"] = gemm.groups
+    dtypes = (known.fp8 or "" if eight else DTYPES[precision], DTYPES[precision])
+    at = (devices.architecture, dtypes, tuple(shape.items()), rows, form.flags, device, devices.units)
+    return Request(form.kernel, *at), "" if form.kernel in _RUN else library
 
 
-def _kernel(*, grouped: bool, eight: bool) -> tuple[str, str]:
-    """Return the registry's name of the kernel of a product, and what of torch computes it otherwise."""
-    if grouped:
-        return ("grouped_a8w8" if eight else "grouped_gemm"), "F.grouped_mm"
-    return ("gemm_a8w8", "F.scaled_mm") if eight else ("gemm", "F.linear")
+class _Form(NamedTuple):
+    kernel: str
+    flags: tuple[str, ...]
+
+
+def _form(gemm: Gemm, part: Part, *, eight: bool) -> tuple[_Form, str]:
+    """Return how the registry names a product, and what of torch computes the same."""
+    memory = {"forward": "nt", "input gradient": "nn", "weight gradient": "tn"}[part]
+    if gemm.groups > 1:
+        weights = part == "weight gradient"
+        name = "grouped_a8w8" if eight else "grouped_gemm"
+        return _Form(f"{name}_weight" if weights else name, () if weights or eight else (memory,)), "F.grouped_mm"
+    if eight:
+        return _Form("gemm_a8w8", ("rows",) if part == "weight gradient" else ()), "F.scaled_mm"
+    return _Form("gemm", (memory,)), "F.linear"

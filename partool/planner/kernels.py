@@ -7,6 +7,7 @@ cost model, or from a table where that very product was measured on that very de
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -18,7 +19,7 @@ from partool.cost.stacks import own_stack
 from partool.plan.types import Plan
 from partool.planner.kernel_requests import Asked, asked
 from partool.spec.hardware import Devices
-from partool_kernels.registry import ARCHITECTURES, KERNELS, SOURCES, Choice, Config, Request, Source
+from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
 from partool_kernels.registry.look_up import Registry
 
 State = Literal["tuned", "nearest", "untuned", "library"]
@@ -37,7 +38,7 @@ class Line:
 
     asked: Asked
     choice: Choice | None
-    """None: a library of torch's computes it, and chooses by itself."""
+    """Of the registry, also of kernels that a library of torch's computes instead; None: it knows of none."""
     call_s: float
     """Seconds of one call: measured where ``measured``, else of the cost model, which assumes good tiles."""
     measured: bool
@@ -47,9 +48,17 @@ class Line:
     """Prediction of the whole step."""
 
     @property
+    def tabled(self) -> bool:
+        """Whether a kernel with tables computes it, partool's or another engine's."""
+        return self.choice is not None and not (self.asked.library and self.choice.implementation == "triton")
+
+    @property
     def state(self) -> State:
-        """tuned: measured for this shape on this device; nearest: for a similar one; untuned: for none."""
-        return "library" if self.choice is None else _STATE[self.choice.source]
+        """tuned: measured for this shape on this device; nearest: for a similar one; untuned: for none.
+
+        library: torch computes it with one, which chooses by itself.
+        """
+        return _STATE[self.choice.source] if self.choice is not None and self.tabled else "library"
 
     @property
     def total_s(self) -> float:
@@ -88,24 +97,25 @@ class Coverage:
     @property
     def worst(self) -> Source | None:
         """Least certain source of a product; None where libraries compute them all."""
-        sources = [line.choice.source for line in self.lines if line.choice is not None and line.asked.product]
-        return min(sources, key=SOURCES.index, default=None)
+        return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
 
     def below(self, level: Source) -> list[Line]:
         """Return the products whose configuration comes from a less certain source."""
         least = SOURCES.index(level)
-        return [
-            line
-            for line in self.lines
-            if line.asked.product and line.choice is not None and SOURCES.index(line.choice.source) < least
-        ]
+        return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
+
+    def _products(self) -> Iterator[tuple[Line, Choice]]:
+        """Yield the products that kernels with tables compute."""
+        for line in self.lines:
+            if line.asked.product and line.choice is not None and line.tabled:
+                yield line, line.choice
 
     @property
     def untuned(self) -> list[str]:
         """Kernels for which tuning would measure something, those that lose most first."""
         lost: dict[str, float] = {}
         for line in self.lines:
-            if line.choice is not None and line.state != "tuned":
+            if line.state in ("nearest", "untuned") and not line.asked.library:
                 name = line.asked.kernel
                 lost[name] = lost.get(name, 0.0) + line.total_lost_s
         return sorted(lost, key=lambda name: (-lost[name], name))
@@ -114,14 +124,12 @@ class Coverage:
 def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     """Return what the registry has for a plan; raises ``TableError`` where a table of the user's cannot be read.
 
-    Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all.
+    Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all. Of plans
+    that other engines have to run, the kernels of those count where their tables are given.
     """
-    job = _job(plan)
-    known = plan.devices.architecture in ARCHITECTURES
-    registry = registry or (Registry(plan.kernels.tuned) if known else Registry())
-    gains = _Gains(registry)
-    step_s = plan.prediction.time.step_time_s
-    lines = tuple(_line(job, one, registry, gains, step_s) for one in asked(plan, _device_name(plan.devices)))
+    tables = _Tables(registry or Registry(plan.kernels.tuned), others=not plan.runnable)
+    job, step_s = _job(plan), plan.prediction.time.step_time_s
+    lines = tuple(_line(job, one, tables, step_s) for one in asked(plan, _device_name(plan.devices)))
     return Coverage(plan.devices.architecture, step_s, lines)
 
 
@@ -144,14 +152,17 @@ def _device_name(devices: Devices) -> str:
     return next(iter(entry["match"]), devices.accelerator) if entry else devices.accelerator
 
 
-def _line(job: Job, one: Asked, registry: Registry, gains: _Gains, step_s: float) -> Line:
-    choice = registry.coverage(one.request) if one.request is not None else None
-    found = choice.time_s if choice is not None and choice.source == "exact" else None
-    call_s = found if found is not None else _modelled_s(job, one)
-    lost_s = 0.0
-    if choice is not None and choice.source != "exact" and choice.implementation == "triton":
-        lost_s = call_s * gains.lost(job, one, choice)
-    return Line(one, choice, call_s, found is not None, lost_s, step_s)
+def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
+    choice = tables.choice(one)
+    measured = choice is not None and choice.source == "exact" and choice.time_s is not None
+    call_s, lost_s = _modelled_s(job, one), 0.0
+    if choice is not None and choice.time_s is not None and measured:
+        call_s = choice.time_s
+        if one.library and choice.reference_s is not None:
+            call_s, lost_s = choice.reference_s, max(choice.reference_s - choice.time_s, 0.0)
+    elif choice is not None and choice.source != "exact" and not one.library and choice.implementation == "triton":
+        lost_s = call_s * tables.lost(job, one, choice)
+    return Line(one, choice, call_s, measured, lost_s, step_s)
 
 
 def _modelled_s(job: Job, one: Asked) -> float:
@@ -162,12 +173,21 @@ def _modelled_s(job: Job, one: Asked) -> float:
     return float(job.time_scalar * job.stack.derate * seconds)
 
 
-class _Gains:
-    """What tuning brings: of measured entries, else of the tile model."""
+class _Tables:
+    """What the registry has, and what tuning brings: of measured entries, else of the tile model."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, *, others: bool) -> None:
         self._registry = registry
+        self._others = others
+        """Whether other engines run the plan, so that their kernels count."""
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
+
+    def choice(self, one: Asked) -> Choice | None:
+        """Return what the registry has for a product; None where it knows of nothing."""
+        request = one.request
+        if request is None or request.kernel not in KERNELS:
+            return None
+        return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: Job, one: Asked, choice: Choice) -> float:
         """Return what a configuration takes longer than the best one, as a share of the best one's time."""

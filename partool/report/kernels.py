@@ -33,8 +33,9 @@ def render_kernels(plan: Plan, console: Console, source: str) -> None:
     console.print(_summary(found))
     for kernel, lines in groupby(sorted(found.lines, key=_order), key=lambda line: line.asked.kernel):
         console.print()
-        console.print(Text(kernel, "bold"))
-        console.print(_table(list(lines)))
+        table = list(lines)
+        console.print(Text(kernel, "bold"), Text(_beside(table)), sep="")
+        console.print(_table(table))
     console.print()
     for text in _notes(plan, found, source):
         console.print(text, markup=False, highlight=False)
@@ -62,7 +63,21 @@ def tune_command(found: Coverage, source: str) -> str:
 
 
 def _order(line: Line) -> tuple[bool, str]:
-    return line.choice is None, line.asked.kernel
+    return not line.tabled, line.asked.kernel
+
+
+def _beside(lines: list[Line]) -> str:
+    """Return what the sources of products that torch computes are about."""
+    kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
+    return f", of torch; sources are of partool's {', '.join(sorted(kernels))}, which does not run" if kernels else ""
+
+
+def _source(line: Line) -> Text:
+    choice = line.choice
+    if choice is None:
+        return Text("-")
+    whose = "" if choice.implementation == "triton" else f" ({choice.implementation})"
+    return Text(choice.source + whose, _STYLES[line.state])
 
 
 def _line_data(line: Line) -> dict[str, Any]:
@@ -72,7 +87,8 @@ def _line_data(line: Line) -> dict[str, Any]:
         "name": asked.name,
         "pass": asked.part,
         "kernel": asked.kernel,
-        "implementation": choice.implementation if choice else "torch",
+        "implementation": choice.implementation if choice and line.tabled else "torch",
+        "table_of": asked.request.kernel if asked.request else None,
         "m": m,
         "rows": asdict(asked.rows),
         "n": n,
@@ -113,12 +129,11 @@ def _table(lines: list[Line]) -> Table:
         asked = line.asked
         m, n, k = asked.sides
         rows = f"{asked.groups} × {m:.0f}" if asked.groups > 1 else f"{m:.0f}"
-        source = Text(line.choice.source if line.choice else "-", _STYLES[line.state])
         name = asked.name if asked.name != before else ""
         before = asked.name
         lost = seconds(line.total_lost_s) if line.total_lost_s else "-"
         part = _SHORT.get(asked.part, asked.part)
-        table.add_row(name, part, rows, str(n), str(k) if k else "", source, f"{line.share:.1%}", lost)
+        table.add_row(name, part, rows, str(n), str(k) if k else "", _source(line), f"{line.share:.1%}", lost)
     return table
 
 
@@ -137,7 +152,7 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
             f"{seconds(found.step_s)}, which assume good tiles. That is estimated: from what measured entries of a "
             "table gained where there are some, else from how the tiles fill the device."
         )
-    elif all(line.choice is None for line in found.lines):
+    elif not any(line.tabled for line in found.lines):
         notes.append("No kernels with tables compute this plan: nothing is to be tuned.")
     if command := tune_command(found, source):
         notes.append(f"To measure them on such a device: {command}")
