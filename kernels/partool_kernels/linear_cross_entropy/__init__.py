@@ -1,0 +1,1 @@
+"""Output matrix and cross entropy in one: chunks of rows, whose logits never all exist at once."""

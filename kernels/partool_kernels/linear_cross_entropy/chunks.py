@@ -1,0 +1,143 @@
+"""Losses and gradients chunk by chunk: logits by a product, their gradient over them, two products from that.
+
+The gradients are computed with the loss, so nothing is computed twice: 6 · rows · V · H multiplications and additions
+in all, as without chunks; the idea is that of Liger Kernel (Hsu et al., arXiv 2410.10989, section 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from partool_kernels.cross_entropy.op import IGNORED, Terms, inner_scale
+from partool_kernels.linear_cross_entropy.products import add_product
+from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
+
+Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""From ``[3, C]`` of this rank's part of the vocabulary (largest logit, sum of exponentials less it, label's logit or
+0) to the logarithm of the sum of exponentials and the label's logit over all ranks, ``[C]`` each."""
+
+
+class How(NamedTuple):
+    """What is computed, and in which pieces."""
+
+    terms: Terms = Terms()
+    rows: int = 0
+    """Rows whose logits exist at once; 0: as :func:`chunk_rows` says."""
+    mode: str = "auto"
+    first: int = 0
+    """Token of the vocabulary with which this rank's begin."""
+    merge: Merge | None = None
+    """Where ranks share the vocabulary; called for every chunk, in the same order on all of them."""
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+class Inputs(NamedTuple):
+    """Of one pass."""
+
+    hidden: torch.Tensor
+    """``[T, H]``."""
+    weight: torch.Tensor
+    """``[V, H]``."""
+    bias: torch.Tensor | None
+    """``[V]``."""
+    labels: torch.Tensor
+    """``[T]``."""
+
+
+class Found(NamedTuple):
+    """The sum of the losses, and its gradients times :func:`inner_scale` of type and vocabulary."""
+
+    total: torch.Tensor
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    """In float32 where it is the sum of many chunks, of the weight's type otherwise."""
+    bias: torch.Tensor | None
+    """In float32 or wider."""
+
+
+def losses_and_gradients(inputs: Inputs, how: How, needs: Needs) -> Found:
+    """Return the loss of all rows and its gradients; logits exist of one chunk at a time."""
+    hidden_TH, weight_VH, bias_V, labels_T = inputs
+    (tokens, _), vocabulary = hidden_TH.shape, len(weight_VH)
+    rows = _rows(inputs, how.rows)
+    of_sum, wide = sum_types(inputs, rows)
+    total = hidden_TH.new_zeros((), dtype=wide)
+    of_hidden = torch.empty_like(hidden_TH, memory_format=torch.contiguous_format) if needs.hidden else None
+    of_weight = torch.zeros_like(weight_VH, dtype=of_sum) if needs.weight else None
+    of_bias = torch.zeros_like(bias_V, dtype=wide) if needs.bias and bias_V is not None else None
+    buffer_CV = logits_buffer(min(rows, tokens), vocabulary, hidden_TH)
+    for start in range(0, tokens, rows):
+        part = slice(start, min(start + rows, tokens))
+        chunk = Inputs(hidden_TH[part], weight_VH, bias_V, labels_T[part])
+        logits_CV = buffer_CV[: part.stop - start]
+        write_logits(logits_CV, chunk)
+        total += _loss_of(logits_CV, chunk.labels, how, gradient=any(needs))
+        if of_hidden is not None:
+            torch.mm(logits_CV, weight_VH, out=of_hidden[part])
+        if of_weight is not None:
+            add_product(of_weight, logits_CV, chunk.hidden)
+        if of_bias is not None:
+            of_bias += logits_CV.sum(0, dtype=wide)
+    return Found(total, of_hidden, of_weight, of_bias)
+
+
+def _rows(inputs: Inputs, rows: int) -> int:
+    return rows or chunk_rows(len(inputs.hidden), len(inputs.weight), inputs.hidden.itemsize)
+
+
+def sum_types(inputs: Inputs, rows: int) -> tuple[torch.dtype, torch.dtype]:
+    """Return the type in which gradients of the weight are summed, and that of losses and of the bias's gradients."""
+    own, tokens = inputs.hidden.dtype, len(inputs.hidden)
+    many = own.itemsize == 2 and tokens > WIDE_ABOVE * _rows(inputs, rows)
+    wide = torch.float64 if own == torch.float64 else torch.float32
+    return wide if many or own == torch.float16 else own, wide
+
+
+def logits_buffer(rows: int, vocabulary: int, like: torch.Tensor) -> torch.Tensor:
+    """Return memory for logits; rows begin at multiples of 128 bytes: odd vocabularies are read as fast as others."""
+    step = 128 // like.itemsize
+    padded = max(1, -(-vocabulary // step)) * step
+    return torch.empty(rows, padded, dtype=like.dtype, device=like.device)[:, :vocabulary]
+
+
+def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
+    """Compute the logits of a chunk."""
+    if chunk.bias is None:
+        torch.mm(chunk.hidden, chunk.weight.T, out=logits_CV)
+    else:
+        torch.addmm(chunk.bias, chunk.hidden, chunk.weight.T, out=logits_CV)
+
+
+def _loss_of(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: How, *, gradient: bool) -> torch.Tensor:
+    """Return the loss of a chunk, and leave the gradient in its logits, if wanted."""
+    operators, (z_loss, cap) = torch.ops.partool, how.terms
+    scale = inner_scale(logits_CV.dtype, logits_CV.shape[1])
+    if how.merge is None and gradient:
+        losses_C: torch.Tensor = operators.cross_entropy_(
+            logits_CV, labels_C, z_loss=z_loss, cap=cap, scale=scale, kernels=how.mode
+        )
+        return losses_C.sum()
+    if how.merge is None:
+        total: torch.Tensor = operators.cross_entropy(
+            logits_CV, labels_C, z_loss=z_loss, cap=cap, gradient=False, kernels=how.mode
+        )[0]
+        return total
+    parts_3C = operators.cross_entropy_parts(logits_CV, labels_C, how.first, cap, how.mode)
+    log_totals_C, targets_C = how.merge(parts_3C)
+    if gradient:
+        operators.cross_entropy_gradient_(
+            logits_CV, labels_C, log_totals_C, log_totals_C.new_full((), scale),
+            first=how.first, z_loss=z_loss, cap=cap, kernels=how.mode,
+        )  # fmt: skip
+    losses_C = log_totals_C - targets_C + z_loss * log_totals_C.square()
+    return losses_C.where(labels_C != IGNORED, 0.0).sum()
