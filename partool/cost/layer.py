@@ -252,9 +252,10 @@ def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, 
     return inputs, weights, first
 
 
-def _traffic(stack: Stack, part: Fused) -> float:
-    """Return the memory traffic of a part of a block against a single pass."""
-    return min(stack.elementwise, _FUSED_PASSES) if part in stack.fused else stack.elementwise
+def _traffic(job: Job, part: Fused) -> float:
+    """Return the memory traffic of a part of a block against a single pass; on the CPU nothing is fused."""
+    passes = job.stack.elementwise
+    return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
 
 
 def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
@@ -277,7 +278,7 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
     else:
         inner = cut.width(model.ffn_hidden, ranks)
     parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
-    elements = sum(width * _traffic(stack, part) for width, part in parts) * (1.7 if backward else 1.0)
+    elements = sum(width * _traffic(job, part) for width, part in parts) * (1.7 if backward else 1.0)
     if job.precision == "fp8":
         # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
         elements = elements + 1.5 * (2.0 * model.hidden + inner)

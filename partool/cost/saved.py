@@ -20,6 +20,7 @@ from partool.cost.memory_stacks import MemoryStack
 from partool.cost.tensor import keeps_gathered
 from partool.cost.tiled import in_tiles
 from partool.cost.traced import Coefficients, coefficients
+from partool.cost.traced import Kind as Traced
 
 IMBALANCE = 1.1
 """Tokens of the fullest expert rank against an even share: 1.0 to 1.3 with a balancing loss."""
@@ -116,8 +117,9 @@ def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, po
 def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
     """Return what was traced of the runtime's own blocks."""
     m = job.model
-    eager = coefficients(m, job.precision, 0, RECOMPUTE[policy])
-    compiled = coefficients(m, job.precision, 1, RECOMPUTE[policy])
+    fused = job.stack.fused
+    eager = coefficients(m, job.precision, Traced(0, RECOMPUTE[policy], fused))
+    compiled = coefficients(m, job.precision, Traced(1, RECOMPUTE[policy], fused))
     if eager is None or compiled is None:
         return None
     sizes = widths(job, layouts, 0)
@@ -153,7 +155,7 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
 
 def tile_bytes(job: Job, layouts: Layouts) -> Column:
     """Return the bytes that a tile's backward pass rebuilds, and those of the weights' gradients over all tiles."""
-    known = coefficients(job.model, job.precision, 0, "none")
+    known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
         return 0.0
     sizes, small = widths(job, layouts, 0), job.compute_bytes

@@ -118,7 +118,7 @@ def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stac
     On the CPU operators of torch compute what is fused elsewhere.
     """
     if backend == "cpu":
-        return PARTOOL_CPU
+        return replace(PARTOOL_CPU, fused=fused)
     stack = PARTOOL if compile == "block" else PARTOOL_EAGER
     spared = 0 if compile == "block" else sum(_SPARED.get(part, 0) for part in fused)
     return replace(

@@ -10,17 +10,19 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from partool.layout.traced import COEFFICIENTS, WIDTHS, family
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
-from partool.spec.training import Precision
+from partool.spec.training import Fused, Precision
 
 DATA = Path(__file__).with_name("traced.json")
 TIMEOUT_S = 300
@@ -85,14 +87,23 @@ def using(trace: Trace) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-def refresh(model: ModelConfig, precision: Precision, compiles: tuple[Compile, ...] = ("none", "block")) -> Trace:
+def refresh(
+    model: ModelConfig,
+    precision: Precision,
+    compiles: tuple[Compile, ...] = ("none", "block"),
+    fused: Mapping[Compile, tuple[Fused, ...]] = MappingProxyType({}),
+) -> Trace:
     """Trace one model with the installed torch, at its own widths, and return that over the shipped data.
+
+    ``fused`` are the parts that kernels of partool compute where blocks are compiled, and where they are not.
 
     Raises :class:`TraceError` where the runtime is not installed, cannot build the model, or takes too long.
     """
     # fp8 casts as it multiplies; what is saved is bf16.
     saved = "bf16" if precision == "fp8" else precision
-    wanted = json.dumps({"model": model.model_dump(mode="json"), "precision": saved, "compile": compiles})
+    wanted = json.dumps(
+        {"model": model.model_dump(mode="json"), "precision": saved, "compile": compiles, "fused": dict(fused)}
+    )
     command = [sys.executable, "-m", "partool_runtime.trace", "-"]
     try:
         done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -114,19 +125,29 @@ def _last_message(stderr: str) -> str:
     return " ".join(line.strip() for line in lines[starts[-1] :]) if starts else "the tracer failed"
 
 
-def coefficients(model: ModelConfig, precision: Precision, compiled: int, policy: str) -> Coefficients | None:
-    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build."""
-    return _coefficients(model, precision, compiled, policy, current().sha256)
+class Kind(NamedTuple):
+    """What decides which tensors a layer keeps, besides the model and its precision."""
+
+    compiled: int
+    policy: str
+    fused: tuple[Fused, ...] = ()
+
+
+def coefficients(model: ModelConfig, precision: Precision, kind: Kind) -> Coefficients | None:
+    """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build.
+
+    For parts that are fused in an unusual combination it is what a layer keeps without, which is no less.
+    """
+    return _coefficients(model, precision, kind, current().sha256)
 
 
 @lru_cache(maxsize=256)
-def _coefficients(
-    model: ModelConfig, precision: Precision, compiled: int, policy: str, sha256: str
-) -> Coefficients | None:
+def _coefficients(model: ModelConfig, precision: Precision, kind: Kind, sha256: str) -> Coefficients | None:
     if model.mla is not None:
         return None
-    choice = ("none", "block")[compiled]
-    known = current().families.get(family(model, precision, choice, policy))  # type: ignore[arg-type]
+    choice: Compile = "block" if kind.compiled else "none"
+    names = (family(model, precision, choice, kind.policy, fused) for fused in (kind.fused, ()))  # type: ignore[arg-type]
+    known = next((current().families[name] for name in names if name in current().families), None)
     if known is None:
         return None
     values = dict(zip(COEFFICIENTS, known, strict=True))

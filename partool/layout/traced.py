@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Recompute
-from partool.spec.training import Precision
+from partool.spec.training import Fused, Precision
 
 WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
 """Widths per token that a saved tensor may have: the residual stream, all heads' queries, all heads' keys, the inner
@@ -13,8 +15,21 @@ COEFFICIENTS = (*WIDTHS, "layer")
 """Coefficients of a family in the order of the data: bytes per token and width, and per layer and micro-batch."""
 
 
-def family(model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute) -> str:
+IN_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")
+"""Parts of a block that kernels of partool may compute."""
+
+
+def applicable(model: ModelConfig) -> tuple[Fused, ...]:
+    """Return the parts of a block that a model has, of those that can be fused."""
+    has = {"norm": True, "glu": model.gated, "rope": model.position == "rope" and model.mla is None}
+    return tuple(part for part in IN_BLOCKS if has[part])
+
+
+def family(
+    model: ModelConfig, precision: Precision, compile: Compile, policy: Recompute, fused: Collection[Fused] = ()
+) -> str:
     """Return the kind of a model whose blocks keep the same tensors, whatever their sizes and what tokens see."""
+    inside = tuple(part for part in IN_BLOCKS if part in fused)
     parts = (
         model.norm,
         model.activation,
@@ -23,6 +38,7 @@ def family(model: ModelConfig, precision: Precision, compile: Compile, policy: R
         compile,
         policy,
         numbers(precision),
+        *(["fused" if inside == applicable(model) else "-".join(("fused", *inside))] if inside else []),
     )
     return "/".join(parts)
 

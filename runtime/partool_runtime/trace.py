@@ -8,7 +8,8 @@ result as data (``partool/cost/traced.json``), so that it plans the same with an
     python -m partool_runtime.trace                 every kind of model, as shipped with partool
     python -m partool_runtime.trace FILE.json       one model at its own widths; the file (for ``-``, standard input)
                                                     holds {"model": {...}, "precision": "bf16", "compile": ["block"]};
-                                                    without ``compile`` both ways are traced
+                                                    without ``compile`` both ways are traced; ``fused`` maps
+                                                    either to parts that kernels of partool compute
 
 Output: JSON. ``families`` maps a kind of model to bytes: per token and width, in the order of ``widths``, then per
 layer and micro-batch. Layers that see a window, or the row of a grid, keep what those do that see all earlier tokens.
@@ -21,18 +22,20 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partool.layout.traced import COEFFICIENTS, WIDTHS, family, head_family
+from partool.layout.traced import COEFFICIENTS, WIDTHS, applicable, family, head_family
 from partool.spec.model import Activation, ModelConfig, Norm, Position
 from partool.spec.parallel import Compile, Recompute
-from partool.spec.training import Precision
+from partool.spec.training import Fused, Precision
+from partool_runtime.fused import Fusing, put
 from partool_runtime.model import Decoder, loss
 from partool_runtime.model.attention import Context
 from partool_runtime.parallel.recompute import recompute
@@ -57,6 +60,8 @@ class Case(NamedTuple):
     precision: Precision
     compile: Compile
     policy: Recompute
+    fused: tuple[Fused, ...] = ()
+    """Parts that kernels of partool compute."""
 
 
 class UnknownTensorError(Exception):
@@ -149,6 +154,7 @@ def _built(case: Case) -> tuple[Decoder, Context]:
         model = Decoder(case.model.model_copy(update={"layers": 2, "layer_types": case.model.layer_types[:1] * 2}))
     finally:
         torch.set_default_dtype(before)
+    put(model, Fusing(case.fused, case.model))
     recompute(model.layers, [case.policy] * 2)
     if case.compile == "block":
         torch.compiler.reset()
@@ -205,7 +211,7 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     with FakeTensorMode():
         for case in cases:
-            key = family(case.model, case.precision, case.compile, case.policy)
+            key = family(case.model, case.precision, case.compile, case.policy, case.fused)
             found[key] = coefficients(block_storages(case), case.model)
             head = head_family(case.model, case.precision)
             if head not in found:
@@ -222,13 +228,22 @@ def shipped_cases() -> Iterator[Case]:
         for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
             yield Case(config, "bf16", compile, policy)
             yield Case(config, "fp32", compile, policy)
+            if compile == "none":
+                # Compilers fuse what is inside of blocks by themselves.
+                yield Case(config, "bf16", compile, policy, applicable(config))
+                yield Case(config, "fp32", compile, policy, applicable(config))
 
 
-def model_cases(model: ModelConfig, precision: Precision, compiles: Sequence[Compile]) -> Iterator[Case]:
-    """Yield the cases of one model: its layers, compiled or not, under each policy."""
+def model_cases(
+    model: ModelConfig,
+    precision: Precision,
+    compiles: Sequence[Compile],
+    fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
+) -> Iterator[Case]:
+    """Yield the cases of one model: its layers, compiled or not, under each policy, with parts ``fused`` in both."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
-        yield Case(config, precision, compile, policy)
+        yield Case(config, precision, compile, policy, tuple(fused.get(compile, ())))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -237,7 +252,9 @@ def main(arguments: Sequence[str]) -> int:
         text = sys.stdin.read() if arguments[0] == "-" else Path(arguments[0]).read_text("utf-8")
         wanted = json.loads(text)
         model = ModelConfig.model_validate_json(json.dumps(wanted["model"]))
-        cases = model_cases(model, wanted["precision"], wanted.get("compile", get_args(Compile)))
+        cases = model_cases(
+            model, wanted["precision"], wanted.get("compile", get_args(Compile)), wanted.get("fused", {})
+        )
     else:
         cases = shipped_cases()
     found = trace(cases)

@@ -11,8 +11,9 @@ from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_runtime.fused.glu import fuse_glu
 from partool_runtime.fused.norm import fuse_norms
+from partool_runtime.fused.types import Fusing
 
-PARTS: MappingProxyType[Fused, Callable[[nn.Module, Plan], None]] = MappingProxyType(
+PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingProxyType(
     {"norm": fuse_norms, "glu": fuse_glu}
 )
 """By their names in ``kernels.fused``. The optimizer is none of the model's parts, it is told by itself."""
@@ -20,6 +21,11 @@ PARTS: MappingProxyType[Fused, Callable[[nn.Module, Plan], None]] = MappingProxy
 
 def fuse(model: nn.Module, plan: Plan) -> None:
     """Put the plan's kernels in the place of parts of a model, or of a rank's part of it; nothing moves to or fro."""
-    for part in plan.layout.fused:
+    put(model, Fusing.of(plan))
+
+
+def put(model: nn.Module, how: Fusing) -> None:
+    """Do the same, with or without a plan."""
+    for part in how.parts:
         if part in PARTS:
-            PARTS[part](model, plan)
+            PARTS[part](model, how)

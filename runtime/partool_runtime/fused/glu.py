@@ -6,16 +6,16 @@ from functools import partial
 
 from torch import nn
 
-from partool.plan.types import Plan
 from partool_kernels.glu.op import glu
+from partool_runtime.fused.types import Fusing
 from partool_runtime.model.ffn import FeedForward
 
 _KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 
-def fuse_glu(model: nn.Module, plan: Plan) -> None:
+def fuse_glu(model: nn.Module, how: Fusing) -> None:
     """Let every gated network use it."""
-    kind = _KINDS[plan.model.activation]
+    kind = _KINDS[how.model.activation]
     for module in model.modules():
         if isinstance(module, FeedForward) and module.gated:
-            module.combine = partial(glu, kind=kind, mode=plan.kernels.mode)
+            module.combine = partial(glu, kind=kind, mode=how.mode)

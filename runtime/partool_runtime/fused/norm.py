@@ -9,24 +9,24 @@ from typing import cast
 import torch
 from torch import nn
 
-from partool.plan.types import Plan
 from partool_kernels.norm.op import Norm, add_norm, norm
+from partool_runtime.fused.types import Fusing
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.norm import RMSNorm
 
 _Plain = Callable[[torch.Tensor], torch.Tensor]
 
 
-def fuse_norms(model: nn.Module, plan: Plan) -> None:
+def fuse_norms(model: nn.Module, how: Fusing) -> None:
     """Let every norm over a whole width use it, in place.
 
     Those that ranks share a width of, in two-dimensional tensor parallelism, stay as they are: their statistics are
     exchanged in the middle. So does the sum before a norm whose parameters are gathered by themselves, as that happens
     when the norm is called.
     """
-    mode = plan.kernels.mode
+    mode = how.mode
     for name, module in model.named_modules():
-        apart = any(fnmatchcase(f"{name}.ffn_norm", pattern) for pattern in plan.layout.leaves)
+        apart = any(fnmatchcase(f"{name}.ffn_norm", pattern) for pattern in how.leaves)
         if isinstance(module, Block) and _is_fit(module.ffn_norm) and not apart:
             module.add_norm = _with_sum(module.ffn_norm, mode)
     for module in model.modules():
