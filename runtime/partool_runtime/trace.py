@@ -196,6 +196,8 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
     names = {TOKENS * sizes[name]: name for name in reversed(WIDTHS)}
     result = dict.fromkeys(COEFFICIENTS, 0)
     for (elements, item), count in found.items():
+        if elements == 0:
+            continue
         name = names.get(elements)
         if name is not None:
             result[name] += count * item
