@@ -113,7 +113,7 @@ class AiterConfigs:
             yield Choice("triton", config, "modelled", distance, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield what aiter's own kernel has: tuned, or for these widths but no such rows; its default is none for these."""
+        """Yield what aiter's own kernel has: tuned, or for these widths but other rows; no default file."""
         found = self._of(request)
         if found and found.tuned:
             yield Choice("aiter", as_config(found.config), "exact", 0.0, table=str(found.file))

@@ -1,0 +1,132 @@
+"""``python -m partool_runtime.tune``: requests as JSON lines on standard input, events as such on standard output.
+
+Exit codes: 0 all is measured, or the budget is over; 3 there is no GPU, or not the one that was asked for; 4 the GPU
+faulted, start it again to go on without what made it; 130 stopped. In all cases what was found is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+from partool_kernels.registry.tables import TableError, bucket
+from partool_runtime._lifeline import end_with_parent
+from partool_runtime.tune.requests import RequestError, examples, from_json
+
+_WRONG, _NO_GPU, _FAULTED, _STOPPED = 2, 3, 4, 130
+
+
+class _StopError(BaseException):
+    """A signal asked to stop."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and return the exit code."""
+    arguments = _arguments(argv)
+    if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
+        end_with_parent(int(parent), signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    try:
+        requests = None if arguments.examples else [from_json(json.loads(line)) for line in sys.stdin if line.strip()]
+        return _rehearse(requests, arguments) if arguments.dry_run else _tune(requests, arguments)
+    except (RequestError, TableError, ValueError) as error:
+        return _fail(str(error), _WRONG)
+    except _StopError:
+        return _fail("stopped; started again it goes on", _STOPPED)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m partool_runtime.tune", description="Tunes kernels on this GPU.")
+    parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder of tables")
+    parser.add_argument("--budget", type=float, default=1800.0, help="seconds")
+    parser.add_argument("--again", action="store_true", help="measure what has been measured too")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be run")
+    parser.add_argument(
+        "--examples", action="store_true", help="the kernels' typical requests, instead of reading some"
+    )
+    parser.add_argument("--kernel", action="append", default=[], choices=sorted(KERNELS), help="with --examples")
+    parser.add_argument("--architecture", choices=sorted(ARCHITECTURES), help="with --examples and --dry-run")
+    parser.add_argument("--processes", type=int, default=0, help="compilers at work at once; 0: one per core")
+    return parser.parse_args(argv)
+
+
+def _tune(requests: list[Request] | None, arguments: argparse.Namespace) -> int:
+    from partool_kernels.registry.look_up import Registry
+    from partool_runtime.tune.journal import Journal
+    from partool_runtime.tune.machine import NoMachineError, this_machine
+    from partool_runtime.tune.requests import placed
+    from partool_runtime.tune.run import Options, tune
+    from partool_runtime.tune.search import BrokenDeviceError, Tools
+
+    try:
+        machine = this_machine()
+        asked = examples(arguments.kernel, machine.architecture) if requests is None else requests
+        work = placed(asked, machine)
+    except (NoMachineError, RequestError) as error:
+        return _fail(str(error), _NO_GPU)
+    registry = Registry([arguments.out] if any(arguments.out.glob("*/*.json")) else [])
+    journal = Journal(arguments.out)
+    tools = Tools(machine, registry, journal, processes=_processes(arguments), progress=_progress)
+    finished = False
+    try:
+        finished = tune(work, tools, Options(arguments.out, arguments.budget, arguments.again), _tell)
+    except BrokenDeviceError as error:
+        return _fail(str(error), _FAULTED)
+    finally:
+        journal.close(finished=finished)
+    return 0
+
+
+def _rehearse(requests: list[Request] | None, arguments: argparse.Namespace) -> int:
+    from partool_runtime.tune.run import rehearse
+
+    architecture = arguments.architecture or _here()
+    asked: Iterable[Request] = examples(arguments.kernel, architecture) if requests is None else requests
+    work = [replace(each, rows=bucket(each.rows), architecture=each.architecture or architecture) for each in asked]
+    for event in rehearse(list(dict.fromkeys(work)), _processes(arguments)):
+        _tell(event)
+    return 0
+
+
+def _here() -> str:
+    """Return this machine's architecture, ``sm_90`` where there is no GPU."""
+    from partool_runtime.tune.machine import NoMachineError, this_machine
+
+    try:
+        return this_machine().architecture
+    except NoMachineError:
+        return "sm_90"
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    return arguments.processes or max(len(os.sched_getaffinity(0)), 1)
+
+
+def _progress(done: int, of: int) -> None:
+    _tell({"event": "timed", "done": done, "of": of})
+
+
+def _tell(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _fail(reason: str, code: int) -> int:
+    _tell({"event": "failed", "reason": reason, "code": code})
+    return code
+
+
+def _stop(number: int, frame: object) -> None:
+    raise _StopError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

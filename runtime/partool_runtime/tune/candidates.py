@@ -1,0 +1,76 @@
+"""Which configurations of a kernel are worth running."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from partool_kernels.offline import Compiled
+from partool_kernels.proof import Job, Proof
+from partool_kernels.registry import KERNELS, Config, Request
+from partool_kernels.registry.feasible import obstacle
+from partool_kernels.registry.look_up import Registry
+
+MOST = 64
+"""Configurations of a large grid that are timed before the search goes on beside the best of them."""
+Prove = Callable[[Iterable[Job], int], Iterator[Proof]]
+
+
+class Filtered(NamedTuple):
+    """Configurations that can run, with what they need, and why the others cannot."""
+
+    kept: dict[Config, Compiled]
+    refused: dict[Config, str]
+
+
+def grid(request: Request) -> list[Config]:
+    """Return the rule's configuration and all others of the kernel's grid."""
+    kernel = KERNELS[request.kernel]
+    return list(dict.fromkeys([kernel.default(request), *kernel.configs(request)]))
+
+
+def first(request: Request, registry: Registry, most: int = MOST) -> list[Config]:
+    """Return what is run at first: the rule's, those of similar requests, and as many of the grid, evenly drawn."""
+    everything = grid(request)
+    likely = [everything[0], *(choice.config for choice in registry.choices(request)[:4])]
+    others = [config for config in everything if config not in likely]
+    if len(others) > most:
+        # The same ones after a restart.
+        others = random.Random(repr(request)).sample(others, most)
+    return list(dict.fromkeys([*likely, *others]))
+
+
+def beside(config: Config, everything: Sequence[Config]) -> list[Config]:
+    """Return those of a grid that differ from a configuration in one number."""
+    own = _numbers(config)
+    return [other for other in everything if sum(own.get(k) != v for k, v in _numbers(other).items()) == 1]
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name != "blocks"}
+    return config.constants | options
+
+
+def runnable(request: Request, configs: Iterable[Config], prove: Prove, processes: int) -> Filtered:
+    """Sort configurations out without running them: by estimates, then by compiling them.
+
+    One that spills registers, exceeds the shared memory, does without matrix units or emulates 8-bit products where
+    its kernel is for them, is refused. So is one that does not compile.
+    """
+    kept: dict[Config, Compiled] = {}
+    refused: dict[Config, str] = {}
+    jobs = []
+    for config in configs:
+        hindrance = obstacle(request, config)
+        if hindrance is None:
+            jobs.append(Job(request, config))
+        else:
+            refused[config] = hindrance
+    for proof in prove(jobs, processes):
+        if proof.compiled is not None and not proof.faults:
+            kept[proof.job.config] = proof.compiled
+        else:
+            refused[proof.job.config] = proof.faults[0]
+    return Filtered(kept, refused)

@@ -1,0 +1,69 @@
+"""The GPU that is measured."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from partool_kernels.device import architecture, has_triton
+from partool_runtime.tune.timing import CudaTimer, Timer
+
+
+class NoMachineError(Exception):
+    """There is nothing here to measure on, and why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where kernels are timed, and what is put on record about it."""
+
+    device: torch.device
+    architecture: str
+    name: str
+    """As the driver calls it."""
+    units: int
+    """Multiprocessors or compute units."""
+    driver: str
+    triton: str
+    """Full version."""
+    timer: Timer
+
+    @property
+    def minor(self) -> str:
+        """Triton's major and minor version."""
+        return ".".join(self.triton.split(".")[:2])
+
+
+def this_machine() -> Machine:
+    """Return this process's GPU; raises :class:`NoMachineError`."""
+    if not has_triton():
+        raise NoMachineError("Triton is not installed")
+    if not torch.cuda.is_available():
+        raise NoMachineError("torch finds no GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = architecture(device)
+    properties: Any = torch.cuda.get_device_properties(device)
+    if found is None:
+        raise NoMachineError(f"no kernels are compiled for {properties.name}")
+    import triton
+
+    return Machine(
+        device, found, str(properties.name), int(properties.multi_processor_count), _driver(), triton.__version__,
+        CudaTimer(device),
+    )  # fmt: skip
+
+
+def _driver() -> str:
+    """Return the driver's version, empty where its tool does not tell."""
+    amd = torch.version.hip is not None
+    command = ["cat", "/sys/module/amdgpu/version"] if amd else [
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    ]  # fmt: skip
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told[0] if told else ""

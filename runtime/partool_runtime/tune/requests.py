@@ -1,0 +1,75 @@
+"""Requests as JSON: what the planner, which knows no torch, hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+from partool_kernels.registry.tables import bucket
+from partool_runtime.tune.machine import Machine
+
+
+class RequestError(ValueError):
+    """A request that no kernel answers."""
+
+
+def as_json(request: Request) -> dict[str, Any]:
+    """Return a request as it is sent."""
+    return {
+        "kernel": request.kernel, "architecture": request.architecture, "dtypes": list(request.dtypes),
+        "shape": request.width, "rows": request.rows, "flags": list(request.flags),
+    }  # fmt: skip
+
+
+def from_json(sent: Any) -> Request:
+    """Return a request that was sent; raises :class:`RequestError`."""
+    try:
+        request = Request(
+            str(sent["kernel"]),
+            str(sent.get("architecture", "")),
+            tuple(map(str, sent["dtypes"])),
+            tuple((str(name), int(size)) for name, size in sent["shape"].items()),
+            int(sent["rows"]),
+            tuple(map(str, sent.get("flags", ()))),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RequestError(f"a request holds kernel, dtypes, shape and rows: {error!r}") from None
+    if request.kernel not in KERNELS:
+        raise RequestError(f"there is no kernel {request.kernel!r}; there are {', '.join(sorted(KERNELS))}")
+    if request.architecture not in {*ARCHITECTURES, ""}:
+        raise RequestError(f"there is no architecture {request.architecture!r}")
+    if tuple(request.width) != KERNELS[request.kernel].widths or min(request.width.values(), default=1) < 1:
+        raise RequestError(f"the shape of {request.kernel} has {', '.join(KERNELS[request.kernel].widths)}")
+    if request.rows < 1:
+        raise RequestError(f"{request.rows} rows")
+    return request
+
+
+def examples(kernels: Sequence[str], architecture: str) -> Iterator[Request]:
+    """Yield the typical requests of some kernels, or of all."""
+    for name in kernels or KERNELS:
+        yield from KERNELS[name].examples(architecture)
+
+
+def placed(requests: Iterable[Request], machine: Machine) -> list[Request]:
+    """Return the requests of a machine, at most rows of their buckets, each once.
+
+    Raises :class:`RequestError` for one of another architecture.
+    """
+    found: dict[Request, None] = {}
+    for request in requests:
+        if request.architecture not in ("", machine.architecture):
+            here = f"{machine.name} is {machine.architecture}"
+            raise RequestError(f"{request.kernel} is asked for {request.architecture}, but {here}")
+        here_too = replace(
+            request,
+            architecture=machine.architecture,
+            rows=bucket(request.rows),
+            device=machine.name,
+            units=machine.units,
+            triton=machine.minor,
+        )
+        found[here_too] = None
+    return list(found)

@@ -1,0 +1,106 @@
+"""All requests within a budget: the most important first, an entry written as soon as it is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partool_kernels.proof import prove_all
+from partool_kernels.registry import KERNELS, Request
+from partool_kernels.registry.look_up import Registry
+from partool_kernels.registry.source import source_hash
+from partool_kernels.registry.tables import Entry, add, stored
+from partool_runtime.tune.candidates import Prove, first, grid, runnable
+from partool_runtime.tune.requests import as_json
+from partool_runtime.tune.search import Tools, TuneError, tune_one
+
+Event = dict[str, Any]
+_LEAST_S = 2.0
+"""Of a request: with less of the budget left none is begun."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured, and where to."""
+
+    out: Path
+    """Folder of tables."""
+    budget_s: float = 1800.0
+    again: bool = False
+    """Whether what has been measured already, on this device with this Triton and this code, is measured once more."""
+
+
+def tune(requests: Sequence[Request], tools: Tools, options: Options, tell: Callable[[Event], None]) -> bool:
+    """Measure requests in their order and write their entries; returns whether all were, or the budget was over.
+
+    Every request has an equal share of the time that is left. ``tell`` is called with what happens.
+    """
+    end = time.monotonic() + options.budget_s
+    waiting = [each for each in requests if options.again or not known(each, options.out)]
+    tell(
+        {
+            "event": "start", "device": tools.machine.name, "architecture": tools.machine.architecture,
+            "requests": len(waiting), "known": len(requests) - len(waiting), "out": str(options.out),
+        }
+    )  # fmt: skip
+    for place, request in enumerate(waiting):
+        left = end - time.monotonic()
+        if left < _LEAST_S:
+            tell({"event": "end", "finished": False, "left": len(waiting) - place})
+            return False
+        tell({"event": "request", "index": place, **as_json(request)})
+        _one(request, tools, (options, time.monotonic() + left / (len(waiting) - place)), tell)
+    tell({"event": "end", "finished": True, "left": 0})
+    return True
+
+
+def _one(request: Request, tools: Tools, within: tuple[Options, float], tell: Callable[[Event], None]) -> None:
+    options, until = within
+    try:
+        entry = tune_one(request, tools, until)
+    except TuneError as error:
+        tell({"event": "skipped", "kernel": request.kernel, "reason": str(error)})
+        return
+    path = add(request.kernel, request.architecture, [entry], options.out)
+    tell({"event": "result", "file": str(path), **_told(request, entry)})
+
+
+def _told(request: Request, entry: Entry) -> Event:
+    measured = entry.measured
+    assert measured is not None
+    return {
+        **as_json(request),
+        "config": entry.config.model_dump(),
+        "default": entry.config.config == KERNELS[request.kernel].default(request),
+        "time_s": measured.time_s,
+        "default_s": measured.default_s,
+        "reference_s": measured.reference_s,
+        "error": measured.error,
+        "tried": measured.tried,
+    }
+
+
+def known(request: Request, folder: Path) -> bool:
+    """Tell whether a folder's table has a measurement for just this request, of the kernel as it is now."""
+    return any(
+        entry.measured is not None and other == request and entry.source_hash == source_hash(request.kernel)
+        for other, _, entry in stored(request.kernel, request.architecture, folder)
+    )
+
+
+def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_all) -> Iterator[Event]:
+    """Yield what would be run of each request, and how much is sorted out before: nothing is measured."""
+    registry = Registry()
+    for place, request in enumerate(requests):
+        configs = first(request, registry)
+        found = runnable(request, configs, prove, processes)
+        reasons: dict[str, int] = {}
+        for reason in found.refused.values():
+            reasons[reason.split(",")[0].split(":")[0]] = reasons.get(reason.split(",")[0].split(":")[0], 0) + 1
+        yield {
+            "event": "rehearsed", "index": place, "of": len(requests), **as_json(request), "grid": len(grid(request)),
+            "candidates": len(configs), "refused": len(found.refused), "reasons": reasons,
+        }  # fmt: skip
