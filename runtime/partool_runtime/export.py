@@ -27,6 +27,7 @@ DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # what products make narrow
 }
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -11,6 +11,7 @@ MASTER_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.float32,
     "fp16": torch.float32,
+    "fp8": torch.float32,
 }
 """Type of the parameters that the optimizer updates, by precision."""
 COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
@@ -18,8 +19,9 @@ COMPUTE_DTYPE: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp8": torch.bfloat16,
 }
-"""Type of parameters and activations in forward and backward, by precision."""
+"""Type of parameters and activations in forward and backward, by precision; fp8 is for products alone."""
 
 GROWTH = 2.0
 BACKOFF = 0.5

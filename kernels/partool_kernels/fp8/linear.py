@@ -132,3 +132,5 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 _linears.register_autograd(_gradients, setup_context=_keep)
+FP8_LINEARS = torch.ops.partool.fp8_linears.default
+"""The operator, for recomputation, which keeps results of products."""

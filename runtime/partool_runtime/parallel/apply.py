@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from partool.plan.types import Plan
+from partool_runtime.fp8 import use_fp8
 from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
@@ -36,6 +37,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
         apply_to_transformers(model, plan, ranks)
     else:
         apply_tensor(model, plan, ranks)
+    use_fp8(model.layers, plan, ranks.device)
     apply_sequence(model, plan, ranks)
     fuse(model, plan)
     blocks = dict(enumerate(model.layers))
@@ -56,6 +58,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
         apply_to_transformers(parts, plan, ranks)
     else:
         apply_tensor(parts, plan, ranks)
+    use_fp8((block for _, block in parts.blocks()), plan, ranks.device)
     apply_sequence(parts, plan, ranks)
     fuse(parts, plan)
     blocks: dict[int, nn.Module] = dict(parts.blocks())

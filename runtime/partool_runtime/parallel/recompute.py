@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from partool.spec.parallel import Recompute
+from partool_kernels.fp8.linear import FP8_LINEARS
 from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
@@ -37,6 +38,7 @@ SAVED = frozenset(
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
+        FP8_LINEARS,
         *summing_operators(),
         *ATTENTION,
     }

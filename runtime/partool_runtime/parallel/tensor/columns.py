@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_runtime import deferral
+from partool_runtime.fp8 import Fp8Linear, products
 from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_columns
 from partool_runtime.torch_internals import finished
@@ -24,12 +25,12 @@ def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[
 
     ``x`` is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     simple = not team.overlap and team.length is None
     # A compiler orders exchanges by itself; and what puts gradients of weights off has nothing to hide exchanges under.
-    if simple or deferral.is_splitting() or torch.compiler.is_compiling():
-        whole = entered(x, team)
-        return tuple(deferral.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    plain = simple or deferral.is_splitting() or torch.compiler.is_compiling()
+    if plain or any(isinstance(linear, Fp8Linear) for linear in linears):
+        return products(entered(x, team), linears)
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     if team.symmetric:
         return symmetric_columns(x, weights, biases, team)
     out: tuple[torch.Tensor, ...] = _Columns.apply(x, team, *weights, *biases)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_runtime import deferral
+from partool_runtime.fp8 import Fp8Linear, products
 from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_row
 from partool_runtime.torch_internals import finished, start_scatter_sum, start_sum
@@ -22,7 +23,10 @@ def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
     apart = torch.compiler.is_compiling() or deferral.is_splitting()
-    if team.symmetric and not apart:
+    if isinstance(linear, Fp8Linear):
+        (product,) = products(x_BSI, (linear,), biased=False)
+        out = left(product, team, fresh=not deferral.is_splitting())
+    elif team.symmetric and not apart:
         out = symmetric_row(x_BSI, linear.weight, team)
     elif team.chunks > 1 and not torch.compiler.is_compiling():
         out = _in_pieces(x_BSI, linear.weight, team)

@@ -1,0 +1,170 @@
+"""``precision: fp8``: linear layers inside of blocks multiply in 8 bits, forward and backward; all else is bf16.
+
+Embeddings, norms, attention's own products, routers of experts and the head stay as they are, and so do layers whose
+widths are no multiples of 16, which matrix units in 8 bits do not take. See :mod:`partool_kernels.fp8.linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from partool.layout.fp8 import MULTIPLE
+from partool.plan.types import Plan
+from partool_kernels.device import architecture
+from partool_kernels.fp8.formats import Quantised
+from partool_kernels.fp8.linear import fp8_linears, of_input
+from partool_kernels.fp8.op import quantise
+from partool_kernels.gemm_a8w8.op import gemm_a8w8
+from partool_kernels.registry import ARCHITECTURES
+from partool_runtime import deferral
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.model.attention import SelfAttention
+from partool_runtime.model.ffn import FeedForward
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that multiplies in 8 bits; its weight is that of :class:`torch.nn.Linear`."""
+
+    fits: bool
+    """Whether this rank's part of it has widths for that. All ranks exchange in the same way, whatever it says."""
+    narrow: torch.dtype
+    """The 8-bit type."""
+    mode: str
+    """Whether kernels or torch compute it, see :func:`partool_kernels.device.uses_triton`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map ``[..., K]`` to ``[..., N]``."""
+        (out,) = products(x, (self,))
+        return out
+
+
+def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> None:
+    """Let the linear layers of blocks multiply in 8 bits where the plan says so, in place.
+
+    To be done when they have the shapes that a rank computes with. Raises ConfigurationError PT658 for a device whose
+    matrix units have no such type, or that kernels are not compiled for.
+    """
+    if plan.training.precision != "fp8":
+        return
+    dtype = narrow_type(device, plan.kernels.mode)
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if type(module) is nn.Linear and "forward" not in vars(module) and not _is_router(name, block):
+                module.__class__ = Fp8Linear
+                fp8: Any = module
+                fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
+                fp8.narrow, fp8.mode = dtype, plan.kernels.mode
+        _share_inputs(block)
+
+
+def narrow_type(device: torch.device, mode: str) -> torch.dtype:
+    """Return the 8-bit type that a device multiplies; raises like :func:`use_fp8`. CPUs, and torch, emulate OCP's."""
+    if device.type == "cpu" or mode == "torch":
+        return torch.float8_e4m3fn
+    found = architecture(device)
+    name = ARCHITECTURES[found].fp8 if found is not None else None
+    if name is None:
+        message = f"there are no products in 8 bits for {torch.cuda.get_device_name(device)}"
+        raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _is_router(name: str, block: nn.Module) -> bool:
+    """Tell whether a layer chooses experts: small differences decide there, so it stays wide."""
+    parent, _, leaf = name.rpartition(".")
+    return leaf in {"gate", "router", "shared_expert_gate"} and hasattr(block.get_submodule(parent), "experts")
+
+
+def _share_inputs(block: nn.Module) -> None:
+    """Let layers that read the same input make it narrow once; tensor ranks have their own way of doing so."""
+    for module in block.modules():
+        if isinstance(module, SelfAttention | FeedForward) and "inputs" not in vars(module):
+            _hook(module, _inputs_of(module))
+
+
+def _inputs_of(module: SelfAttention | FeedForward) -> tuple[nn.Linear, ...]:
+    if isinstance(module, SelfAttention):
+        return module.q, module.k, module.v
+    return (module.gate, module.up) if module.gated else (module.up,)
+
+
+def _hook(module: nn.Module, linears: tuple[nn.Linear, ...]) -> None:
+    # No partial: torch.compile would compile every block anew for it, and give up after the eighth.
+    def inputs(x_BSH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return products(x_BSH, linears)
+
+    setattr(module, "inputs", inputs)  # noqa: B010 - mypy forbids assigning a method
+
+
+def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = True) -> tuple[torch.Tensor, ...]:
+    """Return the results of layers with one input, each in its own precision; inside of ``splitting`` put off.
+
+    Without ``biased`` biases are left out.
+    """
+    narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
+    found: dict[int, torch.Tensor] = {}
+    if narrow:
+        together = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
+        found = {id(linear): out for linear, out in zip(narrow, together, strict=True)}
+    for linear in linears:
+        if id(linear) not in found:
+            found[id(linear)] = deferral.linear(x, linear.weight, linear.bias if biased else None)
+        elif biased and linear.bias is not None:
+            found[id(linear)] = found[id(linear)] + linear.bias
+    return tuple(found[id(linear)] for linear in linears)
+
+
+def _together(x: torch.Tensor, linears: Sequence[Fp8Linear]) -> list[torch.Tensor]:
+    first = linears[0]
+    return fp8_linears(x, [linear.weight for linear in linears], first.narrow, first.mode)
+
+
+def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
+    """Return one product whose weight's gradient can be put off."""
+    if not torch.is_grad_enabled() or not linear.weight.requires_grad:
+        return _together(x, [linear])[0]
+    out: torch.Tensor = _Split.apply(x, linear.weight, linear.narrow, linear.mode)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Split(torch.autograd.Function):
+    """A product in 8 bits whose backward pass can leave the gradient of the weight for later."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, mode: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        # The object itself: later gradients are added to it, whatever is saved or unpacked in between.
+        ctx.weight, ctx.dtype, ctx.mode = weight, dtype, mode  # type: ignore[attr-defined]
+        return fp8_linears(x, [weight], dtype, mode)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        flags = "plain " * needs_x + "turned" * needs_weight
+        plain, turned = quantise(_rows(grad), flags, ctx.dtype, ctx.mode)
+        grad_x = of_input([plain], [weight], like=x, mode=ctx.mode).view(x.shape) if needs_x else None
+        if not needs_weight:
+            return grad_x, None, None, None
+        # Detached, as the graph that made x must not live until then.
+        found: Callable[[], torch.Tensor] = partial(_of_weight, turned, x.detach(), ctx.mode)
+        if not weight.is_leaf or not deferral.defer(lambda: deferral.add_gradient(ctx.weight, found())):
+            return grad_x, found(), None, None
+        return grad_x, None, None, None
+
+
+def _of_weight(grad: Quantised, x: torch.Tensor, mode: str) -> torch.Tensor:
+    _, turned = quantise(_rows(x), "turned", grad.q.dtype, mode)
+    return gemm_a8w8(grad, turned, x.dtype, mode)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
