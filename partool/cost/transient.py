@@ -10,6 +10,7 @@ from partool.cost.held import DENSE, MOE
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.saved import micro_batch_tokens, widths
 from partool.cost.sequence_memory import buffer_bytes
+from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
 def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
@@ -17,6 +18,8 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
 
     The freed block stays with the allocator: what follows is twice as large and does not fit into it.
     """
+    if "loss" in job.stack.fused:
+        return _fused_loss_bytes(job, layouts), 0.0
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     vocab = cut.width(job.padded_vocab or job.model.vocab, layouts.tp if job.stack.vocab_parallel else 1)
     logits = micro_batch_tokens(job, layouts) * vocab
@@ -39,6 +42,28 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
         spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
     outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
     return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
+
+
+def _fused_loss_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the same where gradients are computed with the loss: logits of some rows, which their gradient replaces.
+
+    Besides these there are the gradients of the hidden state and of the head, whose sum is wide over many chunks and is
+    then cast.
+    """
+    small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)
+    vocab = cut.width(job.padded_vocab or job.model.vocab, layouts.tp)
+    tile = np.asarray(layouts.loss_tile_tokens)
+    rows = np.where(tile > 0, np.minimum(tile, tokens), _chunk_rows(tokens, vocab, small))
+    head = vocab * job.model.hidden
+    many = (small == 2) & (np.ceil(tokens / rows) > WIDE_ABOVE)
+    return rows * vocab * small + tokens * job.model.hidden * small + head * (small + np.where(many, 4, 0))
+
+
+def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
+    pairs = np.stack(np.broadcast_arrays(np.ceil(tokens), np.ceil(vocab)), axis=-1).astype(np.int64)
+    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    rows = np.array([chunk_rows(int(each), int(wide), item_bytes) for each, wide in known], dtype=np.float64)
+    return rows[places].reshape(pairs.shape[:-1])
 
 
 def exchange_bytes(job: Job, layouts: Layouts) -> Column:
