@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from partool.layout.fp8 import MULTIPLE
 from partool.layout.gemms import Gemm, Rows, gemms
 from partool.plan.types import Plan
 from partool_kernels.registry import ARCHITECTURES, Request
+from partool_kernels.registry.chunking import chunk_rows
 
 Part = Literal["forward", "input gradient", "weight gradient"]
 PARTS: tuple[Part, ...] = ("forward", "input gradient", "weight gradient")
@@ -82,10 +84,25 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
             pieces = max(sequence / layout.mesh.cp / layout.mlp_tile_tokens, 1.0)
         elif gemm.name.endswith(_SECOND) and gemm.groups == 1:
             pieces = float(layout.tensor_chunks)
-        elif gemm.name == "head" and layout.loss_tile_tokens:
-            pieces = max(sequence / layout.mesh.cp / layout.loss_tile_tokens, 1.0)
+        elif gemm.name == "head":
+            pieces = gemm.rows.mean / _loss_rows(plan, gemm)
         calls = gemm.layers * gemm.alike * layout.accumulation / layout.mesh.pp
         yield _cut(gemm, pieces), calls * pieces
+
+
+def _loss_rows(plan: Plan, gemm: Gemm) -> int:
+    """Return the rows of logits that exist at once."""
+    tokens = round(gemm.rows.mean)
+    if plan.layout.loss_tile_tokens:
+        return min(plan.layout.loss_tile_tokens, tokens)
+    item_bytes = 4 if plan.training.precision == "fp32" else 2
+    return chunk_rows(tokens, gemm.n, item_bytes) if "loss" in plan.layout.fused else tokens
+
+
+def is_narrow(plan: Plan, gemm: Gemm) -> bool:
+    """Tell whether a product is computed in 8 bits."""
+    fits = gemm.n % MULTIPLE == 0 and gemm.k % MULTIPLE == 0
+    return plan.training.precision == "fp8" and gemm.name not in _WIDE and fits
 
 
 def _cut(gemm: Gemm, pieces: float) -> Gemm:
@@ -109,7 +126,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Asked
     for part, (side, rows) in sides.items():
         request, library = _request(plan, gemm, part, side, device)
         times = calls * (1.0 + again) if part == "forward" else calls
-        wide = plan.training.precision == "fp8" and gemm.name in _WIDE
+        wide = plan.training.precision == "fp8" and not is_narrow(plan, gemm)
         yield Asked(gemm.name, part, request, library, rows, side, gemm.groups, times, wide=wide)
 
 
@@ -118,7 +135,7 @@ def _request(
 ) -> tuple[Request | None, str]:
     """Return what a product asks of the registry, and what of torch computes it where that is no kernel of partool."""
     devices, precision = plan.devices, plan.training.precision
-    eight = precision == "fp8" and gemm.name not in _WIDE
+    eight = is_narrow(plan, gemm)
     form, library = _form(gemm, part, eight=eight)
     known = ARCHITECTURES.get(devices.architecture)
     if known is None or plan.kernels.mode == "torch" or precision == "fp64" or (eight and known.fp8 is None):

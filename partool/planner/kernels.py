@@ -17,6 +17,7 @@ from partool.cost.case import Job
 from partool.cost.gemm import matmul_s, streamed_s, tiled_s
 from partool.cost.stacks import own_stack
 from partool.plan.types import Plan
+from partool.planner.kernel_parts import parts
 from partool.planner.kernel_requests import Asked, asked
 from partool.spec.hardware import Devices
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
@@ -129,7 +130,8 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     """
     tables = _Tables(registry or Registry(plan.kernels.tuned), others=not plan.runnable)
     job, step_s = _job(plan), plan.prediction.time.step_time_s
-    lines = tuple(_line(job, one, tables, step_s) for one in asked(plan, _device_name(plan.devices)))
+    name = _device_name(plan.devices)
+    lines = tuple(_line(job, one, tables, step_s) for one in (*asked(plan, name), *parts(plan, name)))
     return Coverage(plan.devices.architecture, step_s, lines)
 
 

@@ -31,11 +31,14 @@ def render_kernels(plan: Plan, console: Console, source: str) -> None:
     what = f"{devices.architecture or devices.backend}{f', {devices.units} units' if devices.units else ''}"
     console.print(Text(f"Kernels on {devices.accelerator} ({what}), {plan.training.precision}", "bold"))
     console.print(_summary(found))
-    for kernel, lines in groupby(sorted(found.lines, key=_order), key=lambda line: line.asked.kernel):
-        console.print()
+    products = sorted((line for line in found.lines if line.asked.product), key=_order)
+    for kernel, lines in groupby(products, key=lambda line: line.asked.kernel):
         table = list(lines)
-        console.print(Text(kernel, "bold"), Text(_beside(table)), sep="")
+        console.print(Text(f"\n{kernel}", "bold"), Text(_beside(table)), sep="")
         console.print(_table(table))
+    if rest := [line for line in found.lines if not line.asked.product]:
+        console.print(Text("\nOther kernels, which only move data", "bold"))
+        console.print(_moving_table(rest))
     console.print()
     for text in _notes(plan, found, source):
         console.print(text, markup=False, highlight=False)
@@ -134,6 +137,22 @@ def _table(lines: list[Line]) -> Table:
         lost = seconds(line.total_lost_s) if line.total_lost_s else "-"
         part = _SHORT.get(asked.part, asked.part)
         table.add_row(name, part, rows, str(n), str(k) if k else "", _source(line), f"{line.share:.1%}", lost)
+    return table
+
+
+def _moving_table(lines: list[Line]) -> Table:
+    table = _columns("kernel", "of", "pass", "rows", "widths", "source", "step", "may lose")
+    for index in (1, 2, 5):
+        table.columns[index].justify = "left"
+    before = ""
+    for line in sorted(lines, key=lambda line: line.asked.kernel):
+        asked = line.asked
+        widths = " × ".join(str(width) for width in asked.sides[1:] if width)
+        lost = seconds(line.total_lost_s) if line.total_lost_s else "-"
+        name = asked.kernel if asked.kernel != before else ""
+        before = asked.kernel
+        rows = f"{asked.sides[0]:.0f}"
+        table.add_row(name, asked.name, asked.part, rows, widths, _source(line), f"{line.share:.1%}", lost)
     return table
 
 

@@ -1,0 +1,181 @@
+"""What a plan's fused parts ask of kernels: norms, gates, rotations, the loss, the update, and conversions to 8 bits.
+
+Rows and widths are those that the runtime calls the kernels with, counts are of the mean pipeline rank as for products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from partool.layout.gemms import Gemm, Rows
+from partool.layout.parameters import parameters
+from partool.plan.types import Plan
+from partool.planner.kernel_requests import DTYPES, Asked, counted, is_narrow
+from partool.spec.training import Fused
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+
+_LIGHT = ("selective", "keep_attention", "full")
+"""Policies that compute norms, gates and rotations once more for the backward pass."""
+_KINDS = {"swiglu": "silu", "geglu": "gelu"}
+
+
+class _Use(NamedTuple):
+    """Calls of a kernel."""
+
+    name: str
+    part: str
+    kernel: str
+    rows: float
+    shape: dict[str, int]
+    calls: float
+    flags: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    """Default: that of activations."""
+
+
+def parts(plan: Plan, device: str) -> Iterator[Asked]:
+    """Yield what the fused parts of a plan ask; ``device`` as the driver calls it."""
+    devices, precision = plan.devices, plan.training.precision
+    if devices.architecture not in ARCHITECTURES or plan.kernels.mode == "torch" or precision == "fp64":
+        return
+    for use in _uses(plan):
+        if use.kernel not in KERNELS:
+            continue
+        rows, dtypes = max(round(use.rows), 1), use.dtypes or (DTYPES[precision],)
+        where = (use.flags, device, devices.units)
+        request = Request(use.kernel, devices.architecture, dtypes, tuple(use.shape.items()), rows, *where)
+        sides = (*use.shape.values(), 0, 0)
+        moved = float(KERNELS[use.kernel].moved_bytes(request))
+        yield Asked(
+            use.name,
+            use.part,
+            request,
+            "",
+            Rows(rows, rows, rows),
+            (float(rows), sides[0], sides[1]),
+            1,
+            use.calls,
+            product=False,
+            moved_bytes=moved,
+        )
+
+
+def _uses(plan: Plan) -> Iterator[_Use]:
+    of_part: dict[Fused, Callable[[Plan], Iterator[_Use]]] = {
+        "norm": _norms, "glu": _gates, "rope": _rotations, "loss": _loss, "adamw": _update
+    }  # fmt: skip
+    for part in plan.layout.fused:
+        yield from of_part[part](plan)
+    if plan.training.precision == "fp8":
+        yield from _conversions(plan)
+
+
+def _again(plan: Plan) -> float:
+    policies = plan.layout.recompute
+    return 1.0 + sum(policy in _LIGHT for policy in policies) / len(policies)
+
+
+def _per_step(plan: Plan) -> float:
+    """Return the micro-batches of a step, times the share of a layer that the mean pipeline rank has."""
+    return plan.layout.accumulation / plan.layout.mesh.pp
+
+
+def _norms(plan: Plan) -> Iterator[_Use]:
+    """Yield the norms of whole widths; in two dimensions ranks share widths, and torch computes them."""
+    layout, model = plan.layout, plan.model
+    if layout.tensor_inner > 1:
+        return
+    flags = ("rms",) if model.norm == "rmsnorm" else ("bias", "layer")
+    rows = plan.tokens / (layout.mesh.tp if layout.sequence_norms else 1)
+    layers, once = model.layers * _per_step(plan), _per_step(plan)
+    width, again = {"n": model.hidden}, _again(plan)
+    for name, extra, calls, forward in (
+        ("attention_norm", (), layers, again * layers),
+        ("ffn_norm, sum", ("add",), layers, again * layers),
+        ("final_norm", (), once, once),
+    ):
+        what = tuple(sorted((*flags, *extra)))
+        yield _Use(name, "forward", "norm_forward", rows, width, forward, what)
+        yield _Use(name, "backward", "norm_backward", rows, width, calls, what)
+
+
+def _gates(plan: Plan) -> Iterator[_Use]:
+    for gemm, calls in counted(plan):
+        if gemm.name == "ffn.down":
+            width, flags = {"f": gemm.k}, (_KINDS[plan.model.activation],)
+            # Sums that travel in pieces are of rows of the same gate.
+            chunks = 1 if plan.layout.mlp_tile_tokens else plan.layout.tensor_chunks
+            rows, each = gemm.rows.mean * chunks, calls / chunks
+            yield _Use("ffn gate", "forward", "glu_forward", rows, width, each * _again(plan), flags)
+            yield _Use("ffn gate", "backward", "glu_backward", rows, width, each, flags)
+
+
+def _rotations(plan: Plan) -> Iterator[_Use]:
+    model = plan.model
+    for gemm, calls in counted(plan):
+        if gemm.name not in ("attention.q", "attention.k, v"):
+            continue
+        name = gemm.name.removeprefix("attention.").removesuffix(", v")
+        shape = {"n": max(gemm.n // model.head_dim, 1), "d": model.head_dim}
+        names = ("rope_norm_forward", "rope_norm_backward") if model.qk_norm else ("rope", "rope")
+        once, rows = calls / gemm.alike, gemm.rows.mean
+        yield _Use(f"{name} turned", "forward", names[0], rows, shape, once * _again(plan))
+        yield _Use(f"{name} turned", "backward", names[1], rows, shape, once)
+
+
+def _loss(plan: Plan) -> Iterator[_Use]:
+    """Yield what is computed on logits: in place, with their gradient; where ranks share a vocabulary, in two steps."""
+    for gemm, calls in counted(plan):
+        if gemm.name == "head":
+            shared = plan.layout.mesh.tp > 1
+            names = ("cross_entropy_parts", "cross_entropy_gradient") if shared else ("cross_entropy",)
+            for name in names:
+                flags = () if shared else ("gradient",)
+                yield _Use("loss", "both", name, gemm.rows.mean, {"v": gemm.n}, calls, flags)
+
+
+def _update(plan: Plan) -> Iterator[_Use]:
+    mesh, layout = plan.layout.mesh, plan.layout
+    shards = mesh.pp * mesh.tp * (mesh.dp_shard * mesh.cp if layout.zero else 1)
+    elements = sum(info.elements for info in parameters(plan.model)) / shards
+    yield _Use("update", "step", "adamw", elements, {}, 1.0, dtypes=("float32", "float32"))
+
+
+def _conversions(plan: Plan) -> Iterator[_Use]:
+    """Yield what 8-bit products read: inputs, weights and gradients of results, both ways round where both are read.
+
+    An input is converted once for all matrices that it meets.
+    """
+    known = ARCHITECTURES[plan.devices.architecture]
+    if known.fp8 is None:
+        return
+    dtypes = (DTYPES["fp8"], known.fp8)
+    before = ""
+    for gemm, calls in counted(plan):
+        if not is_narrow(plan, gemm) or gemm.groups > 1:
+            continue
+        rows, again = gemm.rows.mean, _again_of_products(plan)
+        if not _same_input(before, gemm.name):
+            once, width, name = calls / gemm.alike, {"k": gemm.k}, f"{gemm.name}: x"
+            yield _Use(name, "forward", "fp8_quantise", rows, width, once * again, ("plain",), dtypes)
+            yield _Use(name, "backward", "fp8_quantise", rows, width, once, ("turned",), dtypes)
+        before = gemm.name
+        yield from _of_gradient_and_weight(gemm, calls, again, dtypes)
+
+
+def _of_gradient_and_weight(gemm: Gemm, calls: float, again: float, dtypes: tuple[str, ...]) -> Iterator[_Use]:
+    rows, inner, outer, name = gemm.rows.mean, {"k": gemm.k}, {"k": gemm.n}, gemm.name
+    kernel = "fp8_quantise"
+    yield _Use(f"{name}: W", "forward", kernel, gemm.n, inner, calls * again, ("plain", "square"), dtypes)
+    yield _Use(f"{name}: dy", "backward", kernel, rows, outer, calls, ("plain", "turned"), dtypes)
+    yield _Use(f"{name}: W", "backward", kernel, gemm.n, inner, calls, ("square", "turned"), dtypes)
+
+
+def _same_input(before: str, name: str) -> bool:
+    return (before, name) in {("attention.q", "attention.k, v"), ("attention.q_a", "attention.kv_a")}
+
+
+def _again_of_products(plan: Plan) -> float:
+    policies = plan.layout.recompute
+    return 1.0 + sum(policy in ("keep_attention", "full") for policy in policies) / len(policies)
