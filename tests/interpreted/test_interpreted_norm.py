@@ -71,6 +71,17 @@ def test_not_a_number_stays_in_its_row() -> None:
         assert torch.allclose(out[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-6)
 
 
+def test_rows_may_lie_further_apart_than_32_bits_count() -> None:
+    """Of the memory between the two rows nothing is touched."""
+    torch.manual_seed(1)
+    near, weight = torch.randn(2, 33, dtype=torch.float16), torch.ones(33, dtype=torch.float16)
+    far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((2, 33), (2**31, 1)).copy_(near)
+    how = Norm("rms", 1e-6, weight)
+    assert torch.equal(norm(far, how), norm(near, how))
+    found = [torch.autograd.grad(norm(each.requires_grad_(), how), each, far)[0] for each in (far, near)]
+    assert torch.equal(*found)
+
+
 def test_gradients_of_weights_have_the_same_bits_every_time() -> None:
     made = case(Request("norm_backward", "sm_90", ("float32",), (("n", 40),), 9, ("rms",)), CPU)
     config = Config((("ROWS", 1), ("BLOCK", 64), ("PARTS", 4), ("STAGES", 1)))
