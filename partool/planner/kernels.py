@@ -7,7 +7,7 @@ cost model, or from a table where that very product was measured on that very de
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -133,6 +133,22 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     name = _device_name(plan.devices)
     lines = tuple(_line(job, one, tables, step_s) for one in (*asked(plan, name), *parts(plan, name)))
     return Coverage(plan.devices.architecture, step_s, lines)
+
+
+def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
+    """Return what is worth measuring for a plan, each once: what its kernels are asked, or kernels that are named.
+
+    Those may be such as torch has a library for, which then is what they are compared with.
+    """
+    found = (*asked(plan, name := _device_name(plan.devices)), *parts(plan, name))
+    wanted = [
+        one.request
+        for one in found
+        if one.request is not None
+        and one.request.kernel in KERNELS
+        and (one.request.kernel in kernels if kernels else not one.library)
+    ]
+    return list(dict.fromkeys(wanted))
 
 
 def _job(plan: Plan) -> Job:

@@ -61,8 +61,10 @@ def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
 
 def tune_command(found: Coverage, source: str) -> str:
     """Return the command that measures what is not tuned; empty: nothing is left to measure."""
-    names = "".join(f" --kernel {name}" for name in found.untuned)
-    return f"partool tune {source}{names} --out tuned" if names else ""
+    names = found.untuned
+    everything = {line.asked.kernel for line in found.lines if line.tabled} <= set(names)
+    chosen = "" if everything else "".join(f" --kernel {name}" for name in names)
+    return f"partool tune {source}{chosen} --out tuned" if names else ""
 
 
 def _order(line: Line) -> tuple[bool, str]:
@@ -141,18 +143,18 @@ def _table(lines: list[Line]) -> Table:
 
 
 def _moving_table(lines: list[Line]) -> Table:
-    table = _columns("kernel", "of", "pass", "rows", "widths", "source", "step", "may lose")
-    for index in (1, 2, 5):
-        table.columns[index].justify = "left"
-    before = ""
+    table = _columns("computes", "pass", "rows", "widths", "source", "step", "may lose")
+    table.columns[1].justify = table.columns[4].justify = "left"
+    kernel = ""
     for line in sorted(lines, key=lambda line: line.asked.kernel):
         asked = line.asked
+        if asked.kernel != kernel:
+            table.add_row(Text(asked.kernel, "bold"))
+        kernel = asked.kernel
         widths = " × ".join(str(width) for width in asked.sides[1:] if width)
         lost = seconds(line.total_lost_s) if line.total_lost_s else "-"
-        name = asked.kernel if asked.kernel != before else ""
-        before = asked.kernel
         rows = f"{asked.sides[0]:.0f}"
-        table.add_row(name, asked.name, asked.part, rows, widths, _source(line), f"{line.share:.1%}", lost)
+        table.add_row(f"  {asked.name}", asked.part, rows, widths, _source(line), f"{line.share:.1%}", lost)
     return table
 
 

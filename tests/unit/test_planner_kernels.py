@@ -15,7 +15,7 @@ from partool.cost.flops import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.kernel_requests import counted
-from partool.planner.kernels import Coverage, Line, coverage
+from partool.planner.kernels import Coverage, Line, coverage, requests
 from partool.spec import load, load_text
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
 from partool_kernels.registry.look_up import Registry
@@ -180,6 +180,23 @@ def test_shares_add_up_and_untuned_kernels_are_named() -> None:
     assert found.lost_s == pytest.approx(sum(line.asked.calls * line.lost_s for line in found.lines))
 
 
+def test_what_is_worth_measuring_is_asked_once_each() -> None:
+    plan = planned()
+    found = requests(plan)
+    assert len(found) == len(set(found))
+    assert {request.kernel for request in found} >= {"gemm_a8w8", "fp8_quantise"}
+    assert "gemm" not in {request.kernel for request in found}
+    named = requests(plan, ["gemm"])
+    assert {request.kernel for request in named} == {"gemm"}
+    head = named[0]
+    assert (head.shape, head.flags, head.dtypes) == ((("n", 32000), ("k", 1024)), ("nt",), ("bfloat16", "bfloat16"))
+    for request in [*found, *named]:
+        kernel = KERNELS[request.kernel]
+        assert tuple(request.width) == kernel.widths
+        assert kernel.default(request) is not None
+        assert kernel.moved_bytes(request) > 0
+
+
 def test_without_kernels_libraries_compute_all() -> None:
     for override in ("kernels.mode=torch", "hardware.accelerator=l40s"):
         found = coverage(planned(override))
@@ -299,6 +316,6 @@ def test_the_view_fits_a_terminal_and_says_the_same_as_data(
     assert "heuristic" in text
     data = json.loads(printed(capsys, str(spec), "--output", "json"))
     assert data["architecture"] == "sm_90"
-    assert data["tune"].startswith(f"partool tune {spec} --kernel ")
+    assert data["tune"].startswith(f"partool tune {spec} --out ")
     assert data["tune"] in " ".join(text.split())
     assert sum(data["share"].values()) == pytest.approx(sum(line["share"] for line in data["lines"]))
