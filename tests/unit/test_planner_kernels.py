@@ -122,6 +122,50 @@ def test_products_of_deepseek_v3_are_asked_as_engines_run_them() -> None:
         assert line_of(found, name).asked.kernel != "gemm_a8w8"
 
 
+_AITER = {
+    "BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 4, "num_warps": 4, "num_stages": 2,
+    "waves_per_eu": 2, "matrix_instr_nonkdim": 16, "cache_modifier": None, "NUM_KSPLIT": 1,
+}  # fmt: skip
+_TUNED_BY_AITER = (
+    (2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432), (4096, 7168), (7168, 2048),
+    (3072, 1536), (4608, 7168), (512, 7168), (7168, 256),
+)  # fmt: skip
+"""Widths for which ROCm/aiter has files of 8-bit products on MI355X: all of DeepSeek-V3 over data and experts, and
+six of eight over eight tensor ranks."""
+
+
+def aiter(folder: Path) -> Path:
+    """Write a folder as aiter's: a default, and files for some widths."""
+    (folder / "gemm").mkdir(parents=True)
+    name = "gfx950-GEMM-A8W8_BLOCKSCALE"
+    for widths in ("", *(f"-N={n}-K={k}" for n, k in _TUNED_BY_AITER)):
+        body = {"M_LEQ_8192": _AITER, "any": _AITER}
+        (folder / "gemm" / f"{name}{widths}.json").write_text(json.dumps(body))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "covered"),
+    [(("parallel.micro_batch=1",), 8), (("parallel.micro_batch=1", "parallel.tensor=8", "parallel.expert=1"), 6)],
+)
+def test_tables_of_aiter_cover_deepseek_v3(tmp_path: Path, overrides: tuple[str, ...], covered: int) -> None:
+    """Of the plan's own shapes, what another engine's kernels are tuned for; partool's own kernel has none of it."""
+    loaded = load(ROOT / "specs/deepseek-v3-mi355x.yaml", overrides=[*overrides, "training.sequence_length=1024"])
+    assert loaded.spec is not None, loaded.diagnostics
+    plan = make_plan(loaded.spec, base_dir=ROOT, default_name="test").plan
+    assert plan is not None
+    found = coverage(plan, Registry([aiter(tmp_path / "configs")], tmp_path / "none"))
+    forward = [line for line in found.lines if line.asked.part == "forward" and line.asked.kernel == "gemm_a8w8"]
+    tuned = {line.asked.name for line in forward if line.state == "tuned"}
+    assert len(forward) == 8
+    assert len(tuned) == covered
+    assert {line.choice.implementation for line in forward if line.choice and line.state == "tuned"} == {"aiter"}
+    missing = {line.asked.sides[1:] for line in forward if line.state != "tuned"}
+    assert missing == (set() if covered == 8 else {(4096, 512), (7168, 2304)})
+    weights = line_of(found, "attention.o", "weight gradient")
+    assert weights.state == "untuned"
+
+
 def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: Path) -> None:
     plan = planned()
     request = request_of(plan, "ffn.down")
@@ -193,6 +237,7 @@ def test_what_is_worth_measuring_is_asked_once_each() -> None:
     for request in [*found, *named]:
         kernel = KERNELS[request.kernel]
         assert tuple(request.width) == kernel.widths
+        assert {request.flags} <= {example.flags for example in kernel.examples("sm_90")}
         assert kernel.default(request) is not None
         assert kernel.moved_bytes(request) > 0
 
