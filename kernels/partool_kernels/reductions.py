@@ -22,12 +22,13 @@ def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float
     """Return the sum of squares of a tensor, accumulated in float64, and whether all its elements are finite.
 
     ``tensor`` is of any shape and floating-point type; on the CPU one pass over memory is made. The native result does
-    not depend on the processor's instruction set. Raises :class:`KernelUnavailableError` if ``mode`` is ``native`` and
-    there is no compiled library.
+    not depend on the processor's instruction set. Raises :class:`KernelUnavailableError` for a tensor on the CPU if
+    ``mode`` is ``native`` and there is no compiled library.
     """
     native = _dtype_code(tensor) if mode != "torch" and tensor.device.type == "cpu" and tensor.is_contiguous() else None
-    lib = _native.library() if native is not None or mode == "native" else None
-    if mode == "native" and lib is None:
+    asked = mode == "native" and tensor.device.type == "cpu"
+    lib = _native.library() if native is not None or asked else None
+    if asked and lib is None:
         raise KernelUnavailableError("the compiled CPU library is missing; install where a C++ compiler is present")
     if lib is None or native is None:
         return _reference(tensor)

@@ -256,6 +256,14 @@ RULES: tuple[Rule, ...] = (
         "optimizer: {lr: 3.0e-4}",
     ),
     _rule(
+        "PT652",
+        "Kernels differ from torch on this device",
+        "Before they train, fused kernels compute a few rows of the model's own widths, as torch does; a compiler "
+        "or a driver may be to blame.",
+        "kernels: {mode: native}",
+        "kernels: {mode: auto}   # what differs is left to torch, and the log says so",
+    ),
+    _rule(
         "PT647",
         "The device has no symmetric memory",
         "Fused products and exchanges need CUDA devices that reach each other's memory, and a torch that knows them.",

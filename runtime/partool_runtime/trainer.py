@@ -12,6 +12,7 @@ from partool.plan.types import Plan
 from partool_kernels import isa
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
+from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.optim.adamw import AdamW
 from partool_runtime.parallel.comm import maximum_over
@@ -37,7 +38,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
-        prepared = prepare(plan, ranks, recorder.pipeline)
+        prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
             plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume
         )
@@ -114,7 +115,7 @@ class _Run:
 
 def configure_process(plan: Plan) -> None:
     """Set threads, seed and determinism as the plan says; raises ConfigurationError PT511 without its kernels."""
-    if plan.kernels.mode == "native" and isa() is None:
+    if plan.kernels.mode == "native" and plan.devices.backend == "cpu" and isa() is None:
         raise ConfigurationError(
             "PT511",
             "kernels.mode is native, but the compiled library is missing",

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,12 +10,12 @@ from partool_kernels.glu.op import glu
 from partool_runtime.fused.types import Fusing
 from partool_runtime.model.ffn import FeedForward
 
-_KINDS = {"swiglu": "silu", "geglu": "gelu"}
+KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 
 def fuse_glu(model: nn.Module, how: Fusing) -> None:
     """Let every gated network use it."""
-    kind = _KINDS[how.model.activation]
+    kind = KINDS[how.model.activation]
     for module in model.modules():
         if isinstance(module, FeedForward) and module.gated:
             module.combine = partial(glu, kind=kind, mode=how.mode)

@@ -175,6 +175,12 @@ class Recorder:
         if self._display is not None and kind == "checkpoint" and "step" in data:
             self._display.message(f"checkpoint at step {data['step']}")
 
+    def warning(self, message: str) -> None:
+        """Record something that the user should know of, and show it."""
+        self._events.write("warning", {"message": message})
+        if self._display is not None:
+            self._display.message(f"warning: {message}")
+
     def validation(self, step: int, loss: float, tokens: int) -> None:
         """Record a validation that has just been done; the step after it stays out of the medians.
 

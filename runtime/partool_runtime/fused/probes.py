@@ -1,0 +1,105 @@
+"""A few rows of each fused part at the model's own widths, to compare kernels with torch before they are trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from partool.spec.model import ModelConfig
+from partool.spec.training import Fused
+from partool_kernels.adamw.op import Tensors, Update, adamw
+from partool_kernels.glu.op import glu
+from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
+from partool_kernels.norm.op import Norm, add_norm
+from partool_kernels.rope.op import rope
+from partool_runtime.fused.glu import KINDS
+
+ROWS = 24
+_NARROW = 64
+"""Hidden size of the probe of the loss, whose kernels see the vocabulary alone."""
+
+Computed = Sequence[torch.Tensor]
+
+
+class Probe(NamedTuple):
+    """A computation and its inputs."""
+
+    inputs: tuple[torch.Tensor, ...]
+    """Random, on the CPU, in float32."""
+    run: Callable[[tuple[torch.Tensor, ...], str], Computed]
+    """From inputs on a device, in a type, and ``kernels.mode`` to results."""
+    gradients: bool = True
+    """Whether it has a backward pass."""
+
+
+def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
+    """Return those of some parts."""
+    makers: dict[Fused, Callable[[ModelConfig], Probe]] = {
+        "norm": _norm, "glu": _glu, "rope": _rope, "loss": _loss, "adamw": _adamw
+    }  # fmt: skip
+    return {part: makers[part](model) for part in parts}
+
+
+def _random(*sizes: int) -> torch.Tensor:
+    with torch.device("cpu"):
+        return torch.randn(*sizes, generator=torch.Generator().manual_seed(len(sizes) + sum(sizes)))
+
+
+def _norm(model: ModelConfig) -> Probe:
+    kind, width = ("rms" if model.norm == "rmsnorm" else "layer"), model.hidden
+
+    def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
+        x, residual, weight, *bias = inputs
+        return add_norm(x, residual, Norm(kind, model.norm_eps, weight, bias[0] if bias else None), mode)
+
+    columns = (_random(width) + 1.0,) if kind == "rms" else (_random(width) + 1.0, _random(width))
+    return Probe((_random(ROWS, width), _random(ROWS, width), *columns), run)
+
+
+def _glu(model: ModelConfig) -> Probe:
+    kind = KINDS[model.activation]
+    inputs = (_random(ROWS, model.ffn_hidden), _random(ROWS, model.ffn_hidden) + 0.5)
+    return Probe(inputs, lambda given, mode: (glu(given[0], given[1], kind, mode),))
+
+
+def _rope(model: ModelConfig) -> Probe:
+    angles_SD = _random(ROWS, model.head_dim // 2).repeat(1, 2)
+
+    def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
+        heads_BSND, *weight = inputs
+        wide = torch.promote_types(heads_BSND.dtype, torch.float32)
+        angles = angles_SD.to(heads_BSND.device, wide)
+        return (
+            rope(heads_BSND, (angles.cos(), angles.sin()), weight[0] if weight else None, model.norm_eps, mode=mode),
+        )
+
+    weight = (_random(model.head_dim) + 1.0,) if model.qk_norm else ()
+    return Probe((_random(1, ROWS, model.heads, model.head_dim), *weight), run)
+
+
+def _loss(model: ModelConfig) -> Probe:
+    with torch.device("cpu"):
+        labels_T = torch.arange(ROWS) * 7 % model.vocab
+        labels_T[::5] = -100
+
+    def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
+        hidden_TH, weight_VH = inputs
+        return (linear_cross_entropy(hidden_TH, weight_VH, labels_T.to(hidden_TH.device), mode=mode),)
+
+    return Probe((_random(ROWS, _NARROW), _random(model.vocab, _NARROW) * 0.1), run)
+
+
+def _adamw(model: ModelConfig) -> Probe:
+    update = Update(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, scale=0.5, step=3)
+
+    def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
+        # The optimizer's own numbers are float32 or wider, whatever the model computes in.
+        wide = torch.promote_types(inputs[0].dtype, torch.float32)
+        parameter, gradient, average, square = (x.to(wide, copy=True) for x in inputs)
+        square.abs_()
+        adamw(Tensors([parameter], [gradient], [average], [square], [True]), update, mode)
+        return parameter, average, square
+
+    return Probe(tuple(_random(ROWS, model.hidden) for _ in range(4)), run, gradients=False)

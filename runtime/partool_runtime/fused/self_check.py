@@ -1,0 +1,79 @@
+"""Kernels are compared with torch on the device that they are about to train on, before they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from partool.plan.types import Plan
+from partool.spec.training import Fused
+from partool_kernels.checks import BACKWARD, FORWARD, excess
+from partool_kernels.device import interpreting
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.fused.probes import Probe, probes
+from partool_runtime.mesh import Ranks
+from partool_runtime.parallel.comm import maximum_over
+from partool_runtime.precision import COMPUTE_DTYPE
+
+Say = Callable[[str], None]
+
+
+def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
+    """Return the plan without those fused parts whose kernels compute something else than torch on this machine.
+
+    A collective of all ranks, which leave the same parts to torch. ``say`` is told of them. Where ``kernels.mode`` is
+    native they are an error instead (ConfigurationError PT652). Nothing is compared where torch computes all anyway.
+    """
+    parts, device = plan.layout.fused, ranks.device
+    if not parts or plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
+        return plan
+    dtype = COMPUTE_DTYPE[plan.training.precision]
+    wrong = {
+        part: problem for part, probe in probes(plan.model, parts).items() if (problem := check(probe, device, dtype))
+    }
+    mask = sum(1 << place for place, part in enumerate(parts) if part in wrong)
+    left: list[Fused] = []
+    for place, part in enumerate(parts):
+        if maximum_over(mask >> place & 1, ranks.world, device):
+            left.append(part)
+    if not left:
+        return plan
+    told = "; ".join(f"{part}: {wrong.get(part, 'so another rank found')}" for part in left)
+    if plan.kernels.mode == "native":
+        help = "write mode: auto to leave these parts to torch, or kernels.fused without them"
+        raise ConfigurationError("PT652", f"kernels differ from torch on this device: {told}", help)
+    say(f"kernels differ from torch on this device, which computes these parts instead: {told}")
+    kept = tuple(part for part in parts if part not in left)
+    return plan.model_copy(update={"layout": plan.layout.model_copy(update={"fused": kept})})
+
+
+def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
+    """Return what is wrong with a part's kernels in words, empty where they are as exact as torch."""
+    try:
+        ours = _computed(probe, device, dtype, "native")
+        eager = _computed(probe, device, dtype, "torch")
+        exact = _computed(probe, device, torch.float64, "torch", rounded=dtype)
+    except Exception as error:  # compilers and drivers raise many kinds
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    for factor, *both in zip((FORWARD, BACKWARD), ours, eager, exact, strict=True):
+        for one, other, true in zip(*both, strict=True):
+            if (found := excess(one, other, true, factor)) > 1.0:
+                what = "results" if factor == FORWARD else "gradients"
+                return f"{what} are {found:.3g} times as far off as they may be"
+    return ""
+
+
+def _computed(
+    probe: Probe, device: torch.device, dtype: torch.dtype, mode: str, rounded: torch.dtype | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return results and gradients of all inputs; these are rounded to another type first, so that all start alike."""
+    inputs = tuple(x.to(device, rounded or dtype).to(dtype).requires_grad_(probe.gradients) for x in probe.inputs)
+    with torch.set_grad_enabled(probe.gradients):
+        results = list(probe.run(inputs, mode))
+        if not probe.gradients:
+            return results, []
+        # Other weights for each result and element: a plain sum has gradients that hide mistakes.
+        weights = [torch.linspace(0.5, 1.5, x.numel(), device=device, dtype=x.dtype).view(x.shape) for x in results]
+        total = torch.stack([(x * weight).sum() for x, weight in zip(results, weights, strict=True)]).sum()
+        return [x.detach() for x in results], list(torch.autograd.grad(total, inputs))
