@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from partool.planner.longest import Longest
 
 _DIFFERENT = 10
+_ERRORS = 1
 
 
 def command(
@@ -147,7 +150,20 @@ def _print_tensor(plan: Plan, console: Console) -> None:
 def _print_kernels(plan: Plan, console: Console, source: str) -> None:
     from partool.report.kernels import render_kernels
 
-    render_kernels(plan, console, source)
+    with _tables():
+        render_kernels(plan, console, source)
+
+
+@contextmanager
+def _tables() -> Iterator[None]:
+    """End the command where a plan's tables of kernels cannot be read: its file may come from another machine."""
+    from partool.cli._runs import fail
+    from partool_kernels.registry.tables import TableError
+
+    try:
+        yield
+    except TableError as error:
+        fail("PT492", str(error), "kernels.tuned names files and folders with configurations", _ERRORS)
 
 
 def _as_json(plan: Plan, show: str | None, source: str) -> str:
@@ -158,7 +174,8 @@ def _as_json(plan: Plan, show: str | None, source: str) -> str:
     if show == "kernels":
         from partool.report.kernels import kernel_data
 
-        return json.dumps(kernel_data(plan, source), indent=2) + "\n"
+        with _tables():
+            return json.dumps(kernel_data(plan, source), indent=2) + "\n"
     if show == "layout":
         return json.dumps(plan.layout.model_dump(mode="json"), indent=2) + "\n"
     if show == "environment":

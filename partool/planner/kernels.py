@@ -41,7 +41,9 @@ class Line:
     choice: Choice | None
     """Of the registry, also of kernels that a library of torch's computes instead; None: it knows of none."""
     call_s: float
-    """Seconds of one call: measured where ``measured``, else of the cost model, which assumes good tiles."""
+    """Seconds of one call: measured where ``measured``, else as modelled."""
+    modelled_s: float
+    """The same of the cost model, which assumes good tiles."""
     measured: bool
     lost_s: float
     """What a call takes longer than with a configuration tuned for it."""
@@ -94,6 +96,12 @@ class Coverage:
     def lost_s(self) -> float:
         """What configurations that are not tuned cost in a step, beyond its prediction."""
         return sum(line.total_lost_s for line in self.lines)
+
+    @property
+    def measured_step_s(self) -> float:
+        """The step's prediction with the times of tables in the place of the cost model's, where there are some."""
+        changed = (line.asked.calls * (line.call_s - line.modelled_s) for line in self.lines if line.measured)
+        return self.step_s + sum(changed)
 
     @property
     def worst(self) -> Source | None:
@@ -173,14 +181,15 @@ def _device_name(devices: Devices) -> str:
 def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
     choice = tables.choice(one)
     measured = choice is not None and choice.source == "exact" and choice.time_s is not None
-    call_s, lost_s = _modelled_s(job, one), 0.0
+    modelled_s = call_s = _modelled_s(job, one)
+    lost_s = 0.0
     if choice is not None and choice.time_s is not None and measured:
         call_s = choice.time_s
         if one.library and choice.reference_s is not None:
             call_s, lost_s = choice.reference_s, max(choice.reference_s - choice.time_s, 0.0)
     elif choice is not None and choice.source != "exact" and not one.library and choice.implementation == "triton":
         lost_s = call_s * tables.lost(job, one, choice)
-    return Line(one, choice, call_s, measured, lost_s, step_s)
+    return Line(one, choice, call_s, modelled_s, measured, lost_s, step_s)
 
 
 def _modelled_s(job: Job, one: Asked) -> float:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from partool.plan.types import Plan
 from partool.planner.kernels import STATES, Coverage, Line, State, coverage
-from partool.report.units import seconds
+from partool.report.units import counted, seconds
 
 _WORDS: dict[State, str] = {
     "tuned": "measured for the shape, on this device",
@@ -51,6 +51,7 @@ def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
         "accelerator": plan.devices.accelerator,
         "architecture": found.architecture,
         "step_time_s": found.step_s,
+        "measured_step_time_s": found.measured_step_s,
         "worst": found.worst,
         "share": found.share,
         "lost_s": found.lost_s,
@@ -167,6 +168,11 @@ def _columns(*names: str) -> Table:
 
 def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
     notes = []
+    if count := sum(line.measured for line in found.lines):
+        notes.append(
+            f"With what tables measured of {counted(count, 'shape')} in the place of the cost model's times, a step "
+            f"takes {seconds(found.measured_step_s)} instead of {seconds(found.step_s)}."
+        )
     if found.lost_s:
         notes.append(
             f"Configurations that are not tuned may lose {seconds(found.lost_s)} in a step, beyond the predicted "

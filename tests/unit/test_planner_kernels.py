@@ -180,6 +180,12 @@ def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: P
     assert (exact.state, exact.measured, exact.call_s, exact.lost_s) == ("tuned", True, 1e-3, 0.0)
     assert exact.total_s == pytest.approx(1e-3 * 4 * plan.layout.accumulation)
     assert exact.share == pytest.approx(exact.total_s / plan.prediction.time.step_time_s)
+    whole = coverage(plan, Registry([tmp_path / "exact"], folder=tmp_path / "none"))
+    # The gradient of the input of gate and up is the same product.
+    same = [exact, line_of(whole, "ffn.gate, up", "input gradient")]
+    assert {line.asked.request for line in same} == {request}
+    difference = sum(line.asked.calls * (1e-3 - alone.call_s) for line in same)
+    assert whole.measured_step_s == pytest.approx(whole.step_s + difference)
     other = request.rows * 4
     rows = one(entry(Request(**{**_fields(request), "rows": other})), "rows")
     assert (rows.state, rows.choice and rows.choice.source, rows.measured) == ("nearest", "rows", False)
@@ -346,6 +352,17 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         run(["plan", *words, "--show", "kernels"])
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+def test_tables_that_a_plan_file_names_may_be_missing_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kernels = planned().kernels.model_copy(update={"tuned": [str(tmp_path / "gone")]})
+    path = tmp_path / "plan.json"
+    path.write_text(planned().model_copy(update={"kernels": kernels}).to_json())
+    for output in ("text", "json"):
+        with pytest.raises(SystemExit) as ended:
+            run(["plan", str(path), "--show", "kernels", "--output", output])
+        assert ended.value.code == 1
+        assert "does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [80, 100])
