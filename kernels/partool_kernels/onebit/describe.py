@@ -94,6 +94,8 @@ KERNELS = (
         shared_bytes=lambda request, config: 4 * config.constants["BLOCK"],
         signature=_unpack_signature,
         examples=_unpack_examples,
+        # A block has one scale.
+        legal=lambda request, config: config.constants["BLOCK"] <= request.width["chunk"],
         moved_bytes=lambda request: (
             request.rows * (bytes_of(request.dtypes[0]) + request.width["senders"] * _packed_bytes(request))
         ),

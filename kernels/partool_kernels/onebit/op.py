@@ -89,7 +89,7 @@ def reference_unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype:
 @torch.library.custom_op(
     "partool::onebit_pack",
     mutates_args={"error"},
-    # Not ``mode``: where an operator writes to its inputs, torch passes all arguments by name, and has its own ``mode``.
+    # Not ``mode``: of operators that write to their inputs torch passes arguments by name, and has a ``mode`` itself.
     schema="(Tensor x, Tensor(a!) error, int chunk, str norm, str kernels) -> (Tensor, Tensor)",
 )
 def _pack(

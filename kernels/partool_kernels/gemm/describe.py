@@ -1,0 +1,194 @@
+"""Products of matrices, for the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool_kernels.registry.architectures import ARCHITECTURES
+from partool_kernels.registry.types import Config, Kernel, Request, Signature
+from partool_kernels.registry.words import TRITON_TYPE, bytes_of
+
+FORMS = ("nn", "nt", "tn", "tt")
+"""How A and B lie in memory: n, their rows one after another; t, their columns. B of a forward pass is t."""
+UNITS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
+"""Multiprocessors or compute units of the largest device, where a request does not say."""
+
+_TILES = ((16, 64), (16, 128), (32, 64), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+
+
+def is_amd(request: Request) -> bool:
+    """Tell whether its architecture is one of AMD's."""
+    return ARCHITECTURES[request.architecture].backend == "hip"
+
+
+def config_of(tile: tuple[int, int, int], split: int, warps: int, stages: int, *, amd: bool, rows: int = 16) -> Config:
+    """Return a configuration; ``rows`` of a matrix instruction matter on AMD only."""
+    blocks = tuple(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
+    return Config(
+        (*blocks, ("GROUP_M", 8), ("SPLIT", split)),
+        num_warps=warps,
+        num_stages=stages,
+        matrix_instr_nonkdim=rows if amd else 0,
+    )
+
+
+def shared_bytes(request: Request, config: Config) -> int:
+    """Return the estimate of a product's shared memory: the tiles of its stages, or the result on its way out."""
+    blocks, wide = config.constants, bytes_of(request.dtypes[0])
+    # On gfx942 one of the stages is in registers.
+    stages = max(config.num_stages - (request.architecture == "gfx942"), 1)
+    tiles = stages * (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * wide
+    # gfx950's rows are padded against bank conflicts, sm_100 keeps a barrier per stage there.
+    return tiles * 17 // 16 if request.architecture == "gfx950" else tiles + 16 * (request.architecture == "sm_100")
+
+
+def _tiles(request: Request, block_m: int, block_n: int) -> int:
+    return -(-request.rows // block_m) * -(-request.width["n"] // block_n)
+
+
+def _configs(request: Request) -> Iterator[Config]:
+    amd, wide = is_amd(request), bytes_of(request.dtypes[0])
+    units = request.units or UNITS[request.architecture]
+    for block_m, block_n in _TILES:
+        if block_m > max(16, 2 * request.rows):
+            continue
+        for block_k in (32, 64, 128) if wide == 2 else (16, 32):
+            for split in (1, 2, 4, 8):
+                parts = -(-request.width["k"] // block_k) // split
+                if split > 1 and (parts < 4 or _tiles(request, block_m, block_n) * split > 4 * units):
+                    continue
+                for warps in (4, 8):
+                    for stages in (1, 2) if amd else (3, 4):
+                        for rows in (16, 32) if amd and block_m >= 32 else (16,):
+                            yield config_of((block_m, block_n, block_k), split, warps, stages, amd=amd, rows=rows)
+
+
+def tile_for(request: Request) -> tuple[int, int, int]:
+    """Return a good guess at a tile, as wide as there are rows: parts of products in float32 need more registers."""
+    if bytes_of(request.dtypes[0]) == 4:
+        return (16 if request.rows <= 16 else 64, 64, 32)
+    small = next((size for size in (16, 32, 64) if request.rows <= size), 128)
+    return (small, 128, 64)
+
+
+def _default(request: Request) -> Config:
+    amd, tile = is_amd(request), tile_for(request)
+    tiles, steps = _tiles(request, *tile[:2]), -(-request.width["k"] // tile[2])
+    split = 1
+    # Twice as many parts as long as each unit still gets but one, and every part some steps.
+    while tiles * split * 2 <= (request.units or UNITS[request.architecture]) and split < 8 and steps >= 8 * split:
+        split *= 2
+    return config_of(tile, split, 8 if tile[0] * tile[1] >= 128 * 128 else 4, 2 if amd else 3, amd=amd)
+
+
+def strides_of(form: str) -> dict[str, object]:
+    """Return the strides of A and B that are 1, in memory of such a form."""
+    ones = ("a_column" if form[0] == "n" else "a_row", "b_column" if form[1] == "n" else "b_row")
+    return dict.fromkeys(ones, 1)
+
+
+def precision_of(request: Request) -> str:
+    """Return how float32 is multiplied: as it is, unless the flag ``tf32`` says otherwise."""
+    return "tf32" if "tf32" in request.flags else "ieee"
+
+
+def _signature(request: Request, config: Config) -> Signature:
+    narrow, out = (TRITON_TYPE[dtype] for dtype in request.dtypes)
+    blocks = config.constants
+    out = "fp32" if blocks["SPLIT"] > 1 else out
+    strides = ("a_row", "a_column", "b_row", "b_column", "out_stride", "part_stride")
+    constants: dict[str, object] = {
+        **strides_of(form_of(request)),
+        **blocks,
+        "WHOLE": request.width["k"] % (blocks["BLOCK_K"] * blocks["SPLIT"]) == 0,
+        "PRECISION": precision_of(request),
+        "UPCAST": False,
+    }
+    arguments = dict.fromkeys(("a", "b"), f"*{narrow}") | {"out": f"*{out}"}
+    arguments |= dict.fromkeys(("rows", "columns", "inner"), "i32") | dict.fromkeys(strides, "i64")
+    arguments |= dict.fromkeys(constants, "constexpr")
+    return Signature(arguments, constants, _divisible(request, strides))
+
+
+def _divisible(request: Request, strides: tuple[str, ...]) -> tuple[str, ...]:
+    widths = {"rows": request.rows, "columns": request.width["n"], "inner": request.width["k"]}
+    found = [name for name, width in widths.items() if width % 16 == 0]
+    form = form_of(request)
+    lengths = {
+        "a_row": "inner", "a_column": "rows", "b_row": "columns", "b_column": "inner",
+        "out_stride": "columns", "part_stride": "columns",
+    }  # fmt: skip
+    ones = strides_of(form)
+    return (*found, *(name for name in strides if name not in ones and lengths[name] in found))
+
+
+def form_of(request: Request) -> str:
+    """Return which of :data:`FORMS` a request's flags hold."""
+    return next(flag for flag in request.flags if flag in FORMS)
+
+
+def _examples(architecture: str) -> Iterator[Request]:
+    types = ("bfloat16", "bfloat16")
+    for n, k in ((4096, 4096), (14336, 4096), (4096, 14336)):
+        for rows in (64, 16384):
+            yield Request("gemm", architecture, types, (("n", n), ("k", k)), rows, ("nt",))
+    yield Request("gemm", architecture, types, (("n", 4096), ("k", 14336)), 16384, ("nn",))
+    yield Request("gemm", architecture, types, (("n", 4096), ("k", 16384)), 14336, ("tn",))
+
+
+def _sum_configs(request: Request) -> Iterator[Config]:
+    for block in (512, 1024, 2048):
+        for warps in (4, 8):
+            yield Config((("BLOCK", block),), num_warps=warps, num_stages=1)
+
+
+def _sum_signature(request: Request, config: Config) -> Signature:
+    numbers = {"size": "i64", "columns": "i32", "part_stride": "i64", "out_stride": "i64"}
+    arguments = {"parts": "*fp32", "out": f"*{TRITON_TYPE[request.dtypes[0]]}"} | numbers
+    constants: dict[str, object] = {"PARTS": request.width["parts"], **config.constants}
+    return Signature(arguments | dict.fromkeys(constants, "constexpr"), constants, tuple(numbers))
+
+
+def _sum_examples(architecture: str) -> Iterator[Request]:
+    for parts in (2, 8):
+        yield Request("gemm_sum", architecture, ("bfloat16",), (("n", 4096), ("parts", parts)), 64)
+
+
+def _moved_bytes(request: Request) -> float:
+    m, n, k = request.rows, request.width["n"], request.width["k"]
+    return (m + n) * k * bytes_of(request.dtypes[0]) + m * n * bytes_of(request.dtypes[1])
+
+
+KERNELS = (
+    Kernel(
+        name="gemm",
+        source="gemm/kernel.py",
+        function="gemm",
+        widths=("n", "k"),
+        configs=_configs,
+        default=_default,
+        shared_bytes=shared_bytes,
+        signature=_signature,
+        examples=_examples,
+        moved_bytes=_moved_bytes,
+        flops=lambda request: 2.0 * request.rows * request.width["n"] * request.width["k"],
+        matrix=True,
+        reference="a @ b",
+    ),
+    Kernel(
+        name="gemm_sum",
+        source="gemm/kernel.py",
+        function="gemm_sum",
+        widths=("n", "parts"),
+        configs=_sum_configs,
+        default=lambda request: Config((("BLOCK", 1024),), num_warps=4, num_stages=1),
+        shared_bytes=lambda request, config: 0,
+        signature=_sum_signature,
+        examples=_sum_examples,
+        moved_bytes=lambda request: (
+            request.rows * request.width["n"] * (4 * request.width["parts"] + bytes_of(request.dtypes[0]))
+        ),
+        reference="parts.sum(0)",
+    ),
+)
+"""``gemm``: inputs' and result's types, ``rows`` is M, flags: a form, maybe ``tf32``. ``gemm_sum``: the result's."""

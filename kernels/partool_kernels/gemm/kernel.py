@@ -1,0 +1,75 @@
+"""C = A B in Triton: tiles in groups that share rows of the cache, sums along K in parts where there are few tiles.
+
+The order of tiles is that of Triton's tutorial on matrix products
+(https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html). Parts of a split sum are written
+apart and added by another kernel in their order: no atomics, so the result is the same every time.
+"""
+
+# Triton reads the parameters' annotations, so they must not become strings here.
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Return row and column of a tile: GROUP_M rows of tiles at a time, column by column."""
+    width = GROUP_M * tiles_n
+    first = (tile // width) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + (tile % width) % height, (tile % width) // height
+
+
+@triton.jit
+def gemm(
+    a, b, out,
+    rows, columns, inner,
+    a_row, a_column, b_row, b_column, out_stride, part_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write ``A [rows, inner] @ B [inner, columns]``, or a part of its sum, float32, to ``out + part · part_stride``.
+
+    ``WHOLE``: every part's share of ``inner`` is a multiple of BLOCK_K. ``UPCAST``: multiply as float32, as the
+    interpreter has to.
+    """
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+    row = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
+    start = part.to(tl.int64) * steps * BLOCK_K
+    k = start + tl.arange(0, BLOCK_K)
+    # Beyond the edge the first rows and columns are read again, instead of masks in the loop: they are not written.
+    # By a remainder, of which the compiler knows how much is contiguous.
+    a_at = a + (row % rows)[:, None] * a_row + k[None, :] * a_column
+    b_at = b + k[:, None] * b_row + (column % columns)[None, :] * b_column
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for step in range(steps):
+        if WHOLE:
+            x, y = tl.load(a_at), tl.load(b_at)
+        else:
+            left = inner - start - step * BLOCK_K
+            inside = tl.arange(0, BLOCK_K) < left
+            x = tl.load(a_at, mask=inside[None, :], other=0.0)
+            y = tl.load(b_at, mask=inside[:, None], other=0.0)
+        if UPCAST:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        # Strides may be 32 bits wide, their multiples may not.
+        a_at += tl.full([], BLOCK_K, tl.int64) * a_column
+        b_at += tl.full([], BLOCK_K, tl.int64) * b_row
+    at = out + part.to(tl.int64) * part_stride + row[:, None] * out_stride + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def gemm_sum(parts, out, size, columns, part_stride, out_stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the parts of a split sum, ``[PARTS, size]``, in their order; ``out`` has rows of ``columns``."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * part_stride + at, mask=inside, other=0.0)
+    place = at // columns * out_stride + at % columns
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,74 @@
+"""Triton's product of matrices as an operator: gradients, forms, what it refuses, what its compilation yields."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from partool_kernels.gemm.op import form_of, gemm
+from partool_kernels.offline import compile_for
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+
+
+def test_operator_is_what_its_registrations_say() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 7, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(torch.ops.partool.gemm, (a, weight.detach().T.requires_grad_(), "auto"))
+    assert torch.autograd.gradcheck(lambda a, weight: gemm(a, weight.T), (a, weight))
+    assert torch.equal(gemm(a, weight.T), a @ weight.T)
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 3), (5, 0, 3), (5, 7, 0)])
+def test_empty_products_pass(sizes: tuple[int, int, int]) -> None:
+    m, k, n = sizes
+    a, b = torch.zeros(m, k, requires_grad=True), torch.zeros(k, n, requires_grad=True)
+    out = gemm(a, b)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(m, n))
+    assert a.grad is not None
+    assert a.grad.shape == (m, k)
+
+
+def test_forms_are_told_by_strides() -> None:
+    x, y = torch.zeros(4, 5), torch.zeros(5, 6)
+    assert form_of(x, y) == "nn"
+    assert form_of(x, torch.zeros(6, 5).T) == "nt"
+    assert form_of(torch.zeros(5, 4).T, y) == "tn"
+
+
+def test_what_has_no_product_is_refused() -> None:
+    a = torch.zeros(2, 3)
+    for b in (torch.zeros(2, 3), torch.zeros(3), torch.zeros(3, 2, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"no product of \[2, 3\] float32 on cpu"):
+            gemm(a, b)
+    with pytest.raises(ValueError, match="int64"):
+        gemm(a.long(), a.long().T)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_of_all_forms_use_matrix_units_and_keep_tiles_in_shared_memory(architecture: str) -> None:
+    kernel, limit = KERNELS["gemm"], ARCHITECTURES[architecture].shared_bytes
+    for form in ("nn", "nt", "tn"):
+        for rows in (64, 16384):
+            request = Request(
+                "gemm", architecture, ("bfloat16", "bfloat16"), (("n", 4096), ("k", 14336)), rows, (form,)
+            )
+            config = kernel.default(request)
+            compiled = compile_for(request, config)
+            assert compiled.matrix
+            assert compiled.spilled_bytes == 0
+            # Tiles that the compiler cannot load in wide pieces are in registers, and their loads are not overlapped.
+            least = 0.6 if architecture == "sm_80" else 0.98
+            assert least * kernel.shared_bytes(request, config) <= compiled.shared_bytes <= limit
+            assert compiled.shared_bytes <= kernel.shared_bytes(request, config)
+
+
+def test_split_sums_keep_a_large_device_busy() -> None:
+    def split(rows: int, architecture: str) -> int:
+        request = Request("gemm", architecture, ("bfloat16",) * 2, (("n", 4096), ("k", 14336)), rows, ("nt",))
+        return KERNELS["gemm"].default(request).constants["SPLIT"]
+
+    assert split(16, "sm_90") == 4  # 32 tiles, 132 multiprocessors
+    assert split(16, "gfx942") == 8  # 304 compute units
+    assert split(16384, "sm_90") == 1
