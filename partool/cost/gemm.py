@@ -64,7 +64,8 @@ def tiled_s(
     seconds = flops / (devices.achievable_flops * devices.sustained_share * share) * misaligned(n) * misaligned(k)
     sums = 8.0 * splits * batch * m * n if splits > 1 else 0.0
     moved = (2.0 * batch * (m * k + k * n + m * n) + sums) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
-    return float(max(seconds + _DEPTH_S * waves, moved) + _START_S * (1 + (splits > 1)))
+    depth = _DEPTH_S * math.ceil(batch * m * n / (128 * 128) / max(devices.units, 1))
+    return float(max(seconds + depth, moved) + _START_S * (1 + (splits > 1)))
 
 
 def streamed_s(job: Job, moved_bytes: float) -> float:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cli.main import run
+from partool.cost.case import Job
 from partool.cost.flops import matmul_flops_per_token
+from partool.cost.gemm import matmul_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.kernel_requests import counted
@@ -272,6 +274,12 @@ def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path, l
     result = plan_of(f"kernels.require={level}", f"kernels.tuned=[{folder}]")
     assert result.plan is not None, result.diagnostics
     assert coverage(result.plan).worst == "exact"
+    name = f"kernels.tuned/{folder}"
+    before = result.plan.inputs[name]
+    written(folder, entries[0])
+    less = plan_of(f"kernels.tuned=[{folder}]").plan
+    assert less is not None
+    assert less.inputs[name] != before
 
 
 def test_tables_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -307,6 +315,27 @@ def test_rows_to_entry_is_piecewise_constant_and_levels_are_monotone(
     counts = [len(found.below(level)) for level in LEVELS]
     assert counts[0] == 0
     assert counts == sorted(counts)
+
+
+_SIDE = st.integers(16, 40_000)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_SIDE, _SIDE, _SIDE, st.sampled_from([1, 8]))
+def test_the_tile_model_is_the_cost_models_with_its_own_tiles(m: int, n: int, k: int, batch: int) -> None:
+    """The best of the cost model's tiles takes what it says."""
+    job = Job(planned().model, planned().devices, 1024, 32, "fp8")
+    tiles = [(256, 128), (128, 128), (128, 64), (64, 64)]
+    found = [tiled_s(job, (m, n, k), tile, batch=batch) for tile in tiles]
+    assert min(found) == pytest.approx(float(matmul_s(job, m, n, k, batch=batch)), rel=1e-12)
+
+
+def test_split_sums_fill_a_device_and_cost_where_it_is_full() -> None:
+    job = Job(planned().model, planned().devices, 1024, 32, "fp8")
+    few, many = (64.0, 2112.0, 7168.0), (8192.0, 8192.0, 8192.0)
+    assert tiled_s(job, few, (64, 128), splits=4) < 0.75 * tiled_s(job, few, (64, 128))
+    assert tiled_s(job, many, (128, 128), splits=4) > tiled_s(job, many, (128, 128))
+    assert tiled_s(job, many, (16, 16)) > 4 * tiled_s(job, many, (128, 128))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
