@@ -59,7 +59,7 @@ def test_products_of_all_forms_use_matrix_units_and_keep_tiles_in_shared_memory(
             assert compiled.matrix
             assert compiled.spilled_bytes == 0
             # Tiles that the compiler cannot load in wide pieces are in registers, and their loads are not overlapped.
-            least = 0.6 if architecture == "sm_80" else 0.98
+            least = 0.6 if architecture == "sm_80" else 0.9
             assert least * kernel.shared_bytes(request, config) <= compiled.shared_bytes <= limit
             assert compiled.shared_bytes <= kernel.shared_bytes(request, config)
 
