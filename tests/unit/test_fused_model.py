@@ -31,7 +31,11 @@ MODELS = {
         **BASE, norm="layernorm", position="learned", max_position=16, activation="gelu_tanh", ffn_bias=True
     ),
 }
-PARTS: dict[Fused, tuple[str, ...]] = {"norm": ("llama", "qwen", "gpt"), "glu": ("llama",)}
+PARTS: dict[Fused, tuple[str, ...]] = {
+    "norm": ("llama", "qwen", "gpt"),
+    "glu": ("llama",),
+    "loss": ("llama", "qwen", "gpt"),
+}
 """Every part of a model, and the models that it is tried in."""
 CASES = [(part, name) for part, names in PARTS.items() for name in names]
 POLICIES: tuple[Recompute, ...] = get_args(Recompute)

@@ -10,11 +10,12 @@ from torch import nn
 from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_runtime.fused.glu import fuse_glu
+from partool_runtime.fused.loss import fuse_loss
 from partool_runtime.fused.norm import fuse_norms
 from partool_runtime.fused.types import Fusing
 
 PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingProxyType(
-    {"norm": fuse_norms, "glu": fuse_glu}
+    {"norm": fuse_norms, "glu": fuse_glu, "loss": fuse_loss}
 )
 """By their names in ``kernels.fused``. The optimizer is none of the model's parts, it is told by itself."""
 

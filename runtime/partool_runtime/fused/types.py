@@ -18,8 +18,11 @@ class Fusing(NamedTuple):
     """``kernels.mode`` of the spec."""
     leaves: tuple[str, ...] = ()
     """Patterns of modules whose parameters are gathered by themselves, as they are called."""
+    pipelined: bool = False
+    """Several micro-batches may be between their forward and backward passes."""
 
     @classmethod
     def of(cls, plan: Plan) -> Fusing:
         """Return what a plan says."""
-        return cls(plan.layout.fused, plan.model, plan.kernels.mode, plan.layout.leaves)
+        layout = plan.layout
+        return cls(layout.fused, plan.model, plan.kernels.mode, layout.leaves, pipelined=layout.mesh.pp > 1)

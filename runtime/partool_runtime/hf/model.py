@@ -199,9 +199,9 @@ def base_hidden(
     return cast(torch.Tensor, out[0])
 
 
-def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, *, tile: int = 0) -> torch.Tensor:
-    """Return the sum of token losses; ``tile``: as in :func:`partool_runtime.model.loss.loss`."""
-    return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, tile=tile)
+def head_loss(hidden_BSH: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Return the sum of token losses; ``how``: keywords of :func:`partool_runtime.model.loss.loss`."""
+    return loss(hidden_BSH, head.weight, labels_BS, bias_V=head.bias, **how)
 
 
 def aliases(module: nn.Module) -> dict[str, str]:

@@ -8,13 +8,26 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
-from partool_runtime.deferral import linear
+from partool_kernels.cross_entropy.op import Terms, cross_entropy
+from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
+from partool_runtime import deferral
 from partool_runtime.model._wide import wide_dtype
 
 IGNORED = -100
 """Label of a position that does not count."""
 CHUNK_LOGITS = 2**26
 """Logits (rows times vocabulary) held at once; a larger batch is worked through in chunks of rows."""
+
+
+class LossKernels(NamedTuple):
+    """How kernels of partool compute the loss."""
+
+    mode: str
+    """``kernels.mode`` of the spec."""
+    early: bool
+    """The gradients of hidden state and output matrix are computed with the loss, and kept until they are due."""
+    vocabulary: int = 0
+    """Tokens of the whole vocabulary: ranks that share it work on chunks of the same positions."""
 
 
 def loss(
@@ -25,32 +38,57 @@ def loss(
     *,
     bias_V: torch.Tensor | None = None,
     tile: int = 0,
+    z_loss: float = 0.0,
+    kernels: LossKernels | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the cross entropies of all labelled positions, a scalar in float32 or wider.
+    """Return the sum of the losses of all labelled positions, a scalar in float32 or wider.
 
-    A sum and no mean, so that the caller can divide by the tokens of the whole step over all ranks. Above
-    ``chunk_logits`` logits the backward pass computes them a second time, chunk by chunk: two extra units of matrix
-    work in eight, in exchange for memory that does not grow with the batch. ``tile`` gives the positions whose logits
-    exist at once instead.
+    That of a position is its cross entropy plus ``z_loss`` times the squared logarithm of the sum of its logits'
+    exponentials (PaLM, arXiv 2204.02311, section 5). A sum and no mean, so that the caller can divide by the tokens of
+    the whole step over all ranks. Above ``chunk_logits`` logits the backward pass computes them a second time, chunk by
+    chunk: two extra units of matrix work in eight, in exchange for memory that does not grow with the batch. ``tile``
+    gives the positions whose logits exist at once instead. With early ``kernels`` nothing is computed twice.
     """
     hidden_TH, labels_T = hidden_BSH.flatten(0, -2), labels_BS.flatten()
+    if kernels is not None and kernels.early and not deferral.is_splitting():
+        terms = Terms(z_loss)
+        return linear_cross_entropy(
+            hidden_TH, head_weight_VH, labels_T, bias=bias_V, terms=terms, rows=tile, mode=kernels.mode
+        )
     rows = tile or max(1, chunk_logits // head_weight_VH.shape[0])
     if hidden_TH.shape[0] <= rows:
-        return _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T)
-    chunks = _Chunks(labels_T, rows)
+        return _cross_entropy(hidden_TH, head_weight_VH, bias_V, labels_T, (z_loss, kernels))
+    chunks = _Chunks(labels_T, rows, (z_loss, kernels))
     total: torch.Tensor = _ChunkedLoss.apply(hidden_TH, head_weight_VH, bias_V, chunks)  # type: ignore[no-untyped-call]
     return total
 
 
-def _logits(hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-    return linear(hidden_TH, head_weight_VH, bias_V).to(wide_dtype(hidden_TH.dtype))
+_Terms = tuple[float, LossKernels | None]
+"""z_loss, and the kernels that compute it."""
+
+
+def _logits(
+    hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, bias_V: torch.Tensor | None, *, wide: bool = True
+) -> torch.Tensor:
+    logits_TV = deferral.linear(hidden_TH, head_weight_VH, bias_V)
+    return logits_TV.to(wide_dtype(hidden_TH.dtype)) if wide else logits_TV
 
 
 def _cross_entropy(
-    hidden_TH: torch.Tensor, head_weight_VH: torch.Tensor, bias_V: torch.Tensor | None, labels_T: torch.Tensor
+    hidden_TH: torch.Tensor,
+    head_weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_T: torch.Tensor,
+    terms: _Terms,
 ) -> torch.Tensor:
-    logits_TV = _logits(hidden_TH, head_weight_VH, bias_V)
-    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+    z_loss, kernels = terms
+    logits_TV = _logits(hidden_TH, head_weight_VH, bias_V, wide=kernels is None)
+    if kernels is not None:
+        return cross_entropy(logits_TV, labels_T, Terms(z_loss), kernels.mode, in_place=True)
+    total = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
+    if not z_loss:
+        return total
+    return total + z_loss * logits_TV.logsumexp(1).square().where(labels_T != IGNORED, 0.0).sum()
 
 
 class _Chunks(NamedTuple):
@@ -58,6 +96,7 @@ class _Chunks(NamedTuple):
     """``[T]``."""
     rows: int
     """Positions whose logits exist at once."""
+    terms: _Terms
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -72,11 +111,11 @@ class _ChunkedLoss(torch.autograd.Function):
         chunks: _Chunks,
     ) -> torch.Tensor:
         ctx.save_for_backward(hidden_TH, head_weight_VH, bias_V, chunks.labels)  # type: ignore[arg-type]
-        ctx.rows = chunks.rows  # type: ignore[attr-defined]
+        ctx.rows, ctx.terms = chunks.rows, chunks.terms  # type: ignore[attr-defined]
         total = hidden_TH.new_zeros((), dtype=wide_dtype(hidden_TH.dtype))
         parts = (torch.split(tensor, chunks.rows) for tensor in (hidden_TH, chunks.labels))
         for hidden_CH, labels_C in zip(*parts, strict=True):
-            total += _cross_entropy(hidden_CH, head_weight_VH, bias_V, labels_C)
+            total += _cross_entropy(hidden_CH, head_weight_VH, bias_V, labels_C, chunks.terms)
         return total
 
     @staticmethod
@@ -88,11 +127,13 @@ class _ChunkedLoss(torch.autograd.Function):
         # Summed over many chunks, hence wide.
         grad_head_VH = torch.zeros_like(head_weight_VH, dtype=grad.dtype) if needs_head else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=grad.dtype) if needs_bias else None
+        wide = ctx.terms[1] is None
         for start in range(0, hidden_TH.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             # No name for the logits, which would keep those of two chunks.
-            grad_logits_CV = _grad_logits(_logits(hidden_TH[part], head_weight_VH, bias_V), labels_T[part], grad)
-            grad_logits_CV = grad_logits_CV.to(hidden_TH.dtype)
+            grad_logits_CV = _grad_logits(
+                _logits(hidden_TH[part], head_weight_VH, bias_V, wide=wide), labels_T[part], grad, ctx.terms
+            ).to(hidden_TH.dtype)
             if grad_hidden_TH is not None:
                 torch.mm(grad_logits_CV, head_weight_VH, out=grad_hidden_TH[part])
             if grad_head_VH is not None:
@@ -106,11 +147,21 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
     return None if wide is None else wide.to(like.dtype)
 
 
-def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return (softmax − one-hot) · grad, zero where the label is ignored."""
+def _grad_logits(logits_CV: torch.Tensor, labels_C: torch.Tensor, grad: torch.Tensor, terms: _Terms) -> torch.Tensor:
+    """Return the gradient of the logits times ``grad``, zero where the label is ignored; kernels write it over them."""
+    z_loss, kernels = terms
+    if kernels is not None:
+        operators = torch.ops.partool
+        highest_C, sums_C, _ = operators.cross_entropy_parts(logits_CV, labels_C, 0, 0.0, kernels.mode)
+        operators.cross_entropy_gradient_(
+            logits_CV, labels_C, highest_C + sums_C.log(), grad, first=0, z_loss=z_loss, cap=0.0, kernels=kernels.mode
+        )
+        return logits_CV
     counted_C = labels_C != IGNORED
-    probabilities_CV = torch.softmax(logits_CV, dim=-1)
+    found_CV = torch.softmax(logits_CV, dim=-1)
+    if z_loss:
+        found_CV *= (1.0 + 2.0 * z_loss * logits_CV.logsumexp(1))[:, None]
     target_C1 = labels_C.where(counted_C, 0)[:, None]
-    probabilities_CV.scatter_add_(1, target_C1, probabilities_CV.new_full(target_C1.shape, -1.0))
+    found_CV.scatter_add_(1, target_C1, found_CV.new_full(target_C1.shape, -1.0))
     # Scaled before any cast: in float16 the unscaled probabilities of a large vocabulary would vanish.
-    return probabilities_CV * (grad * counted_C)[:, None]
+    return found_CV * (grad * counted_C)[:, None]

@@ -8,7 +8,6 @@ section 3.1). Gradients of weights are summed over tiles in float32 or wider.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import networks as of_transformers
-from partool_runtime.hf.model import HfPart, head_loss
 from partool_runtime.hf.numerics import stay_wide
-from partool_runtime.model import Decoder, DecoderParts
+from partool_runtime.losses import set_loss
 from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.decoder import Block
-from partool_runtime.model.loss import loss
 from partool_runtime.parallel import again
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -127,12 +124,5 @@ def tile_loss(model: nn.Module, tokens: int, *, ranks: int = 1) -> None:
 
     0: as it does by itself. That of tensor ``ranks`` that share the vocabulary knows from their team.
     """
-    if not tokens or ranks > 1:
-        return
-    if isinstance(model, HfPart):
-        model.loss = partial(head_loss, tile=tokens)
-    elif isinstance(model, Decoder | DecoderParts):
-        tied = model if isinstance(model, Decoder) else model.embed
-        holder: Any = model.head if model.head is not None else tied if model.config.tied_embeddings else None
-        if holder is not None:
-            holder.loss = partial(loss, tile=tokens)
+    if tokens and ranks == 1:
+        set_loss(model, tile=tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import MappingProxyType
 from typing import Any, cast
@@ -176,7 +177,8 @@ def _hook_head(model: Decoder | DecoderParts, team: Team) -> None:
     else:
         holder, name = model.head, "head.weight"
     if holder is not None:
-        hook(holder, "loss", _loss, first_row(model.placements, name), team)
+        # A partial, as more may be told to it; no compiled block holds it.
+        holder.loss = partial(_loss, first_row(model.placements, name), team)
 
 
 def first_row(placements: Mapping[str, Placement], name: str) -> int:
@@ -200,9 +202,9 @@ def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) ->
 
 
 def _loss(
-    first: int, team: Team, hidden: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor
+    first: int, team: Team, hidden: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
 ) -> torch.Tensor:
-    return vocabulary_loss(hidden, weight_VH, labels_BS, first=first, team=team)
+    return vocabulary_loss(hidden, weight_VH, labels_BS, first=first, team=team, **how)
 
 
 def hook(module: nn.Module, name: str, function: Callable[..., Any], *fixed: Any) -> None:

@@ -278,8 +278,10 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
     return left(found_BSH * inside_BS.unsqueeze(-1), team)
 
 
-def _loss(first: int, team: Team, hidden: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor) -> torch.Tensor:
-    return vocabulary_loss(hidden, head.weight, labels_BS, first=first, team=team, bias_V=head.bias)
+def _loss(
+    first: int, team: Team, hidden: torch.Tensor, head: nn.Linear, labels_BS: torch.Tensor, **how: Any
+) -> torch.Tensor:
+    return vocabulary_loss(hidden, head.weight, labels_BS, first=first, team=team, bias_V=head.bias, **how)
 
 
 def _summed_outputs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,10 +33,14 @@ class _Loss:
     first: int
     """First token of this rank."""
 
-    def __call__(self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden_BSH: torch.Tensor, weight_VH: torch.Tensor, labels_BS: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
         """Return the sum of token losses, see :data:`partool_runtime.model.decoder.HeadLoss`."""
         whole_BSH = gathered_hidden(self.grid, hidden_BSH)
-        return vocabulary_loss(whole_BSH, weight_VH, labels_BS, first=self.first, team=self.team, sum_input=False)
+        return vocabulary_loss(
+            whole_BSH, weight_VH, labels_BS, first=self.first, team=self.team, sum_input=False, **how
+        )
 
 
 def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None:

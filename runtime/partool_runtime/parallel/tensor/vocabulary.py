@@ -13,9 +13,12 @@ import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from partool_kernels.cross_entropy.op import Terms, inner_scale, scaled
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients
+from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.model._wide import wide_dtype
-from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED
+from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
 from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
 from partool_runtime.torch_internals import finished, start_sum
 
@@ -49,15 +52,21 @@ def vocabulary_loss(
     bias_V: torch.Tensor | None = None,
     sum_input: bool = True,
     chunk_logits: int = CHUNK_LOGITS,
+    z_loss: float = 0.0,
+    kernels: LossKernels | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the cross entropies of all labelled positions, the same scalar on every rank.
+    """Return the sum of the losses of all labelled positions, the same scalar on every rank.
 
     ``hidden`` is the residual stream as the ranks hold it; of the vocabulary this rank holds ``V`` tokens from
     ``first`` on. As in :func:`partool_runtime.model.loss.loss` the logits of a long batch never exist at once. Without
     ``sum_input`` the gradient of the hidden state is this rank's part of it, for callers that sum it themselves.
     """
     chunk = team.loss_tile or max(1, chunk_logits // max(1, weight_VH.shape[0]))
-    how = _How(team, labels_BS, first, chunk, sum_input, deferral.is_splitting())
+    graph, splits = torch.is_grad_enabled(), deferral.is_splitting()
+    how = _How(team, labels_BS, first, chunk, sum_input, splits, z_loss, kernels, graph)
+    if kernels is not None and kernels.early and not how.splits:
+        early: torch.Tensor = _EarlyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
+        return early
     total: torch.Tensor = _VocabularyLoss.apply(hidden, weight_VH, bias_V, how)  # type: ignore[no-untyped-call]
     return total
 
@@ -73,6 +82,10 @@ class _How(NamedTuple):
     sum_input: bool
     splits: bool
     """The gradients of weight and bias may be put off."""
+    z_loss: float = 0.0
+    kernels: LossKernels | None = None
+    graph: bool = True
+    """Gradients are wanted."""
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -87,14 +100,14 @@ class _VocabularyLoss(torch.autograd.Function):
         seen = []
         for start in range(0, len(labels_T), how.chunk):
             part = slice(start, start + how.chunk)
-            logits_CV = _logits(hidden_TH[part], weight_VH, bias_V)
-            seen.append(_seen(logits_CV, labels_T[part] - how.first))
+            logits_CV = _logits(hidden_TH[part], weight_VH, bias_V, how)
+            seen.append(_seen(logits_CV, labels_T[part], how))
         log_total_T, target_T = _of_all_ranks(_Seen(*map(torch.cat, zip(*seen, strict=True))), how.team)
         kept = logits_CV if len(seen) == 1 else None
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, log_total_T, kept)  # type: ignore[arg-type]
         # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
         ctx.weight, ctx.bias, ctx.how = weight_VH, bias_V, how  # type: ignore[attr-defined]
-        return (log_total_T - target_T).where(labels_T != IGNORED, 0.0).sum()
+        return _summed(log_total_T, target_T, how)
 
     @staticmethod
     @once_differentiable
@@ -108,7 +121,7 @@ class _VocabularyLoss(torch.autograd.Function):
             if how.sum_input:
                 grad_hidden = finished(start_leaving(grad_hidden, how.team, fresh=True))
             return grad_hidden, *sums, None
-        grad_TV = _grad_logits(logits_TV, log_total_T, how.labels.flatten(), how.first, grad).to(hidden_TH.dtype)
+        grad_TV = _grad_logits(logits_TV, log_total_T, how.labels.flatten(), how, grad).to(hidden_TH.dtype)
         grad_hidden = (grad_TV @ weight_VH).view(shape)
         if not how.sum_input:
             return grad_hidden, *_of_parameters(ctx, grad_TV), None
@@ -130,12 +143,81 @@ class _Seen(NamedTuple):
     """The label's logit; 0 where the label is another rank's."""
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(hidden_CH, weight_VH, bias_V).to(wide_dtype(hidden_CH.dtype))
+class _EarlyLoss(torch.autograd.Function):
+    """Head and cross entropy over ranks whose gradients are computed with the loss, and only scaled in the end.
+
+    The ranks exchange what they see of a chunk of positions before the next one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How
+    ) -> torch.Tensor:
+        whole_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
+        hidden_TH, labels_T = whole_BSH.flatten(0, 1), how.labels.flatten()
+        needs = Needs(*(how.graph and needed for needed in ctx.needs_input_grad[:3]))
+        found = losses_and_gradients(
+            Inputs(hidden_TH, weight_VH, bias_V, labels_T),
+            How(Terms(how.z_loss), _rows(hidden_TH, how), _mode(how), how.first, partial(_merged, team=how.team)),
+            needs,
+        )
+        ctx.save_for_backward(found.hidden, found.weight, found.bias)
+        ctx.how, ctx.shape, ctx.dtype = how, whole_BSH.shape, hidden.dtype
+        ctx.inner = inner_scale(hidden.dtype, len(weight_VH))
+        return found.total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        team, factor = ctx.how.team, grad / ctx.inner
+        of_hidden, *sums = ctx.saved_tensors
+        grad_hidden = None if of_hidden is None else _times(of_hidden, factor, ctx).view(ctx.shape)
+        if grad_hidden is None or not ctx.how.sum_input:
+            return grad_hidden, *(_times(x, factor, ctx) for x in sums), None
+        travelling = start_leaving(grad_hidden, team, fresh=True)
+        if not team.overlap:
+            travelling = finished(travelling)
+        of_parameters = [_times(x, factor, ctx) for x in sums]
+        return finished(travelling), *of_parameters, None
 
 
-def _seen(logits_CV: torch.Tensor, own_C: torch.Tensor) -> _Seen:
-    """Return what the logits say; ``own_C`` are the labels, counted from the rank's first token."""
+def _times(x: torch.Tensor | None, factor: torch.Tensor, ctx: Any) -> Any:
+    return None if x is None else scaled(x, factor, ctx.dtype, _mode(ctx.how))
+
+
+def _rows(hidden_TH: torch.Tensor, how: _How) -> int:
+    """Return the positions of a chunk, the same on all ranks, whatever each holds of the vocabulary."""
+    assert how.kernels is not None
+    most = -(-how.kernels.vocabulary // how.team.ranks)
+    return how.team.loss_tile or chunk_rows(len(hidden_TH), most, hidden_TH.itemsize)
+
+
+def _mode(how: _How) -> str:
+    assert how.kernels is not None
+    return how.kernels.mode
+
+
+def _merged(parts_3C: torch.Tensor, team: Team) -> tuple[torch.Tensor, torch.Tensor]:
+    return _of_all_ranks(_Seen(*parts_3C.unbind()), team)
+
+
+def _summed(log_total_T: torch.Tensor, target_T: torch.Tensor, how: _How) -> torch.Tensor:
+    losses_T = log_total_T - target_T
+    if how.z_loss:
+        losses_T += how.z_loss * log_total_T.square()
+    return losses_T.where(how.labels.flatten() != IGNORED, 0.0).sum()
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, how: _How) -> torch.Tensor:
+    logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+    return logits_CV.to(wide_dtype(hidden_CH.dtype)) if how.kernels is None else logits_CV
+
+
+def _seen(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: _How) -> _Seen:
+    """Return what the logits say."""
+    if how.kernels is not None:
+        return _Seen(*torch.ops.partool.cross_entropy_parts(logits_CV, labels_C, how.first, 0.0, how.kernels.mode))
+    own_C = labels_C - how.first
     if logits_CV.shape[1] == 0:
         nothing_C = logits_CV.new_zeros(len(logits_CV))
         return _Seen(torch.full_like(nothing_C, -torch.inf), nothing_C, nothing_C)
@@ -154,11 +236,22 @@ def _of_all_ranks(seen: _Seen, team: Team) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _grad_logits(
-    logits_CV: torch.Tensor, log_total_C: torch.Tensor, labels_C: torch.Tensor, first: int, grad: torch.Tensor
+    logits_CV: torch.Tensor, log_total_C: torch.Tensor, labels_C: torch.Tensor, how: _How, grad: torch.Tensor
 ) -> torch.Tensor:
-    """Return (softmax − one-hot) · grad of this rank's tokens, zero where the label is ignored."""
+    """Return the gradient of this rank's logits times ``grad``, zero where the label is ignored.
+
+    Kernels write it over the logits.
+    """
+    if how.kernels is not None:
+        torch.ops.partool.cross_entropy_gradient_(
+            logits_CV, labels_C, log_total_C, grad,
+            first=how.first, z_loss=how.z_loss, cap=0.0, kernels=how.kernels.mode,
+        )  # fmt: skip
+        return logits_CV
     grads_CV = (logits_CV - log_total_C[:, None]).exp()
-    own_C = labels_C - first
+    if how.z_loss:
+        grads_CV *= (1.0 + 2.0 * how.z_loss * log_total_C)[:, None]
+    own_C = labels_C - how.first
     inside_C = (own_C >= 0) & (own_C < logits_CV.shape[1])
     if logits_CV.shape[1]:
         grads_CV.scatter_add_(1, own_C.where(inside_C, 0)[:, None], -inside_C[:, None].to(grads_CV.dtype))
@@ -176,8 +269,8 @@ def _in_chunks(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     of_bias = torch.zeros_like(bias_V, dtype=grad.dtype) if ctx.needs_input_grad[2] else None
     for start in range(0, len(labels_T), how.chunk):
         part = slice(start, start + how.chunk)
-        logits_CV = _logits(hidden_TH[part], weight_VH, bias_V)
-        grad_CV = _grad_logits(logits_CV, log_total_T[part], labels_T[part], how.first, grad).to(hidden_TH.dtype)
+        logits_CV = _logits(hidden_TH[part], weight_VH, bias_V, how)
+        grad_CV = _grad_logits(logits_CV, log_total_T[part], labels_T[part], how, grad).to(hidden_TH.dtype)
         torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[part])
         if of_weight is not None:
             of_weight += grad_CV.T @ hidden_TH[part]

@@ -10,7 +10,7 @@ from torch import nn
 
 from partool.spec.model import ModelConfig
 from partool_runtime.model.attention import Tokens
-from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, embedded
+from partool_runtime.model.decoder import AnyDecoder, Block, Contexts, Head, HeadLoss, embedded
 from partool_runtime.model.loss import loss
 from partool_runtime.model.norm import make_norm
 
@@ -44,10 +44,11 @@ class _Outputs(nn.Module):
     def __init__(self, final_norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.final_norm, self.head = final_norm, head
+        self.loss: HeadLoss = loss
 
     def forward(self, x_BSH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
         hidden_BSH = self.final_norm(x_BSH)
-        return loss(hidden_BSH, cast(torch.Tensor, self.head.weight), labels_BS)
+        return self.loss(hidden_BSH, cast(torch.Tensor, self.head.weight), labels_BS)
 
 
 class RingDecoder(AnyDecoder):

@@ -1,0 +1,30 @@
+"""The seam of the loss: which module of a model, or of a rank's part of one, computes it, and how it is told more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from partool_runtime.hf.model import HfPart
+from partool_runtime.model import Decoder, DecoderParts
+
+
+def set_loss(model: nn.Module, **how: Any) -> None:
+    """Give the model's loss keywords of :func:`partool_runtime.model.loss.loss`; nothing where the rank has none.
+
+    Whatever computes it so far stays and is told these besides: tensor ranks' loss, or that of one rank.
+    """
+    holder: Any = _holder(model)
+    if holder is not None:
+        before: Callable[..., Any] = holder.loss
+        holder.loss = partial(before, **how)
+
+
+def _holder(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, Decoder | DecoderParts):
+        tied = model if isinstance(model, Decoder) else model.embed
+        return model.head if model.head is not None else tied if model.config.tied_embeddings else None
+    return model if isinstance(model, HfPart) or hasattr(model, "loss") else None
