@@ -62,10 +62,10 @@ def tiled_s(
     share /= waves * max(devices.units, 1) / splits
     flops = 2.0 * batch * m * n * k
     seconds = flops / (devices.achievable_flops * devices.sustained_share * share) * misaligned(n) * misaligned(k)
-    sums = 8.0 * splits * batch * m * n if splits > 1 else 0.0
-    moved = (2.0 * batch * (m * k + k * n + m * n) + sums) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    moved = 2.0 * batch * (m * k + k * n + m * n) / (_MEMORY_SHARE * devices.memory_bytes_per_s)
+    sums = streamed_s(job, 8.0 * splits * batch * m * n) if splits > 1 else 0.0
     depth = _DEPTH_S * math.ceil(batch * m * n / (128 * 128) / max(devices.units, 1))
-    return float(max(seconds + depth, moved) + _START_S * (1 + (splits > 1)))
+    return float(max(seconds + depth, moved) + _START_S + sums)
 
 
 def streamed_s(job: Job, moved_bytes: float) -> float:
