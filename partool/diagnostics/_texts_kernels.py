@@ -27,6 +27,21 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "kernels: {fused: [norm]}\n",
     ),
     Rule(
+        "PT489",
+        "fp8 is planned, not run with this yet",
+        "Products in 8 bits run on H100, H200, B200, GB200, MI300X, MI325X and MI355X, with every ZeRO stage, tensor "
+        "ranks in a row, sequence ranks and pipelines of activations. Without fp8, bf16 runs with everything.",
+        _MODEL.replace("h100-sxm", "l40s") + "training: {precision: fp8}\n",
+        _EIGHT,
+    ),
+    Rule(
+        "PT490",
+        "Layers that stay in bf16 under fp8",
+        "Matrix units in 8 bits take widths that are multiples of 16; blocks of scales are 128 wide.",
+        _EIGHT.replace("hidden: 64", "hidden: 64, ffn_hidden: 172"),
+        _EIGHT,
+    ),
+    Rule(
         "PT491",
         "A product's configuration is less certain than kernels.require",
         "From the least certain: heuristic (a rule), modelled (nobody measured it), device (measured on another one), "
@@ -41,5 +56,22 @@ RULES: tuple[Rule, ...] = (
         "start from the spec's folder.",
         _MODEL + "kernels: {tuned: [missing]}\n",
         _MODEL + "kernels: {tuned: []}\n",
+    ),
+    Rule(
+        "PT495",
+        "Kernels cannot be tuned here",
+        "Configurations are timed on the GPU that they are for: there is none, or it is of another architecture "
+        "than the plan's.",
+        "partool tune",
+        "partool tune --dry-run",
+        "command",
+    ),
+    Rule(
+        "PT496",
+        "Tuning ended before its time",
+        "What it had found is in the tables, and what it had timed beside them; started again it goes on.",
+        "partool tune",
+        "partool tune --kernel glu_forward",
+        "command",
     ),
 )

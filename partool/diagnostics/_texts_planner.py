@@ -313,13 +313,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("parallel: {data: {zero: 1}}"),
     ),
     Rule(
-        "PT411",
-        "fp8 is planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("training: {precision: fp8}"),
-        _gpus("training: {precision: bf16}"),
-    ),
-    Rule(
         "PT412",
         "Parameters in host memory are planned, not run yet",
         "The plan can be read and compared; launch refuses it.",

@@ -299,6 +299,13 @@ RULES: tuple[Rule, ...] = (
         "parallel: {sequence: {method: dsp, degree: 4}}",
     ),
     _rule(
+        "PT658",
+        "The device does not multiply in 8 bits",
+        "Kernels are compiled for the 8-bit types of Hopper, Blackwell (B200), MI300X, MI325X and MI355X.",
+        "training: {precision: fp8}   # hardware described by hand, or another device than planned",
+        "training: {precision: bf16}",
+    ),
+    _rule(
         "PT657",
         "A layer has no network that works on tiles",
         "A tile is a stretch of the sequence, and only what maps every token by itself can take one at a time.",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partool.spec.model import ModelConfig
+from partool_kernels.registry import ARCHITECTURES
 
 _ZERO = "tests/parity/test_zero.py"
 _MODEL = "tests/unit/test_runtime_model.py"
@@ -45,6 +46,8 @@ class Needs:
     recompute: frozenset[str]
     compile: str
     precision: str
+    architecture: str = ""
+    """Of the devices; empty: not known."""
     hf: bool = False
     """Whether transformers builds the model, instead of partool."""
     sequence_method: str = "ulysses"
@@ -87,6 +90,7 @@ def aspects(needs: Needs) -> Iterator[str]:
     yield f"compile {needs.compile}"
     yield from (f"recompute {policy}" for policy in sorted(needs.recompute))
     yield from sorted(needs.gathers)
+    yield from _of_fp8(needs)
     yield from ["model of transformers"] if needs.hf else _of_model(needs.model)
     wanted = {
         "accumulation": needs.accumulation > 1,
@@ -108,6 +112,21 @@ def aspects(needs: Needs) -> Iterator[str]:
         "offload of activations": needs.offload_activations != "none",
     }
     yield from (aspect for aspect, applies in wanted.items() if applies)
+
+
+def _of_fp8(needs: Needs) -> Iterator[str]:
+    """Yield what products in 8 bits must get along with."""
+    if needs.precision != "fp8":
+        return
+    known = ARCHITECTURES.get(needs.architecture)
+    if needs.architecture and (known is None or known.fp8 is None):
+        yield "fp8 on other architectures"
+    if needs.tensor_inner > 1:
+        yield "fp8 on tensor ranks in two dimensions"
+    if needs.hf and needs.tensor > 1:
+        yield "fp8 on tensor ranks of a model of transformers"
+    if needs.stages > 1 and needs.schedule.startswith("weipipe"):
+        yield "fp8 with weights that travel"
 
 
 def _of_model(model: ModelConfig) -> Iterator[str]:
@@ -159,6 +178,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("precision fp32", "tests/parity/test_trainer.py::test_low_precision_stays_near_fp32"),
     Capability("precision bf16", _LOSSES),
     Capability("precision fp16", _LOSSES),
+    Capability("precision fp8", "tests/parity/test_fp8.py::test_losses_are_near_those_of_bf16"),
     Capability("compile none", _STAGES),
     Capability("compile block", f"{_ZERO}::test_compiled_blocks_equal_one_process"),
     Capability("recompute none", _STAGES),
@@ -196,6 +216,8 @@ CAPABILITIES: tuple[Capability, ...] = (
     *(Capability(name, _LAYERS) for name in ("grouped queries", "norms of queries and keys", "biases", "scaled rope")),
 )
 
+_PRECISION = ("training", "precision")
+
 GAPS: dict[str, Gap] = {
     "tensor with fused collectives": Gap(
         "PT401", "tensor parallelism through symmetric memory", ("parallel", "tensor", "overlap")
@@ -204,7 +226,16 @@ GAPS: dict[str, Gap] = {
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
     "mla": Gap("PT406", "multi-head latent attention", ("model",)),
     "offload": Gap("PT407", "optimizer states in host memory", ("parallel", "offload", "optimizer")),
-    "precision fp8": Gap("PT411", "matrix products in fp8", ("training", "precision")),
+    "fp8 on other architectures": Gap(
+        "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
+    ),
+    "fp8 on tensor ranks in two dimensions": Gap(
+        "PT489", "products in fp8 on two-dimensional tensor ranks", _PRECISION
+    ),
+    "fp8 on tensor ranks of a model of transformers": Gap(
+        "PT489", "products in fp8 on tensor ranks of a model of transformers", _PRECISION
+    ),
+    "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
     "offload of parameters": Gap("PT412", "parameters in host memory", ("parallel", "offload", "parameters")),
 }
 """By aspect; together with the capabilities these are all aspects there are."""

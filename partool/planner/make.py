@@ -17,11 +17,11 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Plan, Prediction
-from partool.planner import tensor_rules, zero_controls
+from partool.planner import fp8, tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
 from partool.planner.hf import Description, hf_model, narrowed, unused_weights
-from partool.planner.kernel_checks import check_kernels
+from partool.planner.kernel_checks import check_kernels, table_hashes
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
@@ -76,7 +76,8 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
     launching = resolve_launch(spec.launch, base_dir)
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
-    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs})
+    tables = table_hashes(spec.kernels.tuned, base_dir)
+    inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
     usable = None if _failed(found) else problem
     return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
 
@@ -122,6 +123,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += explain.tight(solution, best)
     found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
+    found += fp8.stay_wide(problem, best.layout)
     found += check_duration(resolved.launch, best.time.total_s)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]

@@ -264,6 +264,7 @@ def needs_of(
         recompute=frozenset(layout.recompute),
         compile=layout.compile,
         precision=precision,
+        architecture=devices.architecture,
         hf=hf,
         gathers=_gathers(layout),
         mlp_tile=layout.mlp_tile_tokens,
@@ -305,6 +306,7 @@ def plain_needs(problem: Problem) -> Needs:
         recompute=frozenset({"none"}),
         compile=problem.compile,
         precision=problem.spec.training.precision,
+        architecture=problem.devices.architecture,
         hf=problem.described is not None,
     )
 

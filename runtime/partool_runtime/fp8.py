@@ -60,7 +60,8 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
                 fp8: Any = module
                 fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
                 fp8.narrow, fp8.mode = dtype, plan.kernels.mode
-        _share_inputs(block)
+        if not plan.layout.leaves:  # which gather their parameters as they are called
+            _share_inputs(block, attention=plan.layout.mesh.cp == 1)
 
 
 def narrow_type(device: torch.device, mode: str) -> torch.dtype:
@@ -82,10 +83,14 @@ def _is_router(name: str, block: nn.Module) -> bool:
     return leaf in {"gate", "router", "shared_expert_gate"} and hasattr(block.get_submodule(parent), "experts")
 
 
-def _share_inputs(block: nn.Module) -> None:
-    """Let layers that read the same input make it narrow once; tensor ranks have their own way of doing so."""
+def _share_inputs(block: nn.Module, *, attention: bool) -> None:
+    """Let layers that read the same input make it narrow once.
+
+    Tensor ranks have their own way of doing so; sequence ranks send queries, keys and values off one by one.
+    """
+    kinds = (SelfAttention, FeedForward) if attention else (FeedForward,)
     for module in block.modules():
-        if isinstance(module, SelfAttention | FeedForward) and "inputs" not in vars(module):
+        if isinstance(module, kinds) and "inputs" not in vars(module):
             _hook(module, _inputs_of(module))
 
 

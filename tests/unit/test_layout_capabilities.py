@@ -76,6 +76,8 @@ def every_kind() -> list[Needs]:
         *(needs(sequence=2, sequence_method=value) for value in get_args(SequenceMethod)),
         needs(tensor=2, tensor_inner=2), needs(tensor=2, sequence_norms=True),
         needs(tensor=2, tensor_overlap="symmetric"),
+        needs(precision="fp8", tensor=2, tensor_inner=2), needs(precision="fp8", hf=True, tensor=2),
+        needs(precision="fp8", stages=2, schedule="weipipe"), needs(precision="fp8", architecture="sm_89"),
         needs(offload_optimizer="cpu"), needs(offload_parameters="cpu"), needs(offload_activations="cpu"),
         needs(zero=3, gathers=frozenset(GATHERS)), needs(hf=True), needs(hf=True, sequence=2),
         needs(mlp_tile=4), needs(loss_tile=4),
@@ -99,3 +101,11 @@ def test_what_is_not_in_the_table_is_not_runnable() -> None:
         assert bool(gaps(kind)) == (not set(aspects(kind)) <= KNOWN)
     both = gaps(needs(expert=2, offload_parameters="cpu"))
     assert [gap.code for gap in both] == ["PT404", "PT412"]
+
+
+def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:
+    for architecture in ("sm_90", "sm_100", "gfx942", "gfx950", ""):
+        assert gaps(needs(precision="fp8", architecture=architecture, tensor=2, sequence=2)) == ()
+    for architecture in ("sm_80", "sm_89", "sm_103", "gfx90a"):
+        assert [gap.code for gap in gaps(needs(precision="fp8", architecture=architecture))] == ["PT489"]
+        assert gaps(needs(precision="bf16", architecture=architecture)) == ()

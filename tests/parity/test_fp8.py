@@ -1,0 +1,100 @@
+"""Training with products in 8 bits (emulated on CPUs): near bf16 in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _plans import write_text
+from _tensor_plans import tensor_plan
+from test_trainer import Jobs
+
+from partool.plan.types import Mesh, Plan
+
+HALVES = ((0, 1), (1, 4))
+MODEL: dict[str, Any] = {
+    "hidden": 48, "ffn_hidden": 96, "heads": 3, "kv_heads": 3, "head_dim": 16, "vocab": 257, "qkv_bias": True
+}  # fmt: skip
+ODD = MODEL | {"head_dim": 8}
+"""Of two tensor ranks one holds 16 outputs of queries, the other 8, which stay wide."""
+
+
+def make(text: Path, mesh: Mesh, precision: str = "fp8", *, zero: int = 1, **fields: Any) -> Plan:
+    """Return a plan of two ranks that learns slowly: what differs in the last digits stays near."""
+    settings = {"zero": zero, "precision": precision}
+    plan = tensor_plan(text, mesh, settings=settings, **{"model": MODEL, **fields})
+    return plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update={"lr": 2e-3})})
+
+
+SHARDS, PIPED = Mesh(dp_shard=2), {"mesh": Mesh(pp=2), "stages": HALVES}
+WIDE: dict[str, dict[str, Any]] = {
+    "bf16": {"mesh": SHARDS, "precision": "bf16"},
+    "odd bf16": {"mesh": SHARDS, "precision": "bf16", "model": ODD},
+}
+CORE: dict[str, dict[str, Any]] = {
+    "zero 3 selective": {"mesh": SHARDS, "zero": 3, "recompute": "selective"},
+    "odd tensor shares": {
+        "mesh": Mesh(tp=2), "model": ODD, "sequence_norms": True, "tensor_overlap": "backward", "tensor_chunks": 2
+    },
+    "zb-h1": {**PIPED, "schedule": "zb-h1"},
+}  # fmt: skip
+FURTHER: dict[str, dict[str, Any]] = {
+    "zero 1": {"mesh": SHARDS},
+    "leaves full": {"mesh": Mesh(dp_replicate=2), "zero": 0, "leaves": ("layers.*.ffn",), "recompute": "full"},
+    "compiled": {"mesh": SHARDS, "compile": "block"},
+    "tensor selective": {"mesh": Mesh(tp=2), "recompute": "selective"},
+    "tensor compiled": {"mesh": Mesh(tp=2), "compile": "block"},
+    "1f1b": {**PIPED, "schedule": "1f1b"},
+    "tensor zb-h1": {"mesh": Mesh(tp=2), "tensor_chunks": 2, "recompute": "full"},
+    **{
+        f"sequence {method}": {"mesh": Mesh(cp=2), "sequence_method": method}
+        for method in ("ulysses", "ring", "all_gather")
+    },
+}
+
+
+def launch(folder: Path, cases: dict[str, dict[str, Any]]) -> Jobs:
+    """Train all cases one after the other in two processes."""
+    write_text(folder / "text")
+    jobs = Jobs(folder)
+    for name, case in (WIDE | cases).items():
+        jobs.add(name, make(folder / "text", **case), run=name)
+    jobs.run(2, 500)
+    return jobs
+
+
+def losses(jobs: Jobs, name: str) -> list[float]:
+    assert [jobs.ended(name, rank) for rank in range(2)] == ["done"] * 2, name
+    return [event["loss"] for event in jobs.events(name, "step")]
+
+
+def assert_near(jobs: Jobs, name: str) -> None:
+    wide, narrow = losses(jobs, "odd bf16" if "odd" in name else "bf16"), losses(jobs, name)
+    assert narrow == pytest.approx(wide, abs=1e-2), name
+    assert narrow != wide
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return launch(tmp_path_factory.mktemp("runs"), CORE)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", list(CORE))
+def test_losses_are_near_those_of_bf16(ran: Jobs, name: str) -> None:
+    assert_near(ran, name)
+
+
+@pytest.mark.timeout(300)
+def test_layouts_that_cut_no_matrix_compute_the_same(ran: Jobs) -> None:
+    # Gradients of micro-batches are added in other orders, and in other types.
+    assert losses(ran, "zb-h1") == pytest.approx(losses(ran, "zero 3 selective"), abs=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_every_layout_is_near_bf16(tmp_path: Path) -> None:
+    jobs = launch(tmp_path, FURTHER)
+    for name in FURTHER:
+        assert_near(jobs, name)
