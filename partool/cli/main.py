@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("partool.cli.export", "Write a run's weights for other tools."),
     "schedule": ("partool.cli.schedule", "Print, draw, check and compare pipeline schedules."),
     "calibrate": ("partool.cli.calibrate", "Measure this machine, or learn from its finished runs."),
+    "tune": ("partool.cli.tune", "Measure which configurations of kernels are fastest on this GPU."),
     "explain": ("partool.cli.explain", "Explain a rule code such as PT203."),
     "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),
 }

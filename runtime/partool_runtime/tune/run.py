@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from partool_runtime.tune.requests import as_json
 from partool_runtime.tune.search import Tools, TuneError, tune_one
 
 Event = dict[str, Any]
+_NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
 _LEAST_S = 2.0
 """Of a request: with less of the budget left none is begun."""
 
@@ -97,9 +100,7 @@ def rehearse(requests: Sequence[Request], processes: int, prove: Prove = prove_a
     for place, request in enumerate(requests):
         configs = first(request, registry)
         found = runnable(request, configs, prove, processes)
-        reasons: dict[str, int] = {}
-        for reason in found.refused.values():
-            reasons[reason.split(",")[0].split(":")[0]] = reasons.get(reason.split(",")[0].split(":")[0], 0) + 1
+        reasons = Counter(_NUMBER.sub("N", _CLAUSE.split(reason)[0]) for reason in found.refused.values())
         yield {
             "event": "rehearsed", "index": place, "of": len(requests), **as_json(request), "grid": len(grid(request)),
             "candidates": len(configs), "refused": len(found.refused), "reasons": reasons,

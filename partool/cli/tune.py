@@ -1,0 +1,162 @@
+"""``partool tune``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from partool.cli._load import load_plan_or_exit
+from partool.cli._runs import fail
+from partool.spec.duration import duration_s
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+Event = dict[str, Any]
+_NO_GPU = 3
+_INTERRUPTED = 130
+
+
+def command(
+    spec: Annotated[
+        Path | None, typer.Argument(help="A spec (YAML) or a plan (JSON); without one, kernels' typical shapes.")
+    ] = None,
+    *,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
+    kernel: Annotated[list[str] | None, typer.Option("--kernel", help="Only this one; repeatable.")] = None,
+    budget: Annotated[str, typer.Option("--budget", help="A duration: 30min, 2h.")] = "30min",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of tables, added to.")] = Path("tuned"),
+    again: Annotated[bool, typer.Option("--again", help="Measure what has been measured already too.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Measure nothing: what would be run, and how much is sorted out before.")
+    ] = False,
+    output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+) -> None:
+    """Measure which configurations of kernels are fastest on this GPU for a plan's shapes, and write tables."""
+    from partool.launch.tune import Tuning, requests_of
+    from partool_kernels.registry import KERNELS
+
+    seconds = duration_s(budget)
+    if seconds is None:
+        raise typer.BadParameter(f"--budget {budget}: a number and s, min, h or d")
+    for name in kernel or ():
+        if name not in KERNELS:
+            raise typer.BadParameter(f"--kernel {name}: there are {', '.join(sorted(KERNELS))}")
+    if spec is None and overrides:
+        raise typer.BadParameter("--set is about a spec")
+    tuning = Tuning(out, seconds, again=again, dry_run=dry_run, kernels=tuple(kernel or ()))
+    requests = None
+    if spec is not None:
+        requests = requests_of(load_plan_or_exit(spec, overrides or []), tuning)
+        if not requests:
+            typer.echo(
+                "partool: nothing to measure: partool plan --show kernels says what computes this plan", err=True
+            )
+            return
+    _follow(requests, tuning, output)
+
+
+def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
+    from partool.launch.tune import TuneError, tune
+
+    written = 0
+    try:
+        with _bar(len(requests or ())) as bar, closing(tune(requests, tuning)) as events:
+            for event in events:
+                written += event["event"] == "result"
+                bar.take(event)
+                if output == "json":
+                    typer.echo(json.dumps(event))
+                elif text := told(event):
+                    bar.say(text)
+    except TuneError as error:
+        if error.exit_code == _NO_GPU:
+            help = "--dry-run measures nothing and needs no GPU; the tables of this version are used as they are"
+            fail("PT495", f"kernels cannot be tuned here: {error}", help, _NO_GPU)
+        fail("PT496", f"tuning ended: {error}", "started again it goes on where it ended", error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo(f"partool: interrupted; {_entries(written, tuning.out)}, started again it goes on", err=True)
+        raise typer.Exit(_INTERRUPTED) from None
+    if not tuning.dry_run:
+        typer.echo(f"partool: {_entries(written, tuning.out)}", err=True)
+        if written:
+            typer.echo(f"  help: kernels: {{tuned: [{tuning.out}]}} in a spec uses them", err=True)
+
+
+def _entries(written: int, out: Path) -> str:
+    return f"wrote {written} entr{'y' if written == 1 else 'ies'} to {out}"
+
+
+def told(event: Event) -> str:
+    """Return an event in words; empty where the bar shows it."""
+    kind = event["event"]
+    if kind == "start":
+        known = f", {event['known']} known" if event["known"] else ""
+        return f"{event['device']} ({event['architecture']}): {event['requests']} to measure{known}"
+    if kind == "result":
+        gain = event["default_s"] / event["time_s"]
+        verdict = "the rule's is best" if event["default"] else f"{gain:.2f}x of the rule's"
+        times = f"{_short(event['time_s'])}, torch {_short(event['reference_s'])}"
+        return f"{_asked(event)}: {times}; {verdict}, {event['tried']} tried"
+    if kind == "skipped":
+        return f"{event['kernel']}: nothing written: {event['reason']}"
+    if kind == "restarted":
+        return f"the GPU faulted ({event['reason']}), going on in a new process"
+    if kind == "rehearsed":
+        reasons = "; ".join(f"{count} {reason}" for reason, count in event["reasons"].items())
+        left = f"{event['refused']} sorted out" + (f" ({reasons})" if reasons else "")
+        return f"{_asked(event)} on {event['architecture']}: {event['candidates']} of {event['grid']} at first, {left}"
+    if kind == "end" and not event["finished"]:
+        return f"the budget is over, {event['left']} left"
+    return ""
+
+
+def _asked(event: Event) -> str:
+    widths = " ".join(f"{name}={size}" for name, size in event["shape"].items())
+    flags = f" {','.join(event['flags'])}" if event["flags"] else ""
+    return f"{event['kernel']}{flags} {event['dtypes'][0]} {widths} rows={event['rows']}".replace("  ", " ")
+
+
+def _short(seconds: float) -> str:
+    from partool.report.units import seconds as in_words
+
+    return in_words(seconds)
+
+
+class _Bar:
+    """Requests done, and configurations of the one under way; quiet where standard error is no terminal."""
+
+    def __init__(self, progress: Progress, requests: int) -> None:
+        self._progress = progress
+        self._all: TaskID = progress.add_task("requests", total=requests or None)
+        self._one: TaskID = progress.add_task("", total=None)
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind == "start":
+            self._progress.update(self._all, total=event["requests"], completed=0)
+        elif kind == "request":
+            self._progress.reset(self._one, description=_asked(event), total=None)
+        elif kind == "timed":
+            self._progress.update(self._one, completed=event["done"], total=event["of"])
+        elif kind in ("result", "skipped", "rehearsed"):
+            self._progress.advance(self._all)
+
+    def say(self, text: str) -> None:
+        typer.echo(text)
+
+
+@contextmanager
+def _bar(requests: int) -> Iterator[_Bar]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield _Bar(progress, requests)

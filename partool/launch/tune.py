@@ -1,0 +1,115 @@
+"""Tuning of kernels, which is the runtime's, as a process: what is asked of it, and what it tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partool.plan.types import Plan
+
+Event = dict[str, Any]
+FAULTED = 4
+"""Exit code of the process where a configuration made the GPU fault: it goes on in a new one."""
+_RESTARTS = 8
+
+
+class TuneError(Exception):
+    """The process ended without having measured, and why."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is measured, and how much of it."""
+
+    out: Path
+    budget_s: float
+    again: bool = False
+    dry_run: bool = False
+    kernels: tuple[str, ...] = ()
+    """Of kernels whose typical requests are measured, where none are given; empty: all."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the process."""
+        words = ["--out", str(self.out), "--budget", str(self.budget_s)]
+        words += ["--again"] if self.again else []
+        return words + (["--dry-run"] if self.dry_run else [])
+
+
+def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
+    """Return what a plan asks of kernels that is not measured yet, what costs most first; with ``again`` all of it."""
+    from partool.planner.kernels import coverage
+    from partool_kernels.registry.tables import bucket
+
+    found: dict[str, tuple[float, float, Event]] = {}
+    for line in coverage(plan).lines:
+        request = line.asked.request
+        wanted = not tuning.kernels or line.asked.kernel in tuning.kernels
+        if request is None or not wanted or (line.state == "tuned" and not tuning.again):
+            continue
+        sent = {
+            "kernel": request.kernel, "architecture": request.architecture, "dtypes": list(request.dtypes),
+            "shape": request.width, "rows": bucket(request.rows), "flags": list(request.flags),
+        }  # fmt: skip
+        key = json.dumps(sent)
+        lost, whole, _ = found.get(key, (0.0, 0.0, sent))
+        found[key] = (lost + line.total_lost_s, whole + line.total_s, sent)
+    return [sent for _, _, sent in sorted(found.values(), key=lambda each: (-each[0], -each[1]))]
+
+
+def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
+    """Yield what the process tells, to its end; without requests it takes kernels' typical ones.
+
+    Raises :class:`TuneError` where it could not measure. Closed early, or interrupted, it ends the process, which keeps
+    what it has found.
+    """
+    for _ in range(_RESTARTS):
+        last: Event = {}
+        for event in _process(requests, tuning):
+            last = event
+            if event["event"] != "failed":
+                yield event
+        if last.get("event") != "failed":
+            return
+        if last["code"] != FAULTED:
+            raise TuneError(str(last["reason"]), int(last["code"]))
+        yield {"event": "restarted", "reason": last["reason"]}
+    raise TuneError(f"the GPU faulted {_RESTARTS} times: {last['reason']}", FAULTED)
+
+
+def _process(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
+    # -P: a file in the current folder must not pass for a module of the same name
+    command = [sys.executable, "-P", "-m", "partool_runtime.tune", *tuning.arguments]
+    if requests is None:
+        command += ["--examples", *(word for name in tuning.kernels for word in ("--kernel", name))]
+    environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    last: Event = {}
+    try:
+        with process.stdin as stdin:
+            stdin.write("".join(json.dumps(each) + "\n" for each in requests or ()))
+        for line in process.stdout:
+            last = json.loads(line)
+            yield last
+        if process.wait() and last.get("event") != "failed":
+            yield {"event": "failed", "reason": f"the measuring process ended with {process.returncode}", "code": 1}
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+        process.stdout.close()
