@@ -27,14 +27,16 @@ BASE: dict[str, Any] = {
 MODELS = {
     "llama": ModelConfig(**BASE),
     "qwen": ModelConfig(**BASE, qkv_bias=True, qk_norm=True, tied_embeddings=True),
+    "gemma": ModelConfig(**BASE, activation="geglu"),
     "gpt": ModelConfig(
         **BASE, norm="layernorm", position="learned", max_position=16, activation="gelu_tanh", ffn_bias=True
     ),
 }
 PARTS: dict[Fused, tuple[str, ...]] = {
     "norm": ("llama", "qwen", "gpt"),
-    "glu": ("llama",),
+    "glu": ("llama", "gemma"),
     "loss": ("llama", "qwen", "gpt"),
+    "rope": ("llama", "qwen"),
 }
 """Every part of a model, and the models that it is tried in."""
 CASES = [(part, name) for part, names in PARTS.items() for name in names]
@@ -176,3 +178,23 @@ def test_layers_that_a_rank_of_a_ring_holds_no_weights_of_are_fused_too() -> Non
             out = functional_call(model.stages[1], weights, (x_BSH,))
     assert torch.allclose(out, plain, rtol=1e-13, atol=1e-13)
     assert any(event.key == "partool::add_norm" for event in seen.key_averages())
+
+
+def test_rotation_takes_norms_of_heads_with_it() -> None:
+    """Whatever the order in which parts are listed; norms that are gathered by themselves are still called."""
+    model, called = make("qwen"), []
+    plan = plan_of("qwen", ("norm", "rope"))
+    leaves = plan.layout.model_copy(update={"leaves": ("layers.1.attention.k_norm",)})
+    fuse(model, plan.model_copy(update={"layout": leaves}))
+    for block in model.layers:
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            norm.register_forward_pre_hook(lambda *_: called.append(1))
+    assert calls(model) >= {"partool::rope_norm", "partool::rope_norm_backward", "partool::rope"}
+    assert len(called) == 2  # of the second layer
+    same(model, make("qwen"))
+
+
+def test_parts_that_a_model_lacks_change_nothing() -> None:
+    model = make("gpt")
+    fuse(model, plan_of("gpt", ("glu", "rope")))
+    assert calls(model) == set()

@@ -12,12 +12,15 @@ from partool.spec.training import Fused
 from partool_runtime.fused.glu import fuse_glu
 from partool_runtime.fused.loss import fuse_loss
 from partool_runtime.fused.norm import fuse_norms
+from partool_runtime.fused.rope import fuse_rope
 from partool_runtime.fused.types import Fusing
 
 PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingProxyType(
-    {"norm": fuse_norms, "glu": fuse_glu, "loss": fuse_loss}
+    # A rotation takes norms of heads with it, as long as nothing else computes these.
+    {"rope": fuse_rope, "norm": fuse_norms, "glu": fuse_glu, "loss": fuse_loss}
 )
-"""By their names in ``kernels.fused``. The optimizer is none of the model's parts, it is told by itself."""
+"""By their names in ``kernels.fused``, in the order in which they are put. The optimizer is none of the model's
+parts, it is told by itself."""
 
 
 def fuse(model: nn.Module, plan: Plan) -> None:
@@ -27,6 +30,6 @@ def fuse(model: nn.Module, plan: Plan) -> None:
 
 def put(model: nn.Module, how: Fusing) -> None:
     """Do the same, with or without a plan."""
-    for part in how.parts:
-        if part in PARTS:
-            PARTS[part](model, how)
+    for part, fuse_part in PARTS.items():
+        if part in how.parts:
+            fuse_part(model, how)

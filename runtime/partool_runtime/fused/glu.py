@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from partool_kernels.glu.op import glu
@@ -15,7 +16,16 @@ KINDS = {"swiglu": "silu", "geglu": "gelu"}
 
 def fuse_glu(model: nn.Module, how: Fusing) -> None:
     """Let every gated network use it."""
-    kind = KINDS[how.model.activation]
-    for module in model.modules():
-        if isinstance(module, FeedForward) and module.gated:
-            module.combine = partial(glu, kind=kind, mode=how.mode)
+    if how.model.activation in KINDS:
+        combine = _combine(KINDS[how.model.activation], how.mode)
+        for module in model.modules():
+            if isinstance(module, FeedForward):
+                module.combine = combine
+
+
+# No partial, and one function for all layers: a compiler takes each for another one.
+def _combine(kind: str, mode: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def combine(gate_BSF: torch.Tensor, up_BSF: torch.Tensor) -> torch.Tensor:
+        return glu(gate_BSF, up_BSF, kind, mode)
+
+    return combine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -107,9 +109,14 @@ def _heads(x_BSX: torch.Tensor, head_dim: int) -> torch.Tensor:
     return x_BSX.view(*x_BSX.shape[:-1], x_BSX.shape[-1] // head_dim, head_dim)
 
 
-def _rotated(heads_BSND: torch.Tensor, context: Context) -> torch.Tensor:
-    heads_BNSD = heads_BSND.transpose(1, 2)
-    return heads_BNSD if context.rope is None else rotate(heads_BNSD, context.rope)
+Turn = Callable[[torch.Tensor, nn.Module | None, Tables | None], torch.Tensor]
+"""What :func:`turned` does, or a kernel in its place."""
+
+
+def turned(heads_BSND: torch.Tensor, norm: nn.Module | None, rope: Tables | None) -> torch.Tensor:
+    """Return heads ``[B, S, N, D]`` as ``[B, N, S, D]``, normalised and rotated where there is what does that."""
+    heads_BNSD = (heads_BSND if norm is None else norm(heads_BSND)).transpose(1, 2)
+    return heads_BNSD if rope is None else rotate(heads_BNSD, rope)
 
 
 class SelfAttention(nn.Module):
@@ -120,6 +127,8 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.core = attend
         """What computes attention; recomputation wraps it."""
+        self.turn: Turn = turned
+        """What queries and keys pass on their way there; a kernel may do it in one."""
         self.layout = attention_layout(config, layer)
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.q = nn.Linear(config.hidden, queries, bias=config.qkv_bias)
@@ -140,13 +149,11 @@ class SelfAttention(nn.Module):
 
     def queries(self, q_BSX: torch.Tensor, context: Context) -> torch.Tensor:
         """Return projected queries as the core takes them: heads ``[B, N, S, D]``, normalised and rotated."""
-        q_BSND = _heads(q_BSX, self.head_dim)
-        return _rotated(self.q_norm(q_BSND) if self.qk_norm else q_BSND, context)
+        return self.turn(_heads(q_BSX, self.head_dim), self.q_norm if self.qk_norm else None, context.rope)
 
     def keys(self, k_BSX: torch.Tensor, context: Context) -> torch.Tensor:
         """Return projected keys as the core takes them, ``[B, K, S, D]``; likewise."""
-        k_BSKD = _heads(k_BSX, self.head_dim)
-        return _rotated(self.k_norm(k_BSKD) if self.qk_norm else k_BSKD, context)
+        return self.turn(_heads(k_BSX, self.head_dim), self.k_norm if self.qk_norm else None, context.rope)
 
     def values(self, v_BSX: torch.Tensor) -> torch.Tensor:
         """Return projected values as the core takes them, ``[B, K, S, D]``."""
