@@ -147,19 +147,26 @@ def _signature(request: Request, config: Config) -> Signature:
     )
 
 
-def _examples(name: str) -> Callable[[str], Iterator[Request]]:
-    kinds: tuple[tuple[str, ...], ...] = (("rms",), ("add", "rms"), ("bias", "layer"), ("add", "bias", "layer"))
-    widths: tuple[int, ...] = (2048, 4096, 8192)
-    if name == "norm_weights":
-        kinds, widths = (("rms",), ("bias", "layer")), (16384, 65536)
+_EXAMPLES: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (4096, ("rms",)),
+    (4096, ("add", "rms")),
+    (4096, ("bias", "layer")),
+    (4096, ("add", "bias", "layer")),
+    (128, ("rms",)),
+    (2048, ("add", "rms")),
+    (8192, ("rms",)),
+    (8192, ("add", "rms")),
+    (16384, ("add", "rms")),
+    (65536, ("add", "rms")),
+)
+"""Hidden sizes, one of heads, and one that no block holds."""
+_EXAMPLES_OF_WEIGHTS = ((16384, ("rms",)), (16384, ("bias", "layer")), (65536, ("rms",)))
 
+
+def _examples(name: str) -> Callable[[str], Iterator[Request]]:
     def examples(architecture: str) -> Iterator[Request]:
-        for width in widths:
-            for flags in kinds:
-                yield Request(name, architecture, ("bfloat16",), (("n", width),), 16384, flags)
-        if name != "norm_weights":
-            for width in (128, 16384, 65536):
-                yield Request(name, architecture, ("bfloat16",), (("n", width),), 16384, ("add", "rms"))
+        for width, flags in _EXAMPLES_OF_WEIGHTS if name == "norm_weights" else _EXAMPLES:
+            yield Request(name, architecture, ("bfloat16",), (("n", width),), 16384, flags)
 
     return examples
 
