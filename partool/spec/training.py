@@ -32,6 +32,9 @@ class TrainingSpec(Section):
 
     fp8: matrix products in 8 bits, everything else in bf16."""
     seed: NonNegativeInt = 0
+    z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
+    logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses that are reported, on held-out data too, hold it."""
     deterministic: bool = False
     """Use only algorithms that give the same bits every time; slower on accelerators."""
     validation: Validation = Validation()

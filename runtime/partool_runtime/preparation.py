@@ -14,6 +14,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
+from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel import parallelize, parallelize_stages
@@ -119,6 +120,8 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
         parameter.requires_grad_(name not in frozen)
     for module in (model.first, *model.stages, model.last):
         fuse(module, plan)
+    if plan.training.z_loss:
+        set_loss(model.last, z_loss=plan.training.z_loss)
     # Every rank has these and all have the same gradient, which counts once.
     model.copies = model.replicated() if rank else frozenset()
     done: list[Done] = []

@@ -11,6 +11,7 @@ from partool_runtime.fp8 import use_fp8
 from partool_runtime.fused import fuse
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
+from partool_runtime.losses import set_loss
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.offload import Activations
@@ -74,6 +75,8 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
 def _tile(model: AnyDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> None:
     tile_networks(blocks.values(), plan.layout.mlp_tile_tokens)
     tile_loss(model, plan.layout.loss_tile_tokens, ranks=plan.layout.mesh.tp)
+    if plan.training.z_loss:
+        set_loss(model, z_loss=plan.training.z_loss)
 
 
 def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks) -> None:

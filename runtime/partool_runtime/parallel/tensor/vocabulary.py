@@ -124,11 +124,11 @@ class _VocabularyLoss(torch.autograd.Function):
         grad_TV = _grad_logits(logits_TV, log_total_T, how.labels.flatten(), how, grad).to(hidden_TH.dtype)
         grad_hidden = (grad_TV @ weight_VH).view(shape)
         if not how.sum_input:
-            return grad_hidden, *_of_parameters(ctx, grad_TV), None
+            return grad_hidden, *_of_parameters(ctx, hidden_TH, grad_TV), None
         travelling = start_leaving(grad_hidden, how.team, fresh=True)
         if not how.team.overlap:
             travelling = finished(travelling)
-        of_parameters = _of_parameters(ctx, grad_TV)
+        of_parameters = _of_parameters(ctx, hidden_TH, grad_TV)
         return finished(travelling), *of_parameters, None
 
 
@@ -283,10 +283,11 @@ def _narrow(wide: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | Non
     return None if wide is None else wide.to(like.dtype)
 
 
-def _of_parameters(ctx: Any, grad_TV: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _of_parameters(
+    ctx: Any, hidden_TH: torch.Tensor, grad_TV: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of weight and bias; none where they are put off."""
     _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    hidden_TH = ctx.saved_tensors[0]
     if ctx.how.splits and needs_weight and ctx.weight.is_leaf:
         later = partial(deferral.add_gradients, ctx.weight, ctx.bias if needs_bias else None, hidden_TH, grad_TV)
         if deferral.defer(later):
