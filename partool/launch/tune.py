@@ -48,15 +48,18 @@ class Tuning:
 
 
 def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
-    """Return what a plan asks of kernels that is not measured yet, what costs most first; with ``again`` all of it."""
-    from partool.planner.kernels import coverage
+    """Return what a plan asks of kernels that is not measured yet, what costs most first; with ``again`` all of it.
+
+    Raises ``TableError`` where a table of the plan's cannot be read.
+    """
+    from partool.planner.kernels import coverage, requests
     from partool_kernels.registry.tables import bucket
 
+    wanted = set(requests(plan, tuning.kernels))
     found: dict[str, tuple[float, float, Event]] = {}
     for line in coverage(plan).lines:
         request = line.asked.request
-        wanted = not tuning.kernels or line.asked.kernel in tuning.kernels
-        if request is None or not wanted or (line.state == "tuned" and not tuning.again):
+        if request is None or request not in wanted or (line.measured and not tuning.again):
             continue
         sent = {
             "kernel": request.kernel, "architecture": request.architecture, "dtypes": list(request.dtypes),

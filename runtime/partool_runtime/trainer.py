@@ -10,6 +10,8 @@ import torch
 
 from partool.plan.types import Plan
 from partool_kernels import isa
+from partool_kernels.device import use_tables
+from partool_kernels.registry.tables import TableError
 from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.fused.self_check import with_working_parts
@@ -114,13 +116,21 @@ class _Run:
 
 
 def configure_process(plan: Plan) -> None:
-    """Set threads, seed and determinism as the plan says; raises ConfigurationError PT511 without its kernels."""
+    """Set threads, seed, determinism and kernels' tables as the plan says.
+
+    Raises ConfigurationError: PT511 without its kernels, PT492 where a table cannot be read.
+    """
     if plan.kernels.mode == "native" and plan.devices.backend == "cpu" and isa() is None:
         raise ConfigurationError(
             "PT511",
             "kernels.mode is native, but the compiled library is missing",
             "install partool where there is a C++ compiler, or write mode: auto",
         )
+    try:
+        use_tables(plan.kernels.tuned)
+    except TableError as error:
+        help = "ranks read the files themselves: they have to be on all machines, at the same place"
+        raise ConfigurationError("PT492", f"kernels.tuned: {error}", help) from None
     if plan.devices.threads_per_rank and "OMP_NUM_THREADS" not in plan.launch.env:  # torch has read the user's number
         torch.set_num_threads(plan.devices.threads_per_rank)
     torch.manual_seed(plan.training.seed)
