@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,17 @@ def check_kernels(plan: Plan) -> list[Diagnostic]:
         help = "partool tune writes such tables; those of ROCm/aiter and vLLM are read as they are"
         return [Diagnostic("PT492", message, path=("kernels", "tuned"), help=help)]
     return list(_below(plan, found))
+
+
+def table_hashes(paths: Sequence[str], base_dir: Path) -> dict[str, str]:
+    """Return the SHA-256 of tables by their paths as written; of a folder, over names and contents of its files."""
+    found = {}
+    for path in paths:
+        whole, digest = base_dir / path, hashlib.sha256()
+        for file in [whole] if whole.is_file() else sorted((*whole.rglob("*.json"), *whole.rglob("*.csv"))):
+            digest.update(f"{file.relative_to(whole)}\n".encode() + file.read_bytes())
+        found[f"kernels.tuned/{path}"] = digest.hexdigest()
+    return found
 
 
 def _missing(plan: Plan) -> Iterator[Diagnostic]:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from partool.layout.gemms import Gemm, Rows
 from partool.layout.parameters import parameters
 from partool.plan.types import Plan
-from partool.planner.kernel_requests import DTYPES, Asked, counted, is_narrow
+from partool.planner.kernel_requests import DTYPES, Asked, counted, early_loss, is_narrow
 from partool.spec.training import Fused
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
+from partool_kernels.registry.chunking import WIDE_ABOVE
 
 _LIGHT = ("selective", "keep_attention", "full")
 """Policies that compute norms, gates and rotations once more for the backward pass."""
@@ -98,6 +99,11 @@ def _norms(plan: Plan) -> Iterator[_Use]:
         what = tuple(sorted((*flags, *extra)))
         yield _Use(name, "forward", "norm_forward", rows, width, forward, what)
         yield _Use(name, "backward", "norm_backward", rows, width, calls, what)
+    if model.qk_norm and "rope" not in layout.fused:
+        for name, heads, each in _heads(plan):
+            width, each_rows = {"n": model.head_dim}, plan.tokens * heads
+            yield _Use(f"{name}_norm", "forward", "norm_forward", each_rows, width, each * again, ("rms",))
+            yield _Use(f"{name}_norm", "backward", "norm_backward", each_rows, width, each, ("rms",))
 
 
 def _gates(plan: Plan) -> Iterator[_Use]:
@@ -113,26 +119,42 @@ def _gates(plan: Plan) -> Iterator[_Use]:
 
 def _rotations(plan: Plan) -> Iterator[_Use]:
     model = plan.model
+    names = ("rope_norm_forward", "rope_norm_backward") if model.qk_norm else ("rope", "rope")
+    for name, heads, calls in _heads(plan):
+        shape = {"n": heads, "d": model.head_dim}
+        yield _Use(f"{name} turned", "forward", names[0], plan.tokens, shape, calls * _again(plan))
+        yield _Use(f"{name} turned", "backward", names[1], plan.tokens, shape, calls)
+
+
+def _heads(plan: Plan) -> Iterator[tuple[str, int, float]]:
+    """Yield queries and keys with their heads on a rank, and how often a step makes them."""
     for gemm, calls in counted(plan):
-        if gemm.name not in ("attention.q", "attention.k, v"):
-            continue
-        name = gemm.name.removeprefix("attention.").removesuffix(", v")
-        shape = {"n": max(gemm.n // model.head_dim, 1), "d": model.head_dim}
-        names = ("rope_norm_forward", "rope_norm_backward") if model.qk_norm else ("rope", "rope")
-        once, rows = calls / gemm.alike, gemm.rows.mean
-        yield _Use(f"{name} turned", "forward", names[0], rows, shape, once * _again(plan))
-        yield _Use(f"{name} turned", "backward", names[1], rows, shape, once)
+        if gemm.name in ("attention.q", "attention.k, v"):
+            name = gemm.name.removeprefix("attention.").removesuffix(", v")
+            yield name, max(gemm.n // plan.model.head_dim, 1), calls / gemm.alike
 
 
 def _loss(plan: Plan) -> Iterator[_Use]:
-    """Yield what is computed on logits: in place, with their gradient; where ranks share a vocabulary, in two steps."""
-    for gemm, calls in counted(plan):
-        if gemm.name == "head":
-            shared = plan.layout.mesh.tp > 1
-            names = ("cross_entropy_parts", "cross_entropy_gradient") if shared else ("cross_entropy",)
-            for name in names:
-                flags = () if shared else ("gradient",)
-                yield _Use("loss", "both", name, gemm.rows.mean, {"v": gemm.n}, calls, flags)
+    """Yield what is computed on logits, in place; where ranks share a vocabulary, in two steps.
+
+    Gradients that came with the loss are multiplied by its own once it is known.
+    """
+    (gemm, calls) = next(one for one in counted(plan) if one[0].name == "head")
+    rows, early = gemm.rows.mean, early_loss(plan)
+    width = {"v": gemm.n}
+    again = not early and rows < plan.tokens
+    if plan.layout.mesh.tp == 1:
+        part, flags = ("forward", ()) if again else ("both", ("gradient",))
+        yield _Use("loss", part, "cross_entropy", rows, width, calls, flags)
+    if plan.layout.mesh.tp > 1 or again:
+        yield _Use("loss", "backward" if again else "both", "cross_entropy_parts", rows, width, calls)
+        yield _Use("loss", "backward" if again else "both", "cross_entropy_gradient", rows, width, calls)
+    if early:
+        own, inner = DTYPES[plan.training.precision], {"n": gemm.k}
+        wide = own == "float16" or (own == "bfloat16" and plan.tokens > WIDE_ABOVE * rows)
+        each = _per_step(plan)
+        yield _Use("loss: dx", "backward", "scaled", plan.tokens, inner, each, dtypes=(own, own))
+        yield _Use("loss: dW", "backward", "scaled", gemm.n, inner, each, dtypes=("float32" if wide else own, own))
 
 
 def _update(plan: Plan) -> Iterator[_Use]:

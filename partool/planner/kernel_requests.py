@@ -24,6 +24,8 @@ _WIDE = ("head", "moe.router")
 """Products that stay in 16 bits under fp8 (arXiv 2412.19437, section 3.3)."""
 _SECOND = (".o", ".down")
 """Products whose results are summed over tensor ranks, in pieces where those travel while the next is computed."""
+_LOGITS = 2**26
+"""More of them do not exist at once, unless tiles say so: the backward pass then computes them a second time."""
 _RUN = frozenset({"gemm_a8w8"})
 """Kernels of the registry that the runtime multiplies with; wide products are torch's, whatever tables say."""
 _AGAIN = ("full", "keep_attention")
@@ -90,13 +92,19 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
         yield _cut(gemm, pieces), calls * pieces
 
 
+def early_loss(plan: Plan) -> bool:
+    """Tell whether gradients are computed with the loss: not where a pipeline runs other passes between the two."""
+    return "loss" in plan.layout.fused and plan.layout.mesh.pp == 1
+
+
 def _loss_rows(plan: Plan, gemm: Gemm) -> int:
     """Return the rows of logits that exist at once."""
     tokens = round(gemm.rows.mean)
     if plan.layout.loss_tile_tokens:
         return min(plan.layout.loss_tile_tokens, tokens)
-    item_bytes = 4 if plan.training.precision == "fp32" else 2
-    return chunk_rows(tokens, gemm.n, item_bytes) if "loss" in plan.layout.fused else tokens
+    if early_loss(plan):
+        return chunk_rows(tokens, gemm.n, 4 if plan.training.precision == "fp32" else 2)
+    return min(max(_LOGITS // gemm.n, 1), tokens)
 
 
 def is_narrow(plan: Plan, gemm: Gemm) -> bool:
@@ -115,7 +123,9 @@ def _cut(gemm: Gemm, pieces: float) -> Gemm:
 
 def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Asked]:
     policies = plan.layout.recompute
-    again = sum(policy in _AGAIN for policy in policies) / len(policies) if gemm.name != "head" else 0.0
+    again = sum(policy in _AGAIN for policy in policies) / len(policies)
+    if gemm.name == "head":
+        again = float(gemm.rows.mean < plan.tokens and not early_loss(plan))
     mean, n, k = gemm.rows.mean, gemm.n, gemm.k
     outputs = Rows(n, n, n)
     sides: dict[Part, tuple[tuple[float, int, int], Rows]] = {
