@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from partool_kernels.device import triton_version
 from partool_kernels.offline import Compiled
-from partool_kernels.proof import Job, Proof, faults, prove, prove_all
+from partool_kernels.proof import Job, Proof, faults, program_of, prove, prove_all
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
@@ -40,7 +40,7 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
             known = newer[place].get(_typical(request))
             work.append(Job(request, known.config.config if known else KERNELS[place[0]].default(request)))
     found: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
-    for proof in prove_all(work, processes):
+    for proof in _proven(work, processes):
         place = (proof.job.request.kernel, proof.job.request.architecture)
         found[place].append(_entry(proof, newer[place].get(_typical(proof.job.request))))
     for place, entries in found.items():
@@ -49,6 +49,15 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
             kept = [entry for entry in tables[place].entries if entry.status == "measured"]
             write(tables[place].model_copy(update={"entries": tuple(kept)}).merged(entries), path)
             yield *place, len(entries)
+
+
+def _proven(work: list[Job], processes: int) -> Iterator[Proof]:
+    """Yield the proof of each, compiling programs once."""
+    programs = {program_of(job): job for job in work}
+    proofs = dict(zip(programs, prove_all(programs.values(), processes), strict=True))
+    for job in work:
+        compiled = proofs[program_of(job)].compiled
+        yield proofs[program_of(job)] if compiled is None else Proof(job, compiled, faults(job, compiled))
 
 
 def missing(kernels: Iterable[str]) -> list[Request]:

@@ -49,7 +49,7 @@ def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator
     """
     seen: set[tuple[object, ...]] = set()
     for job in _jobs(kernel, architecture, all_types=all_types):
-        program = _program(job)
+        program = program_of(job)
         if program not in seen:
             seen.add(program)
             yield job
@@ -73,7 +73,7 @@ def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[Job]:
             yield Job(other, KERNELS[kernel].default(other))
 
 
-def _program(job: Job) -> tuple[object, ...]:
+def program_of(job: Job) -> tuple[object, ...]:
     """Return what tells two programs apart."""
     request, config = job.request, job.config
     signature = KERNELS[request.kernel].signature(request, config)

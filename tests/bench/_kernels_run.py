@@ -52,8 +52,10 @@ class Run:
             self.left_out[name] = str(error)
         except torch.OutOfMemoryError:
             self.left_out[name] = "out of memory"
-        except (ImportError, NotImplementedError, AttributeError, RuntimeError) as error:
-            self.left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        except (ImportError, NotImplementedError, AttributeError, RuntimeError, ValueError, SystemExit) as error:
+            # The last words of a run that failed say why.
+            lines = f"{type(error).__name__}: {error}".strip().splitlines()
+            self.left_out[name] = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         finally:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

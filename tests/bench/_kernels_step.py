@@ -11,9 +11,10 @@ from _kernels_run import Run, judged
 from gpu import QUIET, SPEED, bare_s, difference, launch, losses, make_plan
 
 WARMUP_STEPS = 5
-REAL = SPEED | {"model": "llama3.2-1b", "training.steps": 16, "training.log_every": 1, "parallel.micro_batch": 8}
-DRY = QUIET | {
-    "hardware.accelerator": "cpu", "hardware.per_node": 1, "training.steps": 7, "training.log_every": 1,
+FEW = {"optimizer.schedule.warmup_steps": 1, "training.log_every": 1}
+REAL = SPEED | FEW | {"model": "llama3.2-1b", "training.steps": 16, "parallel.micro_batch": 8}
+DRY = QUIET | FEW | {
+    "hardware.accelerator": "cpu", "hardware.per_node": 1, "training.steps": 7,
     "training.sequence_length": 32, "training.global_batch": 2, "parallel.micro_batch": 1,
 }  # fmt: skip
 LOSSES_APART = 1e-2
