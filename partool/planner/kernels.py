@@ -212,8 +212,10 @@ class _Tables:
     def choice(self, one: Asked) -> Choice | None:
         """Return what the registry has for a product; None where it knows of nothing."""
         request = one.request
-        if request is None or request.kernel not in KERNELS:
+        if request is None:
             return None
+        if request.kernel not in KERNELS:
+            return self._registry.others(request) if self._others else None
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
     def lost(self, job: Job, one: Asked, choice: Choice) -> float:

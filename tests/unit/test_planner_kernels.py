@@ -146,17 +146,28 @@ def aiter(folder: Path) -> Path:
     return folder
 
 
+def vllm(folder: Path, experts: int, width: int) -> Path:
+    """Write a file as vLLM's, for experts of a rank."""
+    folder.mkdir()
+    name = f"E={experts},N={width},device_name=AMD_Instinct_MI355X,dtype=fp8_w8a8,block_shape=[128,128].json"
+    config = {key: value for key, value in _AITER.items() if isinstance(value, int) and key != "NUM_KSPLIT"}
+    (folder / name).write_text(json.dumps({"64": config, "4096": config}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("overrides", "covered"),
     [(("parallel.micro_batch=1",), 8), (("parallel.micro_batch=1", "parallel.tensor=8", "parallel.expert=1"), 6)],
 )
-def test_tables_of_aiter_cover_deepseek_v3(tmp_path: Path, overrides: tuple[str, ...], covered: int) -> None:
+def test_tables_of_engines_cover_deepseek_v3(tmp_path: Path, overrides: tuple[str, ...], covered: int) -> None:
     """Of the plan's own shapes, what another engine's kernels are tuned for; partool's own kernel has none of it."""
     loaded = load(ROOT / "specs/deepseek-v3-mi355x.yaml", overrides=[*overrides, "training.sequence_length=1024"])
     assert loaded.spec is not None, loaded.diagnostics
     plan = make_plan(loaded.spec, base_dir=ROOT, default_name="test").plan
     assert plan is not None
-    found = coverage(plan, Registry([aiter(tmp_path / "configs")], tmp_path / "none"))
+    layout = plan.layout
+    experts = vllm(tmp_path / "experts", 256 // layout.expert, 2048 // layout.mesh.tp)
+    found = coverage(plan, Registry([aiter(tmp_path / "configs"), experts], tmp_path / "none"))
     forward = [line for line in found.lines if line.asked.part == "forward" and line.asked.kernel == "gemm_a8w8"]
     tuned = {line.asked.name for line in forward if line.state == "tuned"}
     assert len(forward) == 8
@@ -166,6 +177,9 @@ def test_tables_of_aiter_cover_deepseek_v3(tmp_path: Path, overrides: tuple[str,
     assert missing == (set() if covered == 8 else {(4096, 512), (7168, 2304)})
     weights = line_of(found, "attention.o", "weight gradient")
     assert weights.state == "untuned"
+    grouped = [line for line in found.lines if line.asked.name.startswith("moe.experts")]
+    by_vllm = {(line.asked.name, line.asked.part) for line in grouped if line.tabled}
+    assert by_vllm == {("moe.experts.gate, up", "forward"), ("moe.experts.down", "forward")}
 
 
 def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: Path) -> None:

@@ -122,10 +122,14 @@ class AiterConfigs:
 
     def _of(self, request: Request) -> Found | None:
         family = FAMILIES.get(request.kernel)
-        # Flags tell variants, such as scales of other blocks, which aiter does not have.
-        if family is None or request.flags or not request.architecture.startswith("gfx"):
+        if family is None or not is_forward(request) or not request.architecture.startswith("gfx"):
             return None
         return self.look_up(request.architecture, Gemm(family, request.rows, request.width["n"], request.width["k"]))
+
+
+def is_forward(request: Request) -> bool:
+    """Tell whether it is the product of a forward pass; other flags tell variants, such as scales of other blocks."""
+    return request.flags in ((), ("nt",))
 
 
 def _entry(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from partool_kernels.registry.aiter import is_forward
 from partool_kernels.registry.look_up import ROWS
 from partool_kernels.registry.tables import TableError
 from partool_kernels.registry.types import Choice, Config, Request
@@ -52,7 +53,7 @@ class AiterTimes:
 
     def look_up(self, request: Request) -> tuple[int, _Row] | None:
         """Return the rows (M) and what was measured: for the exact number, a rounded one, or the next power of two."""
-        if "n" not in request.width or "k" not in request.width or request.flags:
+        if "n" not in request.width or "k" not in request.width or not is_forward(request):
             return None
         for m in padded(request.rows):
             key = _Key(request.kernel, request.architecture, request.units, m, request.width["n"], request.width["k"])

@@ -70,8 +70,13 @@ class Registry:
 
         Such a tool is the choice's ``implementation``. What it calls tuned counts as ``exact``.
         """
-        others = (choice for reader in self._readers for choice in reader.coverage(request))
-        return min([self.get(request), *others], key=_order)
+        other = self.others(request)
+        return min([self.get(request), *([other] if other else [])], key=_order)
+
+    def others(self, request: Request) -> Choice | None:
+        """Return the same of other tools' kernels alone, or None where they have none; any name of a kernel will do."""
+        found = (choice for reader in self._readers for choice in reader.coverage(request))
+        return min(found, key=_order, default=None)
 
     def choices(self, request: Request) -> list[Choice]:
         """Return all that can run for a request, the best first; the last one is the kernel's rule."""

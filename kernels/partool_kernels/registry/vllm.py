@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from partool_kernels.registry.aiter import as_config, carried
+from partool_kernels.registry.aiter import as_config, carried, is_forward
 from partool_kernels.registry.look_up import MODELLED, same_device
 from partool_kernels.registry.tables import TableError
 from partool_kernels.registry.types import Choice, Request
@@ -81,7 +81,7 @@ class VllmConfigs:
 
     def _of(self, request: Request) -> Iterator[tuple[Mapping[str, int | str | None], Path]]:
         """Yield what is there for either product of an expert: gate and up, or down."""
-        if request.kernel not in _DTYPES or request.flags or not request.device:
+        if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return
         dtype, width = _DTYPES[request.kernel], request.width
         for inner in {width["k"], width["n"] // 2}:
