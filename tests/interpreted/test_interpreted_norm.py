@@ -60,6 +60,18 @@ def test_operators_call_them_on_rows_that_lie_apart(kind: str) -> None:
     assert torch.allclose(norm(turned, how), reference(turned, how), rtol=1e-5, atol=1e-6)
 
 
+def test_roundings_are_those_of_separate_operators() -> None:
+    """A sum is rounded before its norm, an RMSNorm before its weight; so results do not depend on what is fused."""
+    torch.manual_seed(3)
+    x, residual = torch.randn(2, 5, 77, dtype=torch.float16)
+    weight, ones = torch.randn(77, dtype=torch.float16), torch.ones(77, dtype=torch.float16)
+    for kind in ("rms", "layer"):
+        total, out = add_norm(x, residual, Norm(kind, 1e-6, weight))
+        assert torch.equal(total, x + residual)
+        assert torch.equal(out, norm(x + residual, Norm(kind, 1e-6, weight)))
+    assert torch.equal(norm(x, Norm("rms", 1e-6, weight)), norm(x, Norm("rms", 1e-6, ones)) * weight)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_not_a_number_stays_in_its_row() -> None:
     x = torch.randn(4, 33)
@@ -72,10 +84,10 @@ def test_not_a_number_stays_in_its_row() -> None:
 
 
 def test_rows_may_lie_further_apart_than_32_bits_count() -> None:
-    """Of the memory between the two rows nothing is touched."""
+    """Each number by itself fits; of the memory between rows nothing is touched."""
     torch.manual_seed(1)
-    near, weight = torch.randn(2, 33, dtype=torch.float16), torch.ones(33, dtype=torch.float16)
-    far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((2, 33), (2**31, 1)).copy_(near)
+    near, weight = torch.randn(3, 33, dtype=torch.float16), torch.ones(33, dtype=torch.float16)
+    far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((3, 33), (2**30, 1)).copy_(near)
     how = Norm("rms", 1e-6, weight)
     assert torch.equal(norm(far, how), norm(near, how))
     found = [torch.autograd.grad(norm(each.requires_grad_(), how), each, far)[0] for each in (far, near)]

@@ -51,7 +51,8 @@ def _backward_default(request: Request) -> Config:
     # AMD's registers hold twice as much, without the second sum that a bias takes.
     roomy = request.architecture.startswith("gfx") and "rms" in request.flags
     rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if roomy else _WIDEST)
-    return _in_parts(request, (rows, block, _warps(warps, request.architecture)))
+    # Narrow rows, by the number of registers that the compiler needed: half as many elements per thread.
+    return _in_parts(request, (max(rows // 2, 1), block, _warps(warps, request.architecture)))
 
 
 def _weights_default(request: Request) -> Config:

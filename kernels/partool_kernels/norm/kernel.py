@@ -91,12 +91,12 @@ def norm_forward(
 
 @triton.jit
 def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.constexpr):
-    """Return the normalised rows, 0 outside, and the factors they were normalised with, ``[ROWS, 1]``."""
+    """Return the normalised rows, of any value outside, and the factors they were normalised with, ``[ROWS, 1]``."""
     scale = tl.load(rstd + index, mask=index < rows, other=0.0)[:, None]
     value = tl.load(x + index[:, None] * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if LAYER:
         value -= tl.load(mean + index, mask=index < rows, other=0.0)[:, None]
-    return tl.where(inside, value * scale, 0.0), scale
+    return value * scale, scale
 
 
 @triton.jit
