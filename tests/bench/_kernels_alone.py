@@ -120,7 +120,6 @@ def _speed(run: Run, request: Request) -> dict[str, Any]:
         "time_s": times.median_s["ours"],
         "torch_s": times.median_s["torch"],
         "torch_over_ours": times.median_s["torch"] / times.median_s["ours"],
-        "spread": times.spread["ours"],
         "rounds": times.rounds,
         "config": {**choice.config.constants, "num_warps": choice.config.num_warps, "source": choice.source},
         "ratio": ratio,

@@ -35,7 +35,7 @@ def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     """Return what a part found, in this process."""
     import torch
     from _kernels_alone import check, huge, speeds
-    from _kernels_clock import CudaClock, HostClock
+    from _kernels_clock import clock
     from _kernels_run import Run
     from _kernels_step import whole_steps
     from _kernels_together import PEERS
@@ -43,11 +43,11 @@ def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     from partool_kernels.device import architecture
 
     until_s = time.monotonic() + seconds
-    clock = HostClock() if dry else CudaClock()
-    kind = "sm_90" if dry else architecture(clock.device)
+    here = clock(dry)
+    kind = "sm_90" if dry else architecture(here.device)
     if kind is None:
         sys.exit(f"no kernels are compiled for {torch.cuda.get_device_name()}")
-    run = Run(clock, kind, dry, until_s)
+    run = Run(here, kind, dry, until_s)
 
     def together() -> dict[str, Any]:
         return {name: run.attempt(name, lambda measure=measure: measure(run)) for name, measure in PEERS.items()}
