@@ -16,6 +16,7 @@ from partool.cost.flops import matmul_flops_per_token
 from partool.cost.gemm import matmul_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
+from partool.planner.kernel_checks import check_kernels
 from partool.planner.kernel_requests import PARTS, counted
 from partool.planner.kernels import Coverage, Line, coverage, requests
 from partool.spec import load, load_text
@@ -271,29 +272,24 @@ def test_without_kernels_libraries_compute_all() -> None:
         assert (found.worst, found.untuned, found.lost_s) == (None, [], 0.0)
 
 
-@pytest.mark.parametrize("level", SOURCES[1:])
-def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path, level: Source) -> None:
-    result = plan_of(f"kernels.require={level}")
-    assert result.plan is None
-    (finding,) = (one for one in result.diagnostics if one.code == "PT491")
-    assert finding.severity == "error"
-    assert f"require: {level}" in finding.message
-    plan = planned()
-    asked = [line.asked for line in coverage(plan, Registry()).lines if line.asked.product]
+def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path) -> None:
+    for level in SOURCES[1:]:
+        strict = planned().kernels.model_copy(update={"require": level})
+        (finding,) = check_kernels(planned().model_copy(update={"kernels": strict}))
+        assert (finding.code, finding.severity) == ("PT491", "error")
+        assert f"require: {level}" in finding.message
+    assert plan_of("kernels.require=exact").plan is None
+    asked = [line.asked for line in coverage(planned(), Registry()).lines if line.asked.product]
     entries = [entry(one.request) for one in asked if one.request is not None and one.kernel == "gemm_a8w8"]
-    other = [one.request for one in asked if one.request is not None and one.kernel != "gemm_a8w8"]
     folder = written(tmp_path, *entries)
-    for kernel in {request.kernel for request in other}:
-        tables.add(kernel, "sm_90", [entry(request) for request in other if request.kernel == kernel], folder)
-    result = plan_of(f"kernels.require={level}", f"kernels.tuned=[{folder}]")
+    result = plan_of("kernels.require=exact", f"kernels.tuned=[{folder}]")
     assert result.plan is not None, result.diagnostics
     assert coverage(result.plan).worst == "exact"
-    name = f"kernels.tuned/{folder}"
-    before = result.plan.inputs[name]
     written(folder, entries[0])
     less = plan_of(f"kernels.tuned=[{folder}]").plan
     assert less is not None
-    assert less.inputs[name] != before
+    name = f"kernels.tuned/{folder}"
+    assert less.inputs[name] != result.plan.inputs[name]
 
 
 def test_tables_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -229,7 +229,9 @@ def test_drift_names_the_inputs_that_moved(capsys: pytest.CaptureFixture[str], s
     assert json.loads(out)["same"]
 
 
-@pytest.mark.parametrize("view", [["--show", "gemms"], ["--show", "layout"], ["--breakdown"], ["--smallest"]])
+@pytest.mark.parametrize(
+    "view", [["--show", "gemms"], ["--show", "kernels"], ["--show", "layout"], ["--breakdown"], ["--smallest"]]
+)
 def test_views_print(capsys: pytest.CaptureFixture[str], spec: str, view: list[str]) -> None:
     code, out, _ = call(capsys, spec, *view)
     assert code == 0
