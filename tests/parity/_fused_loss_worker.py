@@ -84,6 +84,8 @@ CASES = {
     "tp 2 with 2 stages, halved, tiles": Case(2, 2, layout=ZERO_BUBBLE | {"loss_tile_tokens": 3}),
     "2 stages, halved": Case(1, 2, layout=ZERO_BUBBLE),
     "2 stages, tiles": Case(1, 2, "gpt", layout={"loss_tile_tokens": 3}),
+    "2 stages, all forward first, tiles": Case(1, 2, layout={"schedule": "gpipe", "loss_tile_tokens": 3}),
+    "tp 2 with 2 stages, early": Case(2, 2, "gpt", layout={"loss_tile_tokens": 3}),
     "weipipe": Case(1, 4, "tall", layout={"schedule": "weipipe"}),
     "plain, tp 4": Case(4, fused=False, layout={"loss_tile_tokens": 3}),
     "plain, ZeRO-3": Case(fused=False),

@@ -16,6 +16,7 @@ from partool.spec.parallel import Recompute
 from partool.spec.training import Fused
 from partool_runtime.fused import fuse
 from partool_runtime.model import Decoder
+from partool_runtime.model.loss import LossKernels
 from partool_runtime.parallel import compiling
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
@@ -198,3 +199,21 @@ def test_parts_that_a_model_lacks_change_nothing() -> None:
     model = make("gpt")
     fuse(model, plan_of("gpt", ("glu", "rope")))
     assert calls(model) == set()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "early"),
+    [("1f1b", 1, True), ("interleaved", 2, True), ("weipipe", 1, True), ("gpipe", 1, False), ("file", 1, False)],
+)
+def test_a_gradient_of_the_head_is_held_for_one_micro_batch_at_most(schedule: str, chunks: int, early: bool) -> None:
+    """Where a schedule holds several, or none can be made, it is computed in the backward pass."""
+    plan = plan_of("llama", ("loss",))
+    mesh = plan.layout.mesh.model_copy(update={"pp": 2, "dp_shard": 1})
+    stages = ((0, 1), (1, 2), (2, 3), (3, 3))[: 2 * chunks]
+    layout = plan.layout.model_copy(
+        update={"mesh": mesh, "schedule": schedule, "chunks": chunks, "stages": stages, "accumulation": 4}
+    )
+    model = make("llama")
+    fuse(model, plan.model_copy(update={"layout": layout}))
+    assert model.head is not None
+    assert model.head.loss.keywords["kernels"] == LossKernels("auto", early=early, vocabulary=BASE["vocab"])  # type: ignore[attr-defined]

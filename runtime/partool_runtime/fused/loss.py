@@ -12,8 +12,8 @@ from partool_runtime.model.loss import LossKernels
 def fuse_loss(model: nn.Module, how: Fusing) -> None:
     """Let the loss use kernels.
 
-    Gradients of the output matrix come with the loss where nothing else runs between a micro-batch's forward and
-    backward pass; pipelines, where several micro-batches may be on their way at once, would hold one for each of them,
-    so there it is computed in the backward pass.
+    Its gradients come with it, but for schedules that hold several micro-batches between forward and backward pass of
+    the last stage: they would hold a gradient of the output matrix for each of them, so there it is computed in the
+    backward pass. Schedules that halve backward passes do so by themselves.
     """
-    set_loss(model, kernels=LossKernels(how.mode, early=not how.pipelined, vocabulary=how.model.vocab))
+    set_loss(model, kernels=LossKernels(how.mode, early=not how.several, vocabulary=how.model.vocab))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from partool.plan.types import Plan
+from partool.plan.schedule import schedule_of
+from partool.plan.types import Layout, Plan
+from partool.schedule.simulate import peak_held
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
@@ -18,11 +20,23 @@ class Fusing(NamedTuple):
     """``kernels.mode`` of the spec."""
     leaves: tuple[str, ...] = ()
     """Patterns of modules whose parameters are gathered by themselves, as they are called."""
-    pipelined: bool = False
-    """Several micro-batches may be between their forward and backward passes."""
+    several: bool = False
+    """Several micro-batches may be between forward and backward pass of the last stage at once."""
 
     @classmethod
     def of(cls, plan: Plan) -> Fusing:
         """Return what a plan says."""
         layout = plan.layout
-        return cls(layout.fused, plan.model, plan.kernels.mode, layout.leaves, pipelined=layout.mesh.pp > 1)
+        return cls(layout.fused, plan.model, plan.kernels.mode, layout.leaves, several=_several(layout))
+
+
+def _several(layout: Layout) -> bool:
+    """Tell it of a layout's schedule; of GPipe's, for one."""
+    if layout.mesh.pp == 1 or "loss" not in layout.fused:
+        return False
+    try:
+        schedule = schedule_of(layout)
+    except ValueError:
+        return True  # told elsewhere, with all that is known of it
+    last = schedule.stages - 1
+    return any(peak_held([action for action in actions if action.stage == last]) > 1 for actions in schedule.lists)
