@@ -193,9 +193,10 @@ def test_times_of_aiter(tmp_path: Path) -> None:
     assert answer(replace(asked, rows=600)) == ("rows", None)  # neither 608, but the next power of two
     assert answer(replace(asked, rows=16, units=80)) is None
     assert answer(replace(asked, rows=16, flags=("rows",))) is None
-    bf16 = Request("gemm", "gfx950", ("bfloat16",), (("n", 256), ("k", 5120)), 64, (), "AMD Instinct MI355X", 256)
+    bf16 = Request("gemm", "gfx950", ("bfloat16",) * 2, (("n", 256), ("k", 5120)), 64, ("nt",), "MI355X", 256)
     assert answer(bf16) == ("exact", pytest.approx(7.9e-6))  # not with a bias, nor another result's type
     assert [choice.implementation for choice in tables.coverage(bf16)] == ["aiter (asm)"]
+    assert answer(replace(bf16, flags=("tn",))) is None
     assert list(tables.choices(bf16)) == []
 
 

@@ -8,6 +8,7 @@ from partool_kernels.fp8 import describe as fp8
 from partool_kernels.gemm import describe as gemm
 from partool_kernels.gemm_a8w8 import describe as gemm_a8w8
 from partool_kernels.glu import describe as glu
+from partool_kernels.grouped_gemm import describe as grouped_gemm
 from partool_kernels.moe import describe as moe
 from partool_kernels.norm import describe as norm
 from partool_kernels.onebit import describe as onebit
@@ -23,6 +24,7 @@ KERNELS: dict[str, Kernel] = {
         *gemm.KERNELS,
         *gemm_a8w8.KERNELS,
         *glu.KERNELS,
+        *grouped_gemm.KERNELS,
         *moe.KERNELS,
         *onebit.KERNELS,
         *rope.KERNELS,

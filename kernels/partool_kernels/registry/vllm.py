@@ -80,12 +80,16 @@ class VllmConfigs:
             yield Choice("vllm", as_config(config), "exact", 0.0, table=str(file))
 
     def _of(self, request: Request) -> Iterator[tuple[Mapping[str, int | str | None], Path]]:
-        """Yield what is there for either product of an expert: gate and up, or down."""
+        """Yield what is there for either product of an expert: gate and up, or down.
+
+        vLLM counts tokens before they are sent to several experts each, a request after; beyond the files' last number,
+        4096, both are the same to it.
+        """
         if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return
         dtype, width = _DTYPES[request.kernel], request.width
         for inner in {width["k"], width["n"] // 2}:
-            name = Name(width.get("e", 0), inner, request.device, dtype, _BLOCK if dtype else None)
+            name = Name(width["e"], inner, request.device, dtype, _BLOCK if dtype else None)
             found = self.look_up(name, request.rows)
             if found:
                 yield found

@@ -76,13 +76,11 @@ def _tune(requests: list[Request] | None, arguments: argparse.Namespace) -> int:
     registry = Registry([arguments.out] if any(arguments.out.glob("*/*.json")) else [])
     journal = Journal(arguments.out)
     tools = Tools(machine, registry, journal, processes=_processes(arguments), progress=_progress)
-    finished = False
     try:
-        finished = tune(work, tools, Options(arguments.out, arguments.budget, arguments.again), _tell)
+        if tune(work, tools, Options(arguments.out, arguments.budget, arguments.again), _tell):
+            journal.finish()
     except BrokenDeviceError as error:
         return _fail(str(error), _FAULTED)
-    finally:
-        journal.close(finished=finished)
     return 0
 
 

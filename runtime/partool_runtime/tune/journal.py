@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import IO
 
 from partool_kernels.registry import Config, Request
 from partool_kernels.registry.source import source_hash
@@ -26,14 +25,11 @@ class Journal:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open the journal of a folder of tables, and read what an earlier process left."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Take the journal of a folder of tables, and read what an earlier process left."""
         self._path = folder / FILE
         self._times: dict[str, float] = {}
         self._begun: Counter[str] = Counter()
         self._read()
-        self._file: IO[str] = self._path.open("a", encoding="utf-8")
-        self._file.write("\n")  # the last line may be torn
 
     def _read(self) -> None:
         if not self._path.exists():
@@ -66,15 +62,15 @@ class Journal:
 
     def _write(self, key: str, seconds: float | None) -> None:
         self._note(key, seconds)
-        self._file.write(json.dumps([key, seconds]) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps([key, seconds]))  # the line before may be torn
+            file.flush()
+            os.fsync(file.fileno())
 
-    def close(self, *, finished: bool) -> None:
-        """Close it; it is removed where nothing is left to do."""
-        self._file.close()
-        if finished:
-            self._path.unlink(missing_ok=True)
+    def finish(self) -> None:
+        """Remove it: nothing is left to do."""
+        self._path.unlink(missing_ok=True)
 
 
 def _key(request: Request, config: Config) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from partool_kernels.device import architecture, has_triton
-from partool_runtime.tune.timing import CudaTimer, Timer
+from partool_kernels.timing import CudaTimer, Timer
 
 
 class NoMachineError(Exception):
