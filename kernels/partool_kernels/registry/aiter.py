@@ -24,8 +24,8 @@ BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Rows that keys may name; others are never found."""
 _MORE_BOUNDS = {"GEMM-AFP4WFP4_PRESHUFFLED": 31, "BATCHED_GEMM-AFP4WFP4": 320}
 """By family, the row that its code adds."""
-FAMILIES = {("gemm_a8w8", ()): "GEMM-A8W8_BLOCKSCALE", ("gemm", ("nt",)): "GEMM-A16W16"}
-"""Of partool's kernels and their flags, the family that computes the same, ``x · Wᵀ`` with both by rows."""
+FAMILIES = {"gemm_a8w8": "GEMM-A8W8_BLOCKSCALE", "gemm": "GEMM-A16W16"}
+"""Of partool's kernels, the family that computes the same, ``x · Wᵀ``."""
 _BACKENDS = ("triton", "gluon")
 _FILE = re.compile(r"(?P<arch>gfx\w+)-(?P<family>(?:BATCHED_)?GEMM-[\w-]+?)(?:-B=\d+)?(?:-N=\d+-K=\d+)?\.json")
 _KEY = re.compile(r"(M_LEQ|M_GEQ)_(\d+)|any")
