@@ -113,22 +113,24 @@ def products(x: torch.Tensor, linears: Sequence[nn.Linear], *, biased: bool = Tr
 
     Without ``biased`` biases are left out.
     """
+    # Not by id, which torch.compile would compile every block anew for.
     narrow = [linear for linear in linears if isinstance(linear, Fp8Linear) and linear.fits]
-    found: dict[int, torch.Tensor] = {}
-    if narrow:
-        together = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
-        found = {id(linear): out for linear, out in zip(narrow, together, strict=True)}
+    found = [_apart(x, linear) for linear in narrow] if deferral.is_splitting() else _together(x, narrow)
+    out, taken = [], 0
     for linear in linears:
-        if id(linear) not in found:
-            found[id(linear)] = deferral.linear(x, linear.weight, linear.bias if biased else None)
-        elif biased and linear.bias is not None:
-            found[id(linear)] = found[id(linear)] + linear.bias
-    return tuple(found[id(linear)] for linear in linears)
+        bias = linear.bias if biased else None
+        if isinstance(linear, Fp8Linear) and linear.fits:
+            out.append(found[taken] if bias is None else found[taken] + bias)
+            taken += 1
+        else:
+            out.append(deferral.linear(x, linear.weight, bias))
+    return tuple(out)
 
 
 def _together(x: torch.Tensor, linears: Sequence[Fp8Linear]) -> list[torch.Tensor]:
-    first = linears[0]
-    return fp8_linears(x, [linear.weight for linear in linears], first.narrow, first.mode)
+    if not linears:
+        return []
+    return fp8_linears(x, [linear.weight for linear in linears], linears[0].narrow, linears[0].mode)
 
 
 def _apart(x: torch.Tensor, linear: Fp8Linear) -> torch.Tensor:
