@@ -1,0 +1,74 @@
+"""How long calls take on a device whose caches are cold, and what stands in for it in tests."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], object]
+
+
+class Timer(Protocol):
+    """Measures calls."""
+
+    def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
+        """Return the median seconds of each call, taken in turns so that a drift of the clock meets all alike."""
+        ...
+
+
+class CudaTimer:
+    """CUDA's events around each call, with a cache that holds nothing of its inputs."""
+
+    _WARM_UPS = 2
+    _CACHES = 3
+    _LEAST_BYTES = 256 * 2**20
+
+    def __init__(self, device: torch.device) -> None:
+        """Take the device."""
+        self._device = device
+
+    def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
+        """Return the median seconds of each call."""
+        # Not kept between measurements: a training run would miss the memory.
+        cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
+        size = max(self._CACHES * cache, self._LEAST_BYTES)
+        with torch.cuda.device(self._device):
+            buffer = torch.empty(size // 4, dtype=torch.int32, device=self._device)
+            for run in runs:
+                for _ in range(self._WARM_UPS):
+                    run()
+            # Writing the buffer also keeps the GPU busy while the host gets the call ready.
+            rounds = [[self._timed(run, buffer) for run in runs] for _ in range(repeats)]
+            torch.cuda.synchronize(self._device)
+        turns = zip(*rounds, strict=True)
+        return [statistics.median(start.elapsed_time(stop) * 1e-3 for start, stop in each) for each in turns]
+
+    @staticmethod
+    def _timed(run: Run, buffer: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        buffer.zero_()
+        start.record()
+        run()
+        stop.record()
+        return start, stop
+
+
+class HostTimer:
+    """The host's clock around each call, for operators that have ended when they return: those of CPUs."""
+
+    def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
+        """Return the median seconds of each call."""
+        for run in runs:
+            run()
+        rounds = [[_elapsed_s(run) for run in runs] for _ in range(repeats)]
+        return [statistics.median(turn) for turn in zip(*rounds, strict=True)]
+
+
+def _elapsed_s(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
