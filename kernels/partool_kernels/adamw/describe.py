@@ -14,7 +14,8 @@ _NUMBERS = ("kept", "beta1", "rest1", "beta2", "rest2", "step_size", "root", "ep
 def _configs(request: Request) -> Iterator[Config]:
     for block in (512, 1024, 2048, 4096, 8192):
         for warps in (2, 4, 8, 16):
-            if 8 <= block // (warps * 32) <= 32:
+            # Elements per thread: four are one access, and 32 do not fit the registers.
+            if 4 <= block // (warps * 32) <= 16:
                 yield Config((("BLOCK", block),), num_warps=warps, num_stages=1)
 
 
