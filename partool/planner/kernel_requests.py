@@ -73,15 +73,15 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
     """Yield the products of a rank, rows as they are computed at once, with their passes forward per step.
 
     Counts are of the mean pipeline rank, nothing computed again. Matrices with one input are taken as one where latent
-    attention is, as engines run such models; partool's own decoder and transformers keep them apart.
+    attention is, as engines run such models, and of experts, as transformers holds them too; else they are apart.
     """
     layout, model = plan.layout, plan.model
     joined, sequence = model.mla is not None, plan.training.sequence_length
     found = gemms(
         model, tensor=layout.mesh.tp, expert=layout.expert, tokens=plan.tokens, inner=layout.tensor_inner, joined=joined
     )
-    for gemm in found:
-        pieces = 1.0
+    for separate in found:
+        gemm, pieces = _joined(separate), 1.0
         if gemm.name.startswith("ffn") and layout.mlp_tile_tokens:
             pieces = max(sequence / layout.mesh.cp / layout.mlp_tile_tokens, 1.0)
         elif gemm.name.endswith(_SECOND) and gemm.groups == 1:
@@ -111,6 +111,13 @@ def is_narrow(plan: Plan, gemm: Gemm) -> bool:
     """Tell whether a product is computed in 8 bits."""
     fits = gemm.n % MULTIPLE == 0 and gemm.k % MULTIPLE == 0
     return plan.training.precision == "fp8" and gemm.name not in _WIDE and fits
+
+
+def _joined(gemm: Gemm) -> Gemm:
+    """Return gate and up of experts as one product, any other as it is."""
+    if gemm.alike == 1 or not gemm.name.startswith("moe.experts"):
+        return gemm
+    return replace(gemm, n=gemm.alike * gemm.n, alike=1)
 
 
 def _cut(gemm: Gemm, pieces: float) -> Gemm:

@@ -20,7 +20,7 @@ _WORDS: dict[State, str] = {
     "untuned": "by an unmeasured entry, or by a rule",
     "library": "a library of torch's, which chooses by itself",
 }
-_SHORT = {"input gradient": "d input", "weight gradient": "d weight"}
+_SHORT = {"input gradient": "dx", "weight gradient": "dW"}
 _STYLES: dict[State, str] = {"tuned": "green", "nearest": "yellow", "untuned": "red", "library": ""}
 
 
@@ -75,7 +75,8 @@ def _order(line: Line) -> tuple[bool, str]:
 def _beside(lines: list[Line]) -> str:
     """Return what the sources of products that torch computes are about."""
     kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
-    return f", of torch; sources are of partool's {', '.join(sorted(kernels))}, which does not run" if kernels else ""
+    names = " and ".join(sorted(kernels))
+    return f", of torch; sources are of partool's {names}, not run here" if kernels else ""
 
 
 def _source(line: Line) -> Text:

@@ -183,6 +183,28 @@ def test_tables_of_engines_cover_deepseek_v3(tmp_path: Path, overrides: tuple[st
     assert by_vllm == {("moe.experts.gate, up", "forward"), ("moe.experts.down", "forward")}
 
 
+def test_experts_in_16_bits_are_asked_of_grouped_products() -> None:
+    """All experts of a rank at once: gate and up as one, rows together; torch computes them, tables are beside."""
+    loaded = load(ROOT / "specs/mixtral-8x7b.yaml", overrides=["parallel.expert=4", "parallel.tensor=1"])
+    assert loaded.spec is not None, loaded.diagnostics
+    plan = make_plan(loaded.spec, base_dir=ROOT, default_name="test").plan
+    assert plan is not None
+    found = coverage(plan, Registry())
+    up = [line_of(found, "moe.experts.gate, up", part) for part in PARTS]
+    requests = [line.asked.request for line in up]
+    tokens = plan.tokens * 2  # Two experts each, and the ranks that share experts send as many as they receive.
+    forward, inputs, weights = requests
+    assert forward is not None
+    assert inputs is not None
+    assert weights is not None
+    assert (forward.kernel, forward.shape) == ("grouped_gemm", (("n", 28672), ("k", 4096), ("e", 2)))
+    assert (inputs.shape, inputs.flags) == ((("n", 4096), ("k", 28672), ("e", 2)), ("nn",))
+    assert (weights.kernel, weights.shape) == ("grouped_gemm_weight", (("m", 28672), ("n", 4096), ("e", 2)))
+    assert {request.rows for request in (forward, inputs, weights)} == {tokens}
+    assert {line.state for line in up} == {"library"}
+    assert all(line.choice is not None for line in up)
+
+
 def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: Path) -> None:
     plan = planned()
     request = request_of(plan, "ffn.down")
