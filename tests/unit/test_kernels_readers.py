@@ -288,6 +288,27 @@ def test_vllm_is_looked_up_by_its_names(tmp_path: Path) -> None:
         assert tables.look_up(other, 1) is None
 
 
+def test_vllm_covers_and_lends_its_parameters(tmp_path: Path) -> None:
+    experts(tmp_path, "E=8,N=2048,device_name=NVIDIA_H200.json")
+    registry = Registry([tmp_path])
+    shape = (("n", 4096), ("k", 7168), ("e", 8))
+    asked = Request("grouped_gemm", "sm_90", ("bfloat16",) * 2, shape, 64, ("nt",), "NVIDIA H200", 132)
+    down = replace(asked, shape=(("n", 7168), ("k", 2048), ("e", 8)))
+    for request in (asked, down):
+        covered = registry.coverage(request)
+        assert (covered.implementation, covered.source) == ("vllm", "exact")
+        own = registry.get(request)
+        assert (own.implementation, own.source) == ("triton", "modelled")
+        assert own.config.constants["BLOCK_M"] == 32
+    for other in (
+        replace(asked, device="NVIDIA H100"),
+        replace(asked, flags=("nn",)),
+        replace(asked, shape=(("n", 4096), ("k", 7168), ("e", 16))),
+        replace(asked, shape=(("n", 4000), ("k", 7168), ("e", 8))),
+    ):
+        assert registry.coverage(other).implementation == "triton"
+
+
 def test_parameters_are_carried_only_where_all_are_there() -> None:
     given = {name: number for name, number in block(64).items() if name != "NUM_KSPLIT"}
     own = carried(ASKED, given)
