@@ -9,6 +9,7 @@ from torch import nn
 from partool.plan.types import Plan
 from partool_runtime.fp8 import use_fp8
 from partool_runtime.fused import fuse
+from partool_runtime.fused.attention import select_attention
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.losses import set_loss
@@ -41,6 +42,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
     use_fp8(model.layers, plan, ranks.device)
     apply_sequence(model, plan, ranks)
     fuse(model, plan)
+    select_attention(model, plan, ranks.device)
     blocks = dict(enumerate(model.layers))
     _tile(model, blocks, plan)
     recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.mlp_tile_tokens > 0)
@@ -62,6 +64,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
     use_fp8((block for _, block in parts.blocks()), plan, ranks.device)
     apply_sequence(parts, plan, ranks)
     fuse(parts, plan)
+    select_attention(parts, plan, ranks.device)
     blocks: dict[int, nn.Module] = dict(parts.blocks())
     _tile(parts, blocks, plan)
     policies = [plan.layout.recompute[layer] for layer in blocks]

@@ -1,0 +1,1 @@
+"""Products of every expert's rows with its own matrix, in one launch."""

@@ -1,0 +1,162 @@
+"""Every expert's rows times its matrix, as one differentiable operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton
+from partool_kernels.gemm.op import precision
+from partool_kernels.grouped_gemm.describe import power_above
+from partool_kernels.registry import Config
+
+
+def grouped_gemm(
+    rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor, mode: str = "auto"
+) -> torch.Tensor:
+    """Return ``rows [those of e] @ weights[e]`` for every expert e, ``[R, N]``; rows of no expert are zeros.
+
+    ``ends_E``, int64 on the device: the first row after each expert's, never less than the one before
+    (``partool_kernels.moe.op.route``). Matrices may be transposes, ``[E, N, K].mT``. Nothing waits for the device.
+    ``mode`` as in ``partool_kernels.device.uses_triton``. Raises ValueError where shapes, types or devices do not fit.
+    """
+    fits = rows_RK.dim() == 2 and weights_EKN.dim() == 3 and rows_RK.shape[1] == weights_EKN.shape[1]
+    alike = rows_RK.dtype == weights_EKN.dtype and rows_RK.device == weights_EKN.device == ends_E.device
+    if not fits or not alike or ends_E.dtype != torch.int64 or ends_E.shape != weights_EKN.shape[:1]:
+        words = [f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (rows_RK, weights_EKN, ends_E)]
+        raise ValueError(f"no grouped product of rows {words[0]} and matrices {words[1]} with ends {words[2]}")
+    out: torch.Tensor = torch.ops.partool.grouped_gemm(rows_RK, weights_EKN, ends_E, mode)
+    return out
+
+
+def loop(rows_RK: torch.Tensor, weights_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return the same by a product of torch's per expert; waits for the device to learn how many rows each has."""
+    ends = ends_E.tolist()
+    parts = [
+        rows_RK[start:end] @ matrix
+        for start, end, matrix in zip([0, *ends[:-1]], ends, weights_EKN.unbind(), strict=True)
+    ]
+    return torch.cat([*parts, rows_RK.new_zeros(len(rows_RK) - ends[-1], weights_EKN.shape[2])])
+
+
+@torch.library.custom_op(
+    "partool::grouped_gemm",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor weights, Tensor ends, str mode) -> Tensor",
+)
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    if not uses_triton(mode, rows, weights):
+        return loop(rows, weights, ends)
+    out = rows.new_empty(rows.shape[0], weights.shape[2])
+    launch((_rows(rows), _dense(weights)), ends.contiguous(), out)
+    return out
+
+
+@_grouped.register_fake
+def _(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op(
+    "partool::grouped_gemm_weight",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor grad, Tensor ends, str mode) -> Tensor",
+)
+def _of_weights(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    if not uses_triton(mode, rows, grad):
+        return loop_weight(rows, grad, ends)
+    out = rows.new_empty(len(ends), rows.shape[1], grad.shape[1])
+    launch_weight((_rows(rows), _rows(grad)), ends.contiguous(), out)
+    return out
+
+
+@_of_weights.register_fake
+def _(rows: torch.Tensor, grad: torch.Tensor, ends: torch.Tensor, mode: str) -> torch.Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], grad.shape[1])
+
+
+def loop_weight(rows_RK: torch.Tensor, grad_RN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return the gradients of all matrices by torch, ``[E, K, N]``."""
+    ends = ends_E.tolist()
+    spans = zip([0, *ends[:-1]], ends, strict=True)
+    return torch.stack([rows_RK[start:end].T @ grad_RN[start:end] for start, end in spans])
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _dense(weights: torch.Tensor) -> torch.Tensor:
+    return weights if 1 in weights.stride()[1:] else weights.contiguous()
+
+
+def launch(
+    matrices: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor, out: torch.Tensor, config: Config | None = None
+) -> None:
+    """Write the products of rows and matrices to ``out``; unless told, configured as the registry says."""
+    from partool_kernels.grouped_gemm import kernel
+
+    (a, b), device = matrices, out.device
+    (rows, inner), (groups, _, columns) = a.shape, b.shape
+    flags = ("nn" if b.stride(2) == 1 else "nt", *precision(a))
+    shape = (("n", columns), ("k", inner), ("e", groups))
+    config = config or choose(Call("grouped_gemm", (a.dtype, out.dtype), shape, rows, flags), device).config
+    blocks = config.constants
+    # Each group, and the rows of none, may end within a tile.
+    tiles = (-(-rows // blocks["BLOCK_M"]) + groups) * -(-columns // blocks["BLOCK_N"])
+    options: dict[str, Any] = launch_options(config, device) | _options(a)
+    options |= {"GROUPS": power_above(groups), "WHOLE": inner % blocks["BLOCK_K"] == 0}
+    with on(device):
+        kernel.grouped_gemm[tiles,](
+            *(a, b, ends, out, rows, columns, inner, groups),
+            *(a.stride(0), *b.stride(), out.stride(0)),
+            **options,
+        )
+
+
+def launch_weight(
+    matrices: tuple[torch.Tensor, torch.Tensor], ends: torch.Tensor, out: torch.Tensor, config: Config | None = None
+) -> None:
+    """Write the gradients of all groups' matrices to ``out``; likewise."""
+    from partool_kernels.grouped_gemm import kernel
+
+    (a, grad), device = matrices, out.device
+    groups, inner, columns = out.shape
+    shape = (("m", inner), ("n", columns), ("e", groups))
+    call = Call("grouped_gemm_weight", (a.dtype, out.dtype), shape, len(a), precision(a))
+    config = config or choose(call, device).config
+    blocks = config.constants
+    tiles = groups * -(-inner // blocks["BLOCK_M"]) * -(-columns // blocks["BLOCK_N"])
+    with on(device):
+        kernel.grouped_gemm_weight[tiles,](
+            *(a, grad, ends, out, inner, columns),
+            *(a.stride(0), grad.stride(0), out.stride(0), out.stride(1)),
+            **launch_options(config, device),
+            **_options(a),
+        )
+
+
+def _options(a: torch.Tensor) -> dict[str, Any]:
+    return {"PRECISION": "tf32" if precision(a) else "ieee", "UPCAST": interpreting()}
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    rows, weights, ends, ctx.mode = inputs
+    ctx.save_for_backward(rows, weights, ends)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows = torch.ops.partool.grouped_gemm(grad, weights.mT, ends, ctx.mode) if ctx.needs_input_grad[0] else None
+    of_weights = None
+    if ctx.needs_input_grad[1]:
+        # Of transposes the gradient is one too, and lies in memory as they do.
+        turned = weights.stride(2) != 1
+        pair = (grad, rows) if turned else (rows, grad)
+        of_weights = torch.ops.partool.grouped_gemm_weight(*pair, ends, ctx.mode)
+        of_weights = of_weights.mT if turned else of_weights
+    return of_rows, of_weights, None, None
+
+
+_grouped.register_autograd(_gradients, setup_context=_keep)

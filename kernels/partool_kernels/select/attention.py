@@ -1,0 +1,156 @@
+"""Attention of whole sequences: which of the kernels behind ``scaled_dot_product_attention`` is the fastest.
+
+They are timed with their backward passes on random queries, keys and values. ``math`` holds all scores and is tried
+only where nothing else can. FlashAttention 3 and 4 are other implementations of ``flash``, which torch activates for a
+whole process (``torch.nn.attention.activate_flash_attention_impl``); FlexAttention is compiled before its first call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from partool_kernels.select.selector import Answer, Candidate, NothingWorksError, Problem, Selector
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]`` to results like queries; causal."""
+
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
+
+
+class Heads(NamedTuple):
+    """Sizes of attention."""
+
+    batch: int
+    queries: int
+    keys: int
+    """Heads of keys and values; queries' are a multiple."""
+    length: int
+    width: int
+    """Of a head."""
+
+
+def attention(
+    selector: Selector, heads: Heads, dtype: torch.dtype, device: torch.device, *, also: tuple[str, ...] = ()
+) -> tuple[Attend, Answer]:
+    """Return the fastest causal attention of such sizes, and how it was found.
+
+    ``also``: further names to try, ``flex``, or those of :func:`newer`; if one of these is taken, it stays active in
+    the whole process, in the place of torch's ``flash``. Raises :class:`NothingWorksError`.
+    """
+    own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
+    answer = _choose(selector, heads, (dtype, device), (*own, *also))
+    if answer.name in _IMPLEMENTATIONS:
+        torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
+    # Without a measurement torch is left to choose for itself.
+    return (plain if answer.source == "default" else by(answer.name)), answer
+
+
+def _choose(
+    selector: Selector, heads: Heads, where: tuple[torch.dtype, torch.device], names: tuple[str, ...]
+) -> Answer:
+    try:
+        return selector.choose(problem(heads, *where, names))
+    except NothingWorksError:
+        if "math" in names:
+            raise
+        return selector.choose(problem(heads, *where, ("math",)))
+
+
+def plain(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+    """Attend by the kernel that torch takes."""
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
+
+
+def by(name: str) -> Attend:
+    """Return attention by a kernel of that name."""
+    if name == "flex":
+        return _flex
+    return functools.partial(_by_backend, _BACKENDS["flash" if name in _IMPLEMENTATIONS else name])
+
+
+def _by_backend(backend: SDPBackend, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(backend):
+        return plain(q_BNSD, k_BKSD, v_BKSD)
+
+
+def _flex(q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> torch.Tensor:
+    run, mask_of = _compiled_flex()
+    mask = mask_of(q_BNSD.shape[2], q_BNSD.device)
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return cast(torch.Tensor, run(q_BNSD, k_BKSD, v_BKSD, block_mask=mask, enable_gqa=grouped))
+
+
+@functools.cache
+def _compiled_flex() -> tuple[Callable[..., Any], Callable[[int, torch.device], Any]]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    @functools.cache
+    def mask(length: int, device: torch.device) -> Any:
+        return create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
+
+    return torch.compile(flex_attention, dynamic=False), mask
+
+
+def newer(device: torch.device) -> tuple[str, ...]:
+    """Return the implementations of ``flash`` that this torch and device may have; absent packages exclude them."""
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None or torch.version.hip is not None or device.type != "cuda":
+        return ()
+    major = torch.cuda.get_device_capability(device)[0]
+    return ("flash3",) if major == 9 else ("flash4",) if major == 10 else ()
+
+
+def problem(heads: Heads, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Problem:
+    """Return the choice among kernels of these names."""
+
+    def candidates() -> Sequence[Candidate]:
+        generator = torch.Generator(device).manual_seed(0)
+        batch, queries, keys, length, width = heads
+        # Lying as a model's projections do: token by token.
+        grad, q, k, v = (
+            torch.randn(batch, length, count, width, dtype=dtype, device=device, generator=generator).transpose(1, 2)
+            for count in (queries, queries, keys, keys)
+        )
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+        return [
+            Candidate(
+                name,
+                functools.partial(_both, by(name), inputs, grad),
+                functools.partial(_activated, name) if name in _IMPLEMENTATIONS else nullcontext,
+            )
+            for name in names
+        ]
+
+    key = (*heads._asdict().items(), ("dtype", str(dtype).removeprefix("torch.")))
+    return Problem("attention", key, names, candidates)
+
+
+@contextmanager
+def _activated(name: str) -> Iterator[None]:
+    """Let an implementation be that of ``flash`` for a while."""
+    torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[name])
+    try:
+        yield
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def _both(attend: Attend, inputs: tuple[torch.Tensor, ...], grad: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return results and gradients."""
+    with torch.enable_grad():
+        out = attend(*inputs)
+        return (out, *torch.autograd.grad(out, inputs, grad))

@@ -1,0 +1,37 @@
+"""The selector of the process's devices, with real timers and the user's cache."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from partool_kernels.device import has_triton, triton_version
+from partool_kernels.select.selector import Selector
+from partool_kernels.select.store import Store
+from partool_kernels.timing import CudaTimer, HostTimer
+
+
+@functools.cache
+def selector(device: torch.device, *, measure: bool = True) -> Selector:
+    """Return the one of a device, the same for all callers; ``measure`` as in :class:`Selector`.
+
+    CPUs are not remembered in files: nothing tells two of them apart, or how busy they were.
+    """
+    if device.type != "cuda":
+        return Selector(HostTimer(), measure=measure)
+    if not measure:
+        return Selector(HostTimer(), measure=False)
+    name = torch.cuda.get_device_name(device)
+    return Selector(CudaTimer(device), Store(name, versions()))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything whose speed is compared."""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.__version__,
+        "runtime": str(torch.version.hip or torch.version.cuda),
+        "cudnn": str(cudnn),
+        "triton": triton_version() if has_triton() else "none",
+    }

@@ -1,0 +1,162 @@
+"""The selector: it measures candidates once per problem and device, and remembers the fastest that is right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from partool_kernels.select.store import Store
+from partool_kernels.timing import Timer
+
+REPEATS = 20
+"""Calls of each candidate, taken in turns; their median counts."""
+GAIN = 0.03
+"""A candidate replaces those before it in the list only if it takes less time by this share: within it they tie."""
+
+
+class NothingWorksError(RuntimeError):
+    """All candidates of a problem raised, or differed from the first that did not."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute it."""
+
+    name: str
+    run: Callable[[], Sequence[torch.Tensor]]
+    """One call on the problem's inputs; the same results from all candidates but for rounding."""
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+    """What has to be switched on in the whole process for its calls; such candidates are timed by themselves."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be computed, often."""
+
+    operation: str
+    key: tuple[tuple[str, str | int], ...]
+    """Everything that decides which is the fastest: sizes, types, variants, by name."""
+    names: tuple[str, ...]
+    """Of the candidates, in the order of preference: the first one is the default."""
+    candidates: Callable[[], Sequence[Candidate]]
+    """Make inputs and candidates; called only to measure."""
+    tolerance: float = 0.02
+    """Most difference between two right results, as a share of the largest element."""
+
+    @property
+    def text(self) -> str:
+        """Return the key of answers."""
+        return " ".join((self.operation, *(f"{name}={value}" for name, value in self.key)))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Which candidate to take, and why."""
+
+    name: str
+    source: Literal["measured", "kept", "default"]
+    """Measured now; by an earlier process; not at all."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Median of a call of every candidate that works."""
+    excluded: dict[str, str] = field(default_factory=dict)
+    """Why others do not."""
+
+
+class Selector:
+    """Answers of one device."""
+
+    def __init__(self, timer: Timer, store: Store | None = None, *, measure: bool = True) -> None:
+        """Take what measures, and where answers are kept; ``measure`` False always answers with the default.
+
+        That is for training that has to give the same bits again: implementations differ in the last ones.
+        """
+        self._timer, self._store, self._measures = timer, store, measure
+        self._answers: dict[str, Answer] = {}
+
+    def choose(self, problem: Problem) -> Answer:
+        """Return the answer to a problem; raises :class:`NothingWorksError`."""
+        if not self._measures or cannot_measure():
+            return Answer(problem.names[0], "default")
+        if problem.text not in self._answers:
+            self._answers[problem.text] = self._kept(problem) or self._measured(problem)
+        return self._answers[problem.text]
+
+    def _kept(self, problem: Problem) -> Answer | None:
+        held = self._store.read().get(problem.text) if self._store is not None else None
+        # An implementation that has come since, or gone, makes the answer void.
+        if held is None or held.get("names") != list(problem.names) or held["name"] not in problem.names:
+            return None
+        return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
+
+    def _measured(self, problem: Problem) -> Answer:
+        right, excluded = _right(problem)
+        if not right:
+            told = "; ".join(f"{name}: {reason}" for name, reason in excluded.items())
+            raise NothingWorksError(f"no implementation of {problem.text} works: {told}")
+        seconds = self._seconds(right) if len(right) > 1 else {}
+        best = right[0].name
+        for name, time_s in seconds.items():
+            if time_s < seconds[best] * (1 - GAIN):
+                best = name
+        answer = Answer(best, "measured", seconds, excluded)
+        if self._store is not None:
+            kept: dict[str, Any] = {"names": list(problem.names), "name": answer.name}
+            self._store.put(problem.text, kept | {"seconds": seconds, "excluded": excluded})
+        return answer
+
+    def _seconds(self, right: Sequence[Candidate]) -> dict[str, float]:
+        """Return medians by name, in the order of candidates."""
+        plain = [one for one in right if one.within is nullcontext]
+        times = self._timer.medians_s([one.run for one in plain], REPEATS) if plain else []
+        found = {one.name: time_s for one, time_s in zip(plain, times, strict=True)}
+        for one in right:
+            if one.within is not nullcontext:
+                with one.within():
+                    (found[one.name],) = self._timer.medians_s([one.run], REPEATS)
+        return {one.name: found[one.name] for one in right}
+
+
+def _right(problem: Problem) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates that run and agree with the first one that does, and why others are left out."""
+    right: list[Candidate] = []
+    excluded: dict[str, str] = {}
+    truth: list[torch.Tensor] = []
+    for candidate in problem.candidates():
+        try:
+            # Libraries warn of what they cannot do before they raise: the reason is told by the error.
+            with candidate.within(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = [x.detach().float().cpu() for x in candidate.run()]
+        except Exception as error:  # libraries and drivers raise many kinds
+            lines = str(error).strip().splitlines()
+            excluded[candidate.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            continue
+        if not truth:
+            truth = found
+        elif problem_with := _difference(found, truth, problem.tolerance):
+            excluded[candidate.name] = problem_with
+            continue
+        right.append(candidate)
+    return right, excluded
+
+
+def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], tolerance: float) -> str:
+    """Return in words how results differ by more than rounding, or nothing."""
+    if [x.shape for x in found] != [x.shape for x in truth]:
+        return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"
+    for one, other in zip(found, truth, strict=True):
+        if other.numel() and not (one - other).abs().max() <= tolerance * other.abs().max():
+            return f"differs by {float((one - other).abs().max() / other.abs().max()):.2g} of the largest element"
+    return ""
+
+
+def cannot_measure() -> bool:
+    """Tell whether calls are traced or recorded now instead of run."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

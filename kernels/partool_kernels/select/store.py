@@ -1,0 +1,81 @@
+"""What was measured on this machine's devices, kept in the user's cache folder for later processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+FORMAT = 1
+
+
+def folder() -> Path:
+    """Return ``$XDG_CACHE_HOME/partool/kernels``, by default below ``~/.cache``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "partool" / "kernels"
+
+
+class Store:
+    """A JSON file per device: answers by their keys, all measured with the same versions of libraries.
+
+    A file that cannot be read counts as empty, one that cannot be written is left as it is; both with a warning. Files
+    of other versions are replaced. Many processes may write: each adds its answers to what it finds.
+    """
+
+    def __init__(self, device: str, versions: dict[str, str], root: Path | None = None) -> None:
+        """Take the device's name, and the versions that answers depend on."""
+        name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower() or "device"
+        self.path = (root or folder()) / f"{name}.json"
+        self._device, self._versions = device, versions
+
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return all answers, as they were put."""
+        try:
+            held = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self._warn(f"cannot be read and is ignored: {error}")
+            return {}
+        if not _is_whole(held):
+            self._warn("is not what partool wrote, and is ignored")
+            return {}
+        same = held["format"] == FORMAT and held["device"] == self._device and held["versions"] == self._versions
+        return cast("dict[str, dict[str, Any]]", held["answers"]) if same else {}
+
+    def put(self, key: str, answer: dict[str, Any]) -> None:
+        """Add an answer; the file is replaced at once, so that no other process sees half of it."""
+        held = {
+            "format": FORMAT,
+            "device": self._device,
+            "versions": self._versions,
+            "answers": self.read() | {key: answer},
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(held, file, indent=1, sort_keys=True)
+                os.replace(name, self.path)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            self._warn(f"cannot be written: {error}")
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"{self.path} {what}", RuntimeWarning, stacklevel=3)
+
+
+def _is_whole(held: Any) -> bool:
+    if not isinstance(held, dict) or not {"format", "device", "versions", "answers"} <= held.keys():
+        return False
+    answers = held["answers"]
+    return isinstance(answers, dict) and all(
+        isinstance(answer, dict) and isinstance(answer.get("name"), str) for answer in answers.values()
+    )
