@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -39,13 +41,13 @@ def planned(model: str, fused: str, *overrides: str) -> Plan:
     return result.plan
 
 
-def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> set[tuple[object, ...]]:
-    """Run a step of the plan's model on the CPU; return what kernels look up, rows by bucket."""
-    called: set[tuple[object, ...]] = set()
+def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[object, ...], float]:
+    """Run a step of the plan's model on the CPU; return how often kernels look what up, rows by bucket."""
+    called: Counter[tuple[object, ...]] = Counter()
 
     def recording(call: device.Call, where: torch.device) -> Choice:
         names = tuple(str(dtype).removeprefix("torch.") for dtype in call.dtypes)
-        called.add((call.kernel, names, call.shape, call.rows, call.flags))
+        called[call.kernel, names, call.shape, call.rows, call.flags] += 1
         return get(Request(call.kernel, "sm_90", names, call.shape, call.rows, call.flags))
 
     monkeypatch.setattr(device, "_chosen", recording)
@@ -56,15 +58,16 @@ def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> set[tuple[o
     fuse(decoder, plan)
     tokens = torch.randint(plan.model.vocab, (2, 10))
     decoder(tokens, tokens).backward()
-    return called
+    return dict(called)
 
 
-def said(found: Iterable[Asked]) -> set[tuple[object, ...]]:
-    return {
-        (one.request.kernel, one.request.dtypes, one.request.shape, bucket(one.request.rows), one.request.flags)
-        for one in found
-        if one.request is not None and not one.library
-    }
+def said(found: Iterable[Asked]) -> dict[tuple[object, ...], float]:
+    counts: dict[tuple[object, ...], float] = defaultdict(float)
+    for one in found:
+        if one.request is not None and not one.library:
+            kernel, _, types, shape, rows, flags, *_ = astuple(one.request)
+            counts[kernel, types, shape, bucket(rows), flags] += one.calls
+    return dict(counts)
 
 
 @pytest.mark.parametrize(
