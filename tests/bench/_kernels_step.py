@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -30,6 +31,7 @@ def whole_steps(run: Run) -> dict[str, Any]:
         plain = _plan(run, folder / "eager", "none", "[]")
         unfused = _plan(run, folder / "compiled", compiled, "[]")
         fused = _plan(run, folder / "fused", compiled, "auto")
+        found["fused_parts"] = json.loads(fused.read_text(encoding="utf-8"))["layout"]["fused"]
         steps: dict[str, list[dict[str, Any]]] = {}
 
         def trained(kind: str, plan: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from partool_kernels.modelled import missing
 from partool_kernels.offline import Compiled
 from partool_kernels.proof import Job, Proof, faults, jobs, prove, prove_all
 from partool_kernels.proof_command import main
-from partool_kernels.registry import ARCHITECTURES, KERNELS, Config
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
 from partool_kernels.registry.tables import Measured, path_of, read, write
 
 PLACES = [(kernel, architecture) for kernel in KERNELS for architecture in ARCHITECTURES]
@@ -81,6 +81,35 @@ def test_real_spills_are_seen() -> None:
     assert found.compiled.spilled_bytes > 0
     assert "spills" in found.faults[0]
     assert prove(wide._replace(spilled_bytes=found.compiled.spilled_bytes)).faults == ()
+
+
+def test_real_needs_beyond_shared_memory_are_seen() -> None:
+    """Triton compiles them, and only their launch would fail."""
+    request = next(KERNELS["gemm"].examples("gfx942"))
+    blocks = (("BLOCK_M", 128), ("BLOCK_N", 128), ("BLOCK_K", 128), ("GROUP_M", 8), ("SPLIT", 1))
+    found = prove(Job(request, Config(blocks, num_warps=8, num_stages=4), spilled_bytes=None))
+    assert found.compiled is not None
+    assert found.compiled.shared_bytes > ARCHITECTURES["gfx942"].shared_bytes
+    assert "gfx942 has 65536" in found.faults[0]
+
+
+@pytest.mark.filterwarnings("ignore:fp8e4b8")
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "words"),
+    [
+        ("gfx942", "float8_e4m3fnuz", ""),
+        ("gfx950", "float8_e4m3fn", ""),
+        ("sm_90", "float8_e4m3fn", ""),
+        ("gfx942", "float8_e4m3fn", "turns 8-bit products into wider ones"),
+        ("gfx950", "float8_e4m3fnuz", "turns 8-bit products into wider ones"),
+        ("sm_80", "float8_e4m3fn", "does not compile"),
+    ],
+)
+def test_the_other_flavour_of_eight_bits_is_seen(architecture: str, dtype: str, words: str) -> None:
+    shape = (("n", 4096), ("k", 4096))
+    request = Request("gemm_a8w8", architecture, (dtype, "bfloat16"), shape, 4096)
+    found = prove(Job(request, KERNELS["gemm_a8w8"].default(request), spilled_bytes=None))
+    assert [words in fault for fault in found.faults] == ([True] if words else [])
 
 
 def test_a_kernel_without_products_has_no_matrix_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
