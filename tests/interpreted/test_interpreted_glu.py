@@ -36,3 +36,28 @@ def test_columns_that_are_not_side_by_side_are_copied_and_rows_apart_are_not() -
     assert torch.allclose(glu(gate, up, "silu"), reference(gate, up, "silu"), rtol=1e-6, atol=1e-6)
     turned = torch.randn(33, 7).T
     assert torch.allclose(glu(turned, gate, "silu"), reference(turned, gate, "silu"), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_numbers_and_those_that_are_none(kind: str) -> None:
+    gate = torch.tensor([[0.0, -0.0, 5.0, -5.0, 90.0, -90.0, 1e4, -1e4, 3e38, -3e38, torch.nan]])
+    up = torch.full_like(gate, -1.5)
+    found = glu(gate, up, kind)
+    torch.testing.assert_close(found, reference(gate, up, kind), equal_nan=True)
+    assert found.isnan().sum() == 1
+    # Torch makes NaN of it in some kinds on CPUs.
+    assert glu(torch.tensor([[torch.inf]]), torch.ones(1, 1), kind).item() == torch.inf
+    near = gate[:, :8].requires_grad_()
+    slopes, wanted = (torch.autograd.grad(f(near, up[:, :8], kind).sum(), near)[0] for f in (glu, reference))
+    torch.testing.assert_close(slopes, wanted)
+
+
+def test_rows_may_lie_further_apart_than_32_bits_count() -> None:
+    """Of the memory between the two rows nothing is touched."""
+    torch.manual_seed(2)
+    near, up = torch.randn(2, 2, 33, dtype=torch.float16)
+    far = torch.empty(2**31 + 33, dtype=torch.float16).as_strided((2, 33), (2**31, 1)).copy_(near)
+    assert torch.equal(glu(far, up, "silu"), glu(near, up, "silu"))
+    found = [torch.autograd.grad(glu(gate.requires_grad_(), up, "silu"), gate, up)[0] for gate in (near, far)]
+    assert torch.equal(*found)

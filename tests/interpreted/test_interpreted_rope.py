@@ -69,3 +69,18 @@ def test_a_wrong_angle_is_seen() -> None:
     right, wrong = (cos[:6], sin[:6]), (cos[1:], sin[1:])
     exact = by_torch(x.double(), (right[0].double(), right[1].double()), None)
     assert excess(rope(x, wrong), by_torch(x, right, None), exact) > 1
+
+
+def test_tokens_may_lie_further_apart_than_32_bits_count() -> None:
+    """Of the memory between the two tokens nothing is touched."""
+    torch.manual_seed(2)
+    angles, weight = tables(2, 8), torch.randn(8, dtype=torch.float16)
+    near, grad = torch.randn(2, 1, 2, 3, 8, dtype=torch.float16)
+    far = torch.empty(2**31 + 24, dtype=torch.float16).as_strided((1, 2, 3, 8), (1, 2**31, 8, 1)).copy_(near)
+    for norm in (None, weight):
+        assert torch.equal(rope(far, angles, norm, EPS), rope(near, angles, norm, EPS))
+    normed = [rope(heads.requires_grad_(), angles, weight, EPS) for heads in (near, far)]
+    found = [
+        torch.autograd.grad(out, heads, grad.transpose(1, 2))[0] for out, heads in zip(normed, (near, far), strict=True)
+    ]
+    assert torch.equal(*found)

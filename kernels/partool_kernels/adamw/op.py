@@ -72,10 +72,13 @@ def adamw(tensors: Tensors, update: Update, mode: str = "auto") -> None:
 
 def takes(tensors: Tensors, mode: str) -> bool:
     """Tell whether the kernel runs on these: float32 in one piece of one GPU, gradients of any type it reads."""
-    rows = tensors.rows()
-    devices = {row[0].device for row in rows}
+    rows = [row for row in tensors.rows() if row[0].numel()]
+    # Once per type, not per tensor: this is asked in every step.
+    gradients = {row[1].dtype: row[1] for row in rows}
     wide = all(x.dtype == torch.float32 and x.is_contiguous() for row in rows for x in (row[0], *row[2:]))
-    return len(devices) == 1 and wide and all(uses_triton(mode, *row) for row in rows if row[0].numel())
+    if not rows or not wide or len({row[0].device for row in rows}) > 1:
+        return False
+    return uses_triton(mode, rows[0][0], *gradients.values())
 
 
 def reference(row: tuple[torch.Tensor, ...], decays: bool, update: Update) -> None:
