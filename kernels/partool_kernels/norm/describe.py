@@ -43,7 +43,8 @@ def _warps(warps: int, architecture: str) -> int:
 
 
 def _forward_default(request: Request) -> Config:
-    rows, block, warps = _tile(request.width["n"], 16384)
+    # Rows of 64 KiB are more than some compilers find registers for.
+    rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if bytes_of(request.dtypes[0]) == 2 else _WIDEST)
     return Config((("ROWS", rows), ("BLOCK", block)), num_warps=_warps(warps, request.architecture), num_stages=1)
 
 
