@@ -329,7 +329,13 @@ def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
 
 
 def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
-    """Return 1 where the backward pass computes logits a second time, which are too many to keep."""
+    """Return 1 where the backward pass computes logits a second time.
+
+    They are too many to keep; or the gradients of a fused loss have to wait for those of later micro-batches, since
+    pipelines keep little until then.
+    """
+    if "loss" in stack.fused:
+        return np.where(np.asarray(layouts.pp) > 1, 1.0, 0.0)
     if not stack.logits_again:
         return 0.0
     tile = np.asarray(layouts.loss_tile_tokens)

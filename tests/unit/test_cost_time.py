@@ -381,6 +381,8 @@ def test_a_fused_loss_spares_the_second_product() -> None:
     ):
         twice, once = (float(head_s(asked, layouts, backward=True)) for asked in (plain, fused))
         assert twice / once == pytest.approx(parts, rel=0.1)
+    staged = Layouts(pp=2)
+    assert head_s(fused, staged, backward=True) == pytest.approx(head_s(plain, staged, backward=True), rel=0.05)
 
 
 def test_fused_parts_are_priced_like_compiled_ones() -> None:
