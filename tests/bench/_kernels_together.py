@@ -185,5 +185,34 @@ def attention(run: Run) -> dict[str, Any]:
     return found
 
 
-PEERS = {"linear_loss": linear_loss, "fp8_linear": fp8_linear, "optimizer": optimizer, "attention": attention}
+def experts(run: Run) -> dict[str, Any]:
+    """Products of eight experts with uneven numbers of rows, against one dense product of as many operations."""
+    from partool_kernels.grouped_gemm.op import grouped_gemm
+
+    count, k, n = 8, run.size(4096, 24), run.size(14336, 40)
+    shares = [run.size(256, 1) * part for part in (1, 3, 5, 7, 9, 11, 13, 15)]
+    dtype, rows = _dtype(run), sum(shares)
+    ends = torch.tensor(shares, device=run.device).cumsum(0)
+    x = torch.randn(rows, k, device=run.device).to(dtype)
+    weights = (torch.randn(count, k, n, device=run.device) / k**0.5).to(dtype)
+
+    def of_torch() -> Callable[[], Any] | None:
+        grouped = getattr(F, "grouped_mm", None)
+        return None if grouped is None or run.dry else lambda: grouped(x, weights, offs=ends.int())
+
+    calls: Calls = {"triton": lambda: grouped_gemm(x, weights, ends), "dense": lambda: x @ weights[0]}
+    calls = _absent(run, calls, grouped_mm_of_torch=of_torch)
+    times = run.times(calls)
+    found = {"times_s": times.median_s, "rounds": times.rounds, "rows": shares}
+    best = min(time_s for name, time_s in times.median_s.items() if name != "dense")
+    return found | judged("dense", times.median_s["dense"] / best, 0.85)
+
+
+PEERS = {
+    "linear_loss": linear_loss,
+    "fp8_linear": fp8_linear,
+    "optimizer": optimizer,
+    "attention": attention,
+    "experts": experts,
+}
 """What is measured, by name."""

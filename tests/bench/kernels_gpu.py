@@ -36,6 +36,7 @@ def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
     import torch
     from _kernels_alone import check, huge, speeds
     from _kernels_clock import clock
+    from _kernels_edges import edges
     from _kernels_run import Run
     from _kernels_step import whole_steps
     from _kernels_together import PEERS
@@ -53,7 +54,7 @@ def run_part(name: str, dry: bool, seconds: float) -> dict[str, Any]:
         return {name: run.attempt(name, lambda measure=measure: measure(run)) for name, measure in PEERS.items()}
 
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "checks": lambda: check(run) | {"huge": run.attempt("huge", lambda: huge(run))},
+        "checks": lambda: {"edges": edges(run)} | check(run) | {"huge": run.attempt("huge", lambda: huge(run))},
         "speeds": lambda: speeds(run),
         "together": together,
         "steps": lambda: whole_steps(run),
@@ -148,7 +149,8 @@ def unmet(found: object, where: str = "") -> list[str]:
 def faults(result: dict[str, Any]) -> list[str]:
     """Return what makes a result's kernels wrong, not slow."""
     checks = result["checks"]
-    found = list(checks.get("wrong", [])) + ([f"checks: {checks['failed']}"] if "failed" in checks else [])
+    found = [*checks.get("wrong", []), *checks.get("edges", {}).get("wrong", [])]
+    found += [f"checks: {checks['failed']}"] if "failed" in checks else []
     found += [f"huge {name}: other bits" for name, equal in (checks.get("huge") or {}).items() if not equal]
     apart = result["steps"].get("losses_apart")
     return found + ([f"losses apart by {apart['relative']:.2g}"] if apart and not apart["met"] else [])
