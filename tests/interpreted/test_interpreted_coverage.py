@@ -22,6 +22,7 @@ from partool_kernels.registry.tables import bucket
 from partool_runtime.fp8 import use_fp8
 from partool_runtime.fused import fuse
 from partool_runtime.model import Decoder
+from partool_runtime.parallel.recompute import recompute
 
 SPEC = """\
 model: {layers: 2, hidden: 24, heads: 3, kv_heads: 1, ffn_hidden: 40, vocab: 259, max_position: 64, MODEL}
@@ -56,6 +57,7 @@ def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[
         decoder.bfloat16()
         use_fp8(decoder.layers, plan, torch.device("cpu"))
     fuse(decoder, plan)
+    recompute(decoder.layers, list(plan.layout.recompute))
     tokens = torch.randint(plan.model.vocab, (2, 10))
     decoder(tokens, tokens).backward()
     return dict(called)
@@ -71,19 +73,22 @@ def said(found: Iterable[Asked]) -> dict[tuple[object, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("model", "fused"),
+    ("model", "fused", "policy"),
     [
-        ("activation: swiglu", "norm, glu, rope, loss"),
-        ("activation: geglu, qk_norm: true", "rope, loss"),
-        ("activation: swiglu, qk_norm: true", "norm"),
-        ("activation: gelu, norm: layernorm, position: learned", "norm"),
+        ("activation: swiglu", "norm, glu, rope, loss", "selective"),
+        ("activation: geglu, qk_norm: true", "rope, loss", "none"),
+        ("activation: swiglu, qk_norm: true", "norm", "attention"),
+        ("activation: gelu, norm: layernorm, position: learned", "norm", "full"),
     ],
 )
-def test_kernels_are_asked_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, model: str, fused: str) -> None:
-    plan = planned(model, fused)
+def test_kernels_are_asked_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, model: str, fused: str, policy: str
+) -> None:
+    plan = planned(model, fused, f"parallel.recompute={policy}")
     assert asked_of_kernels(monkeypatch, plan) == said(parts(plan, ""))
 
 
 def test_products_and_conversions_in_8_bits_are_asked_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned("activation: swiglu", "", "training.precision=fp8", "model.hidden=48", "model.ffn_hidden=80")
+    widths = ("model.hidden=48", "model.ffn_hidden=80", "model.layers=1")
+    plan = planned("activation: swiglu", "", "training.precision=fp8", "parallel.recompute=full", *widths)
     assert asked_of_kernels(monkeypatch, plan) == said((*asked(plan, ""), *parts(plan, "")))
