@@ -28,7 +28,7 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
     """
     first = tensors[0]
     assert first is not None
-    if mode == "torch" or any(x is not None and (x.numel() == 0 or _is_wide(x)) for x in tensors):
+    if mode == "torch" or any(x is not None and (x.numel() == 0 or _is_wide(x.dtype)) for x in tensors):
         return False
     if first.device.type == "cpu":
         return interpreting() and has_triton()
@@ -41,8 +41,9 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
     return able
 
 
-def _is_wide(x: torch.Tensor) -> bool:
-    return x.is_floating_point() and x.itemsize > 1 and str(x.dtype) not in _TYPES
+@functools.cache
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1 and str(dtype) not in _TYPES
 
 
 @functools.cache
