@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -136,10 +136,11 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all. Of plans
     that other engines have to run, the kernels of those count where their tables are given.
     """
-    tables = _Tables(registry or Registry(plan.kernels.tuned), others=not plan.runnable)
+    names = _device_names(plan.devices)
+    tables = _Tables(registry or Registry(plan.kernels.tuned), names, others=not plan.runnable)
     job, step_s = _job(plan), plan.prediction.time.step_time_s
-    name = _device_name(plan.devices)
-    lines = tuple(_line(job, one, tables, step_s) for one in (*asked(plan, name), *parts(plan, name)))
+    found = (*asked(plan, names[0]), *parts(plan, names[0]))
+    lines = tuple(_line(job, one, tables, step_s) for one in found)
     return Coverage(plan.devices.architecture, step_s, lines)
 
 
@@ -148,7 +149,8 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
 
     Those may be such as torch has a library for, which then is what they are compared with.
     """
-    found = (*asked(plan, name := _device_name(plan.devices)), *parts(plan, name))
+    name, *_ = _device_names(plan.devices)
+    found = (*asked(plan, name), *parts(plan, name))
     wanted = [
         one.request
         for one in found
@@ -172,10 +174,10 @@ def _job(plan: Plan) -> Job:
     )
 
 
-def _device_name(devices: Devices) -> str:
-    """Return what the driver calls the accelerator, as far as the catalog knows."""
+def _device_names(devices: Devices) -> list[str]:
+    """Return what drivers call the accelerator, as far as the catalog knows; of one there may be several forms."""
     entry = table("accelerators").get(devices.accelerator)
-    return next(iter(entry["match"]), devices.accelerator) if entry else devices.accelerator
+    return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
 
 def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
@@ -203,17 +205,22 @@ def _modelled_s(job: Job, one: Asked) -> float:
 class _Tables:
     """What the registry has, and what tuning brings: of measured entries, else of the tile model."""
 
-    def __init__(self, registry: Registry, *, others: bool) -> None:
+    def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
         self._registry = registry
+        self._names = names
         self._others = others
         """Whether other engines run the plan, so that their kernels count."""
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
 
     def choice(self, one: Asked) -> Choice | None:
         """Return what the registry has for a product; None where it knows of nothing."""
-        request = one.request
-        if request is None:
+        if one.request is None:
             return None
+        named = (self._named(replace(one.request, device=name)) for name in self._names)
+        found = [choice for choice in named if choice is not None]
+        return max(found, key=lambda choice: (SOURCES.index(choice.source), -choice.distance), default=None)
+
+    def _named(self, request: Request) -> Choice | None:
         if request.kernel not in KERNELS:
             return self._registry.others(request) if self._others else None
         return self._registry.coverage(request) if self._others else self._registry.get(request)

@@ -261,6 +261,17 @@ def test_what_tuning_gained_elsewhere_is_what_it_may_gain_here(tmp_path: Path) -
     assert lines[0].lost_s != pytest.approx(lines[1].lost_s)
 
 
+def test_a_device_goes_by_all_names_of_its_forms(tmp_path: Path) -> None:
+    """Drivers tell an A100's socket; the catalog has one entry for all forms."""
+    plan = planned("hardware.accelerator=a100-80", "training.precision=bf16", "parallel.compile=none")
+    found = [line.asked.request for line in coverage(plan, Registry()).lines if line.asked.kernel == "glu_forward"]
+    assert found[0] is not None
+    measured = entry(found[0], ("NVIDIA A100 80GB PCIe", 108))
+    tables.add("glu_forward", "sm_80", [measured], tmp_path)
+    gates = [line for line in coverage(plan, Registry([tmp_path])).lines if line.asked.kernel == "glu_forward"]
+    assert [line.state for line in gates] == ["tuned"]
+
+
 def test_shares_add_up_and_untuned_kernels_are_named() -> None:
     found = coverage(planned(), Registry())
     assert sum(found.share.values()) == pytest.approx(sum(line.share for line in found.lines))
