@@ -18,9 +18,8 @@ from partool.layout.fp8 import MULTIPLE
 from partool.plan.types import Plan
 from partool_kernels.device import architecture
 from partool_kernels.fp8.formats import Quantised
-from partool_kernels.fp8.linear import fp8_linears, of_input
+from partool_kernels.fp8.linear import fp8_linears, of_input, product
 from partool_kernels.fp8.op import quantise
-from partool_kernels.gemm_a8w8.op import gemm_a8w8
 from partool_kernels.registry import ARCHITECTURES
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
@@ -52,14 +51,16 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
     """
     if plan.training.precision != "fp8":
         return
-    dtype = narrow_type(device, plan.kernels.mode)
+    dtype, mode = narrow_type(device, plan.kernels.mode), plan.kernels.mode
+    if plan.training.deterministic and mode == "auto":
+        mode = "native"  # what is fastest is measured anew by every process, and differs in the last digits
     for block in blocks:
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear and "forward" not in vars(module) and not _is_router(name, block):
                 module.__class__ = Fp8Linear
                 fp8: Any = module
                 fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
-                fp8.narrow, fp8.mode = dtype, plan.kernels.mode
+                fp8.narrow, fp8.mode = dtype, mode
         if not plan.layout.leaves:  # which gather their parameters as they are called
             _share_inputs(block, attention=plan.layout.mesh.cp == 1)
 
@@ -170,7 +171,7 @@ class _Split(torch.autograd.Function):
 
 def _of_weight(grad: Quantised, x: torch.Tensor, mode: str) -> torch.Tensor:
     _, turned = quantise(_rows(x), "turned", grad.q.dtype, mode)
-    return gemm_a8w8(grad, turned, x.dtype, mode)
+    return product(grad, turned, x.dtype, mode)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

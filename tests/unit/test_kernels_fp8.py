@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from partool_kernels.fp8 import linear
 from partool_kernels.fp8.formats import LARGEST, Quantised, blocks, quantised
-from partool_kernels.fp8.linear import fp8_linears
+from partool_kernels.fp8.linear import fp8_linears, product
 from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
 
@@ -153,6 +154,22 @@ def test_only_what_is_trained_gets_gradients() -> None:
     out.sum().backward()
     assert weight.grad is not None
     assert x.grad is None
+
+
+def test_products_are_those_of_the_kernel_unless_the_fastest_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(linear, "uses_triton", lambda *arguments: True)
+    monkeypatch.setattr("partool_kernels.select.here.selector", lambda device: "selector")
+    monkeypatch.setattr("partool_kernels.select.products.scaled", lambda *arguments: asked.append("fastest"))
+    monkeypatch.setattr(linear, "gemm_a8w8", lambda *arguments: asked.append("kernel"))
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    for rows, mode in ((16, "auto"), (16, "native"), (17, "auto")):
+        a, b = (Quantised(torch.zeros(n, 32).as_subclass(OnGpu), torch.zeros(1, n)) for n in (rows, 48))
+        product(a, b, torch.bfloat16, mode)
+    assert asked == ["fastest", "kernel", "kernel"]
 
 
 def test_bad_inputs_are_refused() -> None:

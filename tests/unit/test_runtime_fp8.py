@@ -13,7 +13,7 @@ from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool_kernels.fp8 import linear
-from partool_kernels.gemm_a8w8.op import gemm_a8w8
+from partool_kernels.fp8.linear import product
 from partool_runtime import deferral, fp8
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.fp8 import Fp8Linear, narrow_type, use_fp8
@@ -118,9 +118,9 @@ def test_selective_recomputation_multiplies_nothing_again(
 
     def counted(*arguments: Any) -> torch.Tensor:
         calls.append(1)
-        return gemm_a8w8(*arguments)
+        return product(*arguments)
 
-    monkeypatch.setattr(linear, "gemm_a8w8", counted)
+    monkeypatch.setattr(linear, "product", counted)
     model = make()
     recompute(model.layers, [policy] * MODEL.layers)
     run(model)

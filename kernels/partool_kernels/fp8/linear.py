@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from partool_kernels.device import uses_triton
 from partool_kernels.fp8.formats import Quantised
 from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
@@ -36,6 +37,22 @@ def fp8_linears(
     return out
 
 
+def product(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str) -> torch.Tensor:
+    """Return ``a @ b.T``: on GPUs by torch's ``scaled_mm`` where that is faster than our kernel for such widths.
+
+    With the mode ``native`` always by our kernel. Only widths that are multiples of 16 are compared, so that what holds
+    for the rows that were measured holds for others.
+    """
+    widths = (*a.q.shape, len(b.q))
+    even = all(width > 0 and width % 16 == 0 for width in widths)
+    if mode != "auto" or not a.q.is_cuda or not even or not uses_triton(mode, a.q, b.q):
+        return gemm_a8w8(a, b, dtype, mode)
+    from partool_kernels.select.here import selector
+    from partool_kernels.select.products import scaled
+
+    return scaled(selector(a.q.device), a, b, dtype)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     # Not reshape(-1, width), which cannot tell how many rows of no width there are.
     return x.flatten(0, -2) if x.ndim > 1 else x[None]
@@ -49,7 +66,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype, mode: str) -> list[torch.Tensor]:
     narrow, _ = quantise(_rows(x), "plain", dtype, mode)
     return [
-        gemm_a8w8(narrow, quantise(weight, "plain square", dtype, mode)[0], x.dtype, mode).view(
+        product(narrow, quantise(weight, "plain square", dtype, mode)[0], x.dtype, mode).view(
             *x.shape[:-1], weight.shape[0]
         )
         for weight in weights
@@ -68,7 +85,7 @@ def of_input(
     total: torch.Tensor | None = None
     for grad, weight in zip(grads, weights, strict=True):
         _, turned = quantise(weight, "turned square", grad.q.dtype, mode)
-        part = gemm_a8w8(grad, turned, like.dtype, mode)
+        part = product(grad, turned, like.dtype, mode)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
@@ -98,7 +115,7 @@ def _backward(  # noqa: PLR0917 - the arguments of an operator
         return grad_x, [x.new_empty(0) for _ in weights]
     _, x_turned = quantise(_rows(x), "turned", dtype, mode)
     of_weights = [
-        gemm_a8w8(turned, x_turned, x.dtype, mode) if wanted else x.new_empty(0)
+        product(turned, x_turned, x.dtype, mode) if wanted else x.new_empty(0)
         for (_, turned), wanted in zip(narrow, needs, strict=True)
     ]
     return grad_x, of_weights
