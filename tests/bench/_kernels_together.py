@@ -6,6 +6,7 @@ this version of torch lacks is reported absent.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -208,11 +209,38 @@ def experts(run: Run) -> dict[str, Any]:
     return found | judged("dense", times.median_s["dense"] / best, 0.85)
 
 
+def host(run: Run) -> dict[str, Any]:
+    """What one call costs the host: small layers are bound by it, not by the device."""
+    from partool_kernels.glu.op import glu
+    from partool_kernels.norm.op import Norm, norm
+
+    calls_of_each = run.size(300, 1)
+    x = torch.randn(4, 64, device=run.device).to(_dtype(run))
+    how = Norm("rms", 1e-6, torch.ones(64, device=run.device, dtype=x.dtype))
+    calls: Calls = {
+        "glu": lambda: glu(x, x, "silu"),
+        "glu of torch": lambda: F.silu(x) * x,
+        "norm": lambda: norm(x, how),
+        "norm of torch": lambda: F.rms_norm(x, (64,), how.weight, 1e-6),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        for _ in range(calls_of_each):
+            call()
+        found[f"{name}, s per call"] = (time.perf_counter() - start_s) / calls_of_each
+    return found
+
+
 PEERS = {
     "linear_loss": linear_loss,
     "fp8_linear": fp8_linear,
     "optimizer": optimizer,
     "attention": attention,
     "experts": experts,
+    "host": host,
 }
 """What is measured, by name."""

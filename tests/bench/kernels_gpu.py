@@ -180,7 +180,8 @@ def main() -> None:
         result[name] = one(name, asked.dry, min(seconds, left_s)) if left_s > GRACE_S else {"failed": "no time left"}
     left_s = until_s - time.monotonic() - GRACE_S
     result["tuning"] = tune(asked.dry, left_s) if left_s > LEAST_TUNING_S else {"failed": "no time left"}
-    result |= {"faults": faults(result), "goals_missed": unmet(result)}
+    failed = [name for name in (*PARTS, "tuning") if "failed" in result[name]]
+    result |= {"faults": faults(result), "not_measured": failed, "goals_missed": unmet(result)}
     if asked.dry:
         print(json.dumps(result, indent=2))
     else:
