@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -158,5 +159,7 @@ def _bar(requests: int) -> Iterator[_Bar]:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    # Lines go round the bar where both are on the terminal, and stay on standard output where that is a file.
+    shown, both = console.is_terminal, sys.stdout.isatty()
+    with Progress(*columns, console=console, disable=not shown, transient=True, redirect_stdout=both) as progress:
         yield _Bar(progress, requests)
