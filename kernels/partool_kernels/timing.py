@@ -26,6 +26,8 @@ class CudaTimer:
     _WARM_UPS = 2
     _CACHES = 3
     _LEAST_BYTES = 256 * 2**20
+    _FILLS = 4
+    """That often the buffer is written before a call: long enough for the host to launch it meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         """Take the device."""
@@ -41,7 +43,6 @@ class CudaTimer:
             for run in runs:
                 for _ in range(self._WARM_UPS):
                     run()
-            # Writing the buffer also keeps the GPU busy while the host gets the call ready.
             rounds = [[self._timed(run, buffer) for run in runs] for _ in range(repeats)]
             torch.cuda.synchronize(self._device)
         turns = zip(*rounds, strict=True)
@@ -50,7 +51,8 @@ class CudaTimer:
     @staticmethod
     def _timed(run: Run, buffer: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        buffer.zero_()
+        for _ in range(CudaTimer._FILLS):
+            buffer.zero_()
         start.record()
         run()
         stop.record()
