@@ -53,7 +53,9 @@ def _backward_default(request: Request) -> Config:
     roomy = request.architecture.startswith("gfx") and "rms" in request.flags
     rows, block, warps = _tile(request.width["n"], 2 * _WIDEST if roomy else _WIDEST)
     # Narrow rows, by the number of registers that the compiler needed: half as many elements per thread.
-    return _in_parts(request, (max(rows // 2, 1), block, _warps(warps, request.architecture)))
+    tile = max(rows // 2, 1), block, _warps(warps, request.architecture)
+    # NVIDIA copies to shared memory without registers: the next row comes while sums of this one are waited for.
+    return _in_parts(request, tile, stages=1 if request.architecture.startswith("gfx") else 2)
 
 
 def _weights_default(request: Request) -> Config:

@@ -100,13 +100,13 @@ def _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER: tl.cons
 
 
 @triton.jit
-def _store_of_x(
-    change, grad_total, grad_x, row, grad_total_stride, grad_x_stride, column, inside, ADD: tl.constexpr
-):  # fmt: skip
-    """Write the gradient of x, to which that of the sum is added."""
+def _of_sum(grad_total, row, stride, column, inside, ADD: tl.constexpr):
+    """Return the gradient of the sum, which is added to that of x."""
     if ADD:
-        change += tl.load(grad_total + row * grad_total_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(grad_x + row * grad_x_stride + column, change.to(grad_x.dtype.element_ty), mask=inside)
+        found = tl.load(grad_total + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        found = 0.0
+    return found
 
 
 @triton.jit
@@ -124,21 +124,24 @@ def norm_backward(
     column = tl.arange(0, BLOCK)[None, :]
     weights = tl.zeros([ROWS, BLOCK], tl.float32)
     biases = tl.zeros([ROWS, BLOCK], tl.float32)
+    if ONE:
+        # Once per program: inside of the loop it would be read again for every row.
+        w = tl.load(weight + column, mask=column < columns, other=0.0)
     for first in tl.range(part * ROWS, rows, PARTS * ROWS, num_stages=STAGES):
         index = first + tl.arange(0, ROWS).to(tl.int64)
         row = index[:, None]
         if ONE:
-            inside_row = column < columns
-            inside = (row < rows) & inside_row
+            inside = (row < rows) & (column < columns)
             normed, scale = _normed(x, mean, rstd, index, column, inside, x_stride, rows, LAYER)
             g = tl.load(grad + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
-            weighted = g * tl.load(weight + column, mask=inside_row, other=0.0).to(tl.float32)
+            # Before the sums over the row, which threads wait for.
+            added = _of_sum(grad_total, row, grad_total_stride, column, inside, ADD)
+            weighted = g * w.to(tl.float32)
             change = weighted - normed * (tl.sum(weighted * normed, 1) / columns)[:, None]
             if LAYER:
                 change -= (tl.sum(weighted, 1) / columns)[:, None]
-            _store_of_x(
-                change * scale, grad_total, grad_x, row, grad_total_stride, grad_x_stride, column, inside, ADD
-            )  # fmt: skip
+            change = change * scale + added
+            tl.store(grad_x + row * grad_x_stride + column, change.to(grad_x.dtype.element_ty), mask=inside)
             weights += g * normed
             if BIAS:
                 biases += g
@@ -161,9 +164,8 @@ def norm_backward(
                 g = tl.load(grad + row * grad_stride + here, mask=inside, other=0.0).to(tl.float32)
                 weighted = g * tl.load(weight + here, mask=here < columns, other=0.0).to(tl.float32)
                 change = weighted - (normed * along[:, None] + level[:, None]) / columns
-                _store_of_x(
-                    change * scale, grad_total, grad_x, row, grad_total_stride, grad_x_stride, here, inside, ADD
-                )  # fmt: skip
+                change = change * scale + _of_sum(grad_total, row, grad_total_stride, here, inside, ADD)
+                tl.store(grad_x + row * grad_x_stride + here, change.to(grad_x.dtype.element_ty), mask=inside)
     if ONE:
         place = part.to(tl.int64) * columns + tl.arange(0, BLOCK)
         inside_part = tl.arange(0, BLOCK) < columns
