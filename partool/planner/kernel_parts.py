@@ -83,27 +83,31 @@ def _per_step(plan: Plan) -> float:
 
 
 def _norms(plan: Plan) -> Iterator[_Use]:
-    """Yield the norms of whole widths; in two dimensions ranks share widths, and torch computes them."""
+    """Yield the norms of whole widths, and of heads; in two dimensions ranks share widths, and torch computes those."""
+    layout, model, again = plan.layout, plan.model, _again(plan)
+    if layout.tensor_inner == 1:
+        yield from _whole_norms(plan)
+    if model.qk_norm and "rope" not in layout.fused:
+        for name, heads, each in _heads(plan):
+            width, rows = {"n": model.head_dim}, plan.tokens * heads
+            yield _Use(f"{name}_norm", "forward", "norm_forward", rows, width, each * again, ("rms",))
+            yield _Use(f"{name}_norm", "backward", "norm_backward", rows, width, each, ("rms",))
+
+
+def _whole_norms(plan: Plan) -> Iterator[_Use]:
     layout, model = plan.layout, plan.model
-    if layout.tensor_inner > 1:
-        return
     flags = ("rms",) if model.norm == "rmsnorm" else ("bias", "layer")
     rows = plan.tokens / (layout.mesh.tp if layout.sequence_norms else 1)
-    layers, once = model.layers * _per_step(plan), _per_step(plan)
-    width, again = {"n": model.hidden}, _again(plan)
+    width, once = {"n": model.hidden}, _per_step(plan)
+    layers = model.layers * once
     for name, extra, calls, forward in (
-        ("attention_norm", (), layers, again * layers),
-        ("ffn_norm, sum", ("add",), layers, again * layers),
+        ("attention_norm", (), layers, _again(plan) * layers),
+        ("ffn_norm, sum", ("add",), layers, _again(plan) * layers),
         ("final_norm", (), once, once),
     ):
         what = tuple(sorted((*flags, *extra)))
         yield _Use(name, "forward", "norm_forward", rows, width, forward, what)
         yield _Use(name, "backward", "norm_backward", rows, width, calls, what)
-    if model.qk_norm and "rope" not in layout.fused:
-        for name, heads, each in _heads(plan):
-            width, each_rows = {"n": model.head_dim}, plan.tokens * heads
-            yield _Use(f"{name}_norm", "forward", "norm_forward", each_rows, width, each * again, ("rms",))
-            yield _Use(f"{name}_norm", "backward", "norm_backward", each_rows, width, each, ("rms",))
 
 
 def _gates(plan: Plan) -> Iterator[_Use]:
