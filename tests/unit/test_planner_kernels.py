@@ -403,6 +403,18 @@ def test_products_of_a_step_multiply_to_the_models_flops(tensor: int, recompute:
     assert flops["weight gradient"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3-mi355x", "weipipe", "long-context-llama3-8b"])
+def test_products_of_other_layouts_multiply_to_the_models_flops(name: str) -> None:
+    """Experts by their mean rows, weights that go round, shared sequences."""
+    loaded = load(ROOT / f"specs/{name}.yaml")
+    assert loaded.spec is not None
+    plan = deepseek() if name.startswith("deepseek") else make_plan(loaded.spec, base_dir=ROOT, default_name="t").plan
+    assert plan is not None
+    tokens = plan.training.global_batch * plan.training.sequence_length
+    found = sum(calls * gemm.flops / gemm.alike for gemm, calls in counted(plan)) * plan.layout.mesh.world_size
+    assert found == pytest.approx(tokens * matmul_flops_per_token(plan.model))
+
+
 def test_rows_follow_tiles_and_pieces() -> None:
     """Networks in tiles and sums in pieces: fewer rows at once, as many in all."""
     fixed = ("parallel.pipeline=1", "parallel.recompute=none", "parallel.micro_batch=2")
