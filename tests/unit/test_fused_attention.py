@@ -34,6 +34,7 @@ class Clock:
 
 def plan_of(model: ModelConfig = MODEL, **training: Any) -> Plan:
     plain = small_plan(model=model)
+    training = {"sequence_length": 13, "precision": "fp64"} | training
     return plain.model_copy(update={"training": plain.training.model_copy(update=training)})
 
 
@@ -86,6 +87,14 @@ def test_windows_and_documents_go_the_usual_way() -> None:
     same(ours, theirs)
     documents = torch.tensor([[0] * 6 + [1] * 7] * 2, dtype=torch.int32)
     same(ours, theirs, documents)
+
+
+@pytest.mark.parametrize("other", [{"sequence_length": 12}, {"precision": "fp32"}])
+def test_other_lengths_and_types_than_the_measured_ones_go_the_usual_way(other: dict[str, Any]) -> None:
+    ours = make()
+    put(ours, plan_of(**other), CPU, Selector(Clock()))
+    assert chosen(ours) == ["math"] * 3
+    assert "aten::_scaled_dot_product_attention_math" not in calls(ours)
 
 
 def test_cores_of_others_stay() -> None:

@@ -16,10 +16,10 @@ from partool_runtime.precision import COMPUTE_DTYPE
 class Selected:
     """The core of attention by a kernel that was chosen; what only some tokens see goes the usual way."""
 
-    def __init__(self, by: Attend, answer: Answer) -> None:
-        self._by = by
+    def __init__(self, by: Attend, answer: Answer, of: tuple[torch.dtype, int]) -> None:
+        """Take it, how it was found, and the type and length that it was measured with: it may not do others."""
+        self._by, self._of = by, of
         self.answer = answer
-        """How it was found."""
 
     def __call__(
         self,
@@ -31,7 +31,8 @@ class Selected:
     ) -> torch.Tensor:
         """Do what :func:`partool_runtime.model.attention.attend` does."""
         windowed = layout.window is not None and layout.window < k_BKSD.shape[2]
-        if layout.axis is not None or windowed or (tokens is not None and tokens.documents_BL is not None):
+        other = layout.axis is not None or (q_BNSD.dtype, q_BNSD.shape[2]) != self._of
+        if other or windowed or (tokens is not None and tokens.documents_BL is not None):
             return attend(q_BNSD, k_BKSD, v_BKSD, layout, tokens)
         return self._by(q_BNSD, k_BKSD, v_BKSD)
 
@@ -63,10 +64,11 @@ def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selecto
         heads = Heads(plan.layout.micro_batch, queries, keys, plan.training.sequence_length, module.head_dim)
         dtype = COMPUTE_DTYPE[plan.training.precision]
         try:
-            module.core = Selected(*attention(measured_by, heads, dtype, device, also=also))
+            by, answer = attention(measured_by, heads, dtype, device, also=also)
         except NothingWorksError:
             # torch says itself what it misses when it is called.
             return
+        module.core = Selected(by, answer, (dtype, heads.length))
 
 
 def _also(plan: Plan, device: torch.device) -> tuple[str, ...]:
