@@ -56,7 +56,7 @@ def _below(plan: Plan, found: Coverage) -> Iterator[Diagnostic]:
     below = found.below(level)
     if not below:
         return
-    products = [line for line in found.lines if line.asked.product and line.choice is not None]
+    products = [line for line in found.lines if line.asked.product and line.tabled]
     share = sum(line.share for line in below)
     slowest = max(below, key=lambda line: (line.total_s, line.asked.name))
     m, n, k = slowest.asked.sides

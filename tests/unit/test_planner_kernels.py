@@ -311,6 +311,7 @@ def test_a_strict_level_refuses_the_plan_until_tables_reach_it(tmp_path: Path) -
         (finding,) = check_kernels(planned().model_copy(update={"kernels": strict}))
         assert (finding.code, finding.severity) == ("PT491", "error")
         assert f"require: {level}" in finding.message
+        assert finding.message.startswith("15 of 15 matrix products")
     assert plan_of("kernels.require=exact").plan is None
     asked = [line.asked for line in coverage(planned(), Registry()).lines if line.asked.product]
     entries = [entry(one.request) for one in asked if one.request is not None and one.kernel == "gemm_a8w8"]
