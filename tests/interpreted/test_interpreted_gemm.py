@@ -53,3 +53,12 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
     out = gemm(a, b)
     assert out.isnan().any(1).tolist() == [False, True, False]
     assert out[2].isinf().all()
+
+
+def test_rows_far_apart_are_found() -> None:
+    """More than 2^31 elements; of the memory behind only what is touched is there."""
+    far = torch.empty(2**31 + 2**10, dtype=torch.float16).as_strided((3, 20), (2**30 + 16, 1))
+    a, b = torch.randn(3, 20).half(), torch.randn(20, 5).half()
+    far.copy_(a)
+    assert torch.equal(gemm(far, b), gemm(a, b))
+    assert torch.equal(gemm(b.T, far.T), gemm(b.T, a.T))

@@ -53,3 +53,13 @@ def test_what_is_not_a_number_stays_with_its_token() -> None:
     rows[-1] = torch.nan
     out = unpermute(rows, routing, weights)
     assert out.isnan().nonzero().tolist() == [[1, 2]]
+
+
+def test_rows_far_apart_are_found() -> None:
+    """More than 2^31 elements; of the memory behind only what is touched is there."""
+    far = torch.empty(2**31 + 2**10, dtype=torch.float16).as_strided((3, 20), (2**30 + 16, 1))
+    x, routing = torch.randn(3, 20).half(), route(torch.tensor([[0], [1], [0]]), 2)
+    far.copy_(x)
+    weights = torch.rand(3, 1)
+    assert torch.equal(permute(far, routing), permute(x, routing))
+    assert torch.equal(unpermute(far, routing, weights), unpermute(x, routing, weights))

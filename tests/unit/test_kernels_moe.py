@@ -6,10 +6,6 @@ import pytest
 import torch
 
 from partool_kernels.moe.op import Routing, permute, route, unpermute
-from partool_kernels.offline import compile_for
-from partool_kernels.registry import ARCHITECTURES, KERNELS
-
-MOE = ("moe_permute", "moe_unpermute", "moe_unpermute_backward")
 
 
 def _chosen() -> torch.Tensor:
@@ -94,14 +90,3 @@ def test_what_cannot_be_permuted_is_refused() -> None:
         unpermute(torch.zeros(11, 3), routing)
     with pytest.raises(ValueError, match=r"weights \[6\]"):
         unpermute(torch.zeros(12, 3), routing, torch.zeros(6))
-
-
-@pytest.mark.parametrize("name", MOE)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_compile_without_spilling(name: str, architecture: str) -> None:
-    kernel = KERNELS[name]
-    for request in kernel.examples(architecture):
-        config = kernel.default(request)
-        compiled = compile_for(request, config)
-        assert compiled.spilled_bytes == 0
-        assert compiled.shared_bytes <= max(kernel.shared_bytes(request, config), 1) <= 1024

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.offline import compile_for
 from partool_kernels.onebit.op import Packed, pack, unpack
-from partool_kernels.registry import ARCHITECTURES, KERNELS
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
@@ -82,14 +80,3 @@ def test_what_does_not_fit_is_refused() -> None:
             unpack(packed, size)
     with pytest.raises(ValueError, match=r"scales \[3\]"):
         unpack(Packed(packed.bits, torch.zeros(3)), 1000)
-
-
-@pytest.mark.parametrize("name", ["onebit_pack", "onebit_unpack"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_compile_without_spilling(name: str, architecture: str) -> None:
-    kernel = KERNELS[name]
-    for request in kernel.examples(architecture):
-        config = kernel.default(request)
-        compiled = compile_for(request, config)
-        assert compiled.spilled_bytes == 0
-        assert compiled.shared_bytes <= max(kernel.shared_bytes(request, config), 1)
