@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,3 +117,28 @@ def test_labels_that_are_no_columns_make_the_loss_nan() -> None:
 def test_scaling_rounds_once() -> None:
     x, factor = torch.randn(3, 77), torch.tensor(0.3)
     torch.testing.assert_close(scaled(x, factor, torch.float16), (x * factor).half())
+
+
+def test_rows_may_lie_far_apart(tmp_path: Path) -> None:
+    """The third row begins 2³¹ elements behind the first, in a file that has only the pages that are written."""
+    stride, columns = 2**30 + 8, 40
+    path = tmp_path / "rows"
+    with path.open("wb") as file:
+        file.truncate(2 * (2 * stride + columns))
+    memory = torch.from_file(str(path), shared=True, size=2 * stride + columns, dtype=torch.float16)
+    far, labels = torch.as_strided(memory, (3, columns), (stride, 1)), torch.tensor([3, 7, 30])
+    for shared in (False, True):
+        far.copy_(random(3, columns, torch.float16)[0])
+        logits = far.float().requires_grad_()
+        loss = by_torch(Terms(), logits, labels)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        operators, words = torch.ops.partool, {"z_loss": 0.0, "cap": 0.0, "kernels": "auto"}
+        if shared:
+            highest, sums, targets = operators.cross_entropy_parts(far, labels, 0, 0.0, "auto")
+            totals = highest + sums.log()
+            operators.cross_entropy_gradient_(far, labels, totals, torch.ones(()), first=0, **words)
+            losses = totals - targets
+        else:
+            losses = operators.cross_entropy_(far, labels, scale=1.0, **words)
+        torch.testing.assert_close(losses.sum(), loss.detach())
+        torch.testing.assert_close(far.float(), gradient, rtol=2e-3, atol=2e-3)
