@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.registry import Config
+from partool_kernels.rope import op
 from partool_kernels.rope.op import Tables, reference, rope
 
 EPS = 1e-5
@@ -84,3 +86,16 @@ def test_tokens_may_lie_further_apart_than_32_bits_count() -> None:
         torch.autograd.grad(out, heads, grad.transpose(1, 2))[0] for out, heads in zip(normed, (near, far), strict=True)
     ]
     assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning")  # in rows that are not written
+@pytest.mark.parametrize("eps", [EPS, 0.0])
+def test_few_programs_go_through_many_tokens(eps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(op, "_MOST_PARTS", 2)
+    monkeypatch.setattr(op, "_config", lambda *_: Config((("BLOCK_T", 2), ("BLOCK_N", 2)), num_warps=1))
+    heads, weight = torch.randn(2, 7, 3, 6, requires_grad=True), torch.randn(6, requires_grad=True)
+    grad, angles = torch.randn(2, 3, 7, 6), tables(7, 6)
+    found = torch.autograd.grad(rope(heads, angles, weight, eps), (heads, weight), grad)
+    wanted = torch.autograd.grad(reference(heads, angles, weight, eps).transpose(1, 2), (heads, weight), grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -35,10 +35,10 @@ def _configs(request: Request) -> Iterator[Config]:
 
 
 def _default(request: Request) -> Config:
-    """Return tiles of about 2048 pairs: 16 pairs per thread of 4 warps."""
+    """Return tiles of about 2048 pairs, 16 per thread; half as many where the weight and sums take registers, too."""
     half, pairs = half_block(request.width["d"]), 2048
     heads = _block(request.width["n"], max(pairs // half, 1))
-    return _config(max(pairs // (half * heads), 1), heads, 4)
+    return _config(max(pairs // (half * heads), 1), heads, 8 if request.kernel == "rope_norm_backward" else 4)
 
 
 _TILE = ("BLOCK_T", "BLOCK_N", "BLOCK_D")

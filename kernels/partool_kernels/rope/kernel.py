@@ -11,9 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _places(tokens, length, heads, half, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return sequences, positions, heads and columns of a program's tile [T, N, D/2], and what of it there is."""
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+def _places(block, tokens, length, heads, half, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return sequences, positions, heads and columns of a tile [T, N, D/2] of tokens, and what of it there is."""
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     token, head, column = token[:, None, None], head[None, :, None], column[None, None, :]
@@ -46,7 +46,9 @@ def rope(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write rotated heads, both ``[B, S, N, D]``; ``turn`` 1.0 is forward, -1.0 the way back, which gradients take."""
-    batch, position, head, column, inside = _places(tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D)
+    batch, position, head, column, inside = _places(
+        tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
+    )
     at = heads_in + batch * in_batch + position * in_token + head * in_head + column
     first, second = _both(at, half, inside)
     known = (column < half) & (batch * length + position < tokens)
@@ -65,7 +67,9 @@ def rope_norm_forward(
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write normalised and rotated heads, both ``[B, S, N, D]``; the weight is ``[D]``."""
-    batch, position, head, column, inside = _places(tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D)
+    batch, position, head, column, inside = _places(
+        tl.program_id(0), tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D
+    )
     at = heads_in + batch * in_batch + position * in_token + head * in_head + column
     first, second = _both(at, half, inside)
     mean = tl.sum(first * first + second * second, axis=2) / (2 * half)
@@ -89,27 +93,37 @@ def rope_norm_backward(
     cos_stride, sin_stride, tokens, length, heads, half, eps,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the heads, and every program's part of the weight's: ``[programs, D]``, float32."""
-    batch, position, head, column, inside = _places(tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D)
-    from_ = grad + batch * grad_batch + position * grad_token + head * grad_head + column
-    above, below = _both(from_, half, inside)
-    known = (column < half) & (batch * length + position < tokens)
-    c, s = _angles(cos, sin, position, column, cos_stride, sin_stride, known)
-    # The way back turns the other way round.
-    above, below = above * c + below * s, below * c - above * s
-    at = heads_in + batch * in_batch + position * in_token + head * in_head + column
-    first, second = _both(at, half, inside)
-    mean = tl.sum(first * first + second * second, axis=2) / (2 * half)
-    scale = tl.rsqrt(mean + eps)[:, :, None]
-    first, second = first * scale, second * scale
+    """Write the gradient of the heads, and every program's part of the weight's: ``[programs, D]``, float32.
+
+    A program goes through tokens in strides, so that there are few such parts however long a sequence is.
+    """
+    sum_low = tl.zeros([BLOCK_D], tl.float32)
+    sum_high = tl.zeros([BLOCK_D], tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T), tl.num_programs(0)):
+        batch, position, head, column, inside = _places(block, tokens, length, heads, half, BLOCK_T, BLOCK_N, BLOCK_D)
+        at = grad + batch * grad_batch + position * grad_token + head * grad_head + column
+        above, below = _both(at, half, inside)
+        known = (column < half) & (batch * length + position < tokens)
+        c, s = _angles(cos, sin, position, column, cos_stride, sin_stride, known)
+        # The way back turns the other way round.
+        above, below = above * c + below * s, below * c - above * s
+        at = heads_in + batch * in_batch + position * in_token + head * in_head + column
+        first, second = _both(at, half, inside)
+        mean = (tl.sum(first * first + second * second, axis=2) / (2 * half))[:, :, None]
+        # Rows that are none must not add 0 · ∞ to the weight's gradient, where eps is 0.
+        known = (position + batch * length < tokens) & (head < heads)
+        scale = tl.rsqrt(tl.where(known, mean, 1.0) + eps)
+        first, second = first * scale, second * scale
+        sum_low += tl.sum(tl.sum(above * first, axis=1), axis=0)
+        sum_high += tl.sum(tl.sum(below * second, axis=1), axis=0)
+        low, high = _both(weight + column, half, column < half)
+        above, below = above * low, below * high
+        along = (tl.sum(above * first + below * second, axis=2) / (2 * half))[:, :, None]
+        to = grad_in + batch * out_batch + position * out_token + head * out_head + column
+        tl.store(to, (scale * (above - first * along)).to(grad_in.dtype.element_ty), mask=inside)
+        tl.store(to + half, (scale * (below - second * along)).to(grad_in.dtype.element_ty), mask=inside)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     place = partial + program * (2 * half) + tl.arange(0, BLOCK_D)
     some = tl.arange(0, BLOCK_D) < half
-    tl.store(place, tl.sum(tl.sum(above * first, axis=1), axis=0), mask=some)
-    tl.store(place + half, tl.sum(tl.sum(below * second, axis=1), axis=0), mask=some)
-    low, high = _both(weight + column, half, column < half)
-    above, below = above * low, below * high
-    along = (tl.sum(above * first + below * second, axis=2) / (2 * half))[:, :, None]
-    to = grad_in + batch * out_batch + position * out_token + head * out_head + column
-    tl.store(to, (scale * (above - first * along)).to(grad_in.dtype.element_ty), mask=inside)
-    tl.store(to + half, (scale * (below - second * along)).to(grad_in.dtype.element_ty), mask=inside)
+    tl.store(place, sum_low, mask=some)
+    tl.store(place + half, sum_high, mask=some)

@@ -15,7 +15,10 @@ from partool_kernels.registry import Config
 from partool_kernels.rope.describe import half_block
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-_MOST_TOKENS = 2**31 - 1
+_MOST_TOKENS = 2**30
+"""They are counted in 32 bits, those of a tile beyond the last one included."""
+_MOST_PARTS = 4096
+"""Parts of a sum over tokens: enough for all multiprocessors, few enough to take no memory worth a word."""
 
 
 def rope(
@@ -191,9 +194,14 @@ def _grid(heads: torch.Tensor, config: Config) -> tuple[int, int]:
     return -(-batch * length // blocks["BLOCK_T"]), -(-count // blocks["BLOCK_N"])
 
 
+def _grid_of_sums(heads: torch.Tensor, config: Config) -> tuple[int, int]:
+    tokens, heads_apart = _grid(heads, config)
+    return min(tokens, _MOST_PARTS), heads_apart
+
+
 def programs(heads: torch.Tensor, config: Config) -> int:
     """Return over how many parts the gradient of a norm's weight is summed."""
-    tokens, heads_apart = _grid(heads, config)
+    tokens, heads_apart = _grid_of_sums(heads, config)
     return tokens * heads_apart
 
 
@@ -210,8 +218,9 @@ def launch(name: str, tensors: tuple[torch.Tensor, ...], number: float, config: 
     strides = (stride for x in many for stride in x.stride()[:3])
     batch, length, count, width = heads.shape
     sizes = (cos.stride(0), sin.stride(0), batch * length, length, count, width // 2, number)
+    grid = (_grid_of_sums if name == "rope_norm_backward" else _grid)(heads, config)
     with on(heads.device):
-        getattr(kernel, name)[_grid(heads, config)](
+        getattr(kernel, name)[grid](
             *tensors, *strides, *sizes, BLOCK_D=half_block(width), **launch_options(config, heads.device)
         )
 
