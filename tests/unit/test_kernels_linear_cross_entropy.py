@@ -15,7 +15,7 @@ from partool_kernels.linear_cross_entropy import products
 from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_kernels.linear_cross_entropy.products import add_product
-from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows, wide_bytes
+from partool_kernels.registry.chunking import chunk_rows
 
 TERMS = (Terms(), Terms(1e-2, 3.0))
 
@@ -189,13 +189,6 @@ def test_chunks_hold_a_quarter_of_the_rows_and_no_more_than_a_gibibyte(
     tokens: int, vocabulary: int, item_bytes: int, rows: int
 ) -> None:
     assert chunk_rows(tokens, vocabulary, item_bytes) == rows
-
-
-def test_wide_sums_are_counted_where_there_are_any() -> None:
-    assert wide_bytes(100, 25, 35, 2) == 0
-    assert wide_bytes(101, 25, 35, 2) == 140
-    assert wide_bytes(101, 25, 35, 4) == 0
-    assert WIDE_ABOVE == 4
 
 
 @pytest.mark.parametrize(

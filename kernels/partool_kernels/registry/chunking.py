@@ -22,8 +22,3 @@ def chunk_rows(tokens: int, vocabulary: int, item_bytes: int) -> int:
         return max(1, tokens)
     equal = -(-tokens // -(-tokens // rows))
     return equal if equal < 128 else min(tokens, -(-equal // 128) * 128)
-
-
-def wide_bytes(tokens: int, rows: int, weight: int, item_bytes: int) -> int:
-    """Return the size of the wide sum of a weight's gradient, ``weight`` its elements; 0 where there is none."""
-    return 4 * weight if item_bytes == 2 and -(-tokens // max(1, rows)) > WIDE_ABOVE else 0
