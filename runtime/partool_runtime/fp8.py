@@ -47,7 +47,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
     """Let the linear layers of blocks multiply in 8 bits where the plan says so, in place.
 
     To be done when they have the shapes that a rank computes with. Raises ConfigurationError PT658 for a device whose
-    matrix units have no such type, or that kernels are not compiled for.
+    matrix units have no such type, or that kernels are not compiled for, and for layers without such modules.
     """
     if plan.training.precision != "fp8":
         return
@@ -55,12 +55,16 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
     if plan.training.deterministic and mode == "auto":
         mode = "native"  # what is fastest is measured anew by every process, and differs in the last digits
     for block in blocks:
+        found = False
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear and "forward" not in vars(module) and not _is_router(name, block):
-                module.__class__ = Fp8Linear
+                module.__class__, found = Fp8Linear, True
                 fp8: Any = module
                 fp8.fits = all(width > 0 and width % MULTIPLE == 0 for width in fp8.weight.shape)
                 fp8.narrow, fp8.mode = dtype, mode
+        if not found:
+            message = f"{type(block).__name__} has no torch.nn.Linear that could multiply in 8 bits"
+            raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
         if not plan.layout.leaves:  # which gather their parameters as they are called
             _share_inputs(block, attention=plan.layout.mesh.cp == 1)
 

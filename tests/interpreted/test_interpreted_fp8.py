@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from partool_kernels.checks import FORWARD, excess
+from partool_kernels.fp8 import linear
 from partool_kernels.fp8.formats import quantised
 from partool_kernels.fp8.linear import fp8_linears
 from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm_a8w8.op import launch
 from partool_kernels.registry import Config
+from partool_runtime.fused.self_check import check_fp8
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
@@ -105,3 +107,15 @@ def test_linear_maps_are_those_of_torch() -> None:
         found.append([*out, *torch.autograd.grad(out, [x, *weights], grads)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_products_are_checked_on_the_device_before_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert check_fp8(48, 80, device) == ""
+    right = linear.product
+    monkeypatch.setattr(
+        linear, "product", lambda a, b, dtype, mode: right(a, b, dtype, mode) * (1 + (mode != "torch") / 50)
+    )
+    assert check_fp8(48, 80, device).startswith("results differ by 0.0")
+    monkeypatch.setattr(linear, "product", lambda *arguments: 1 / 0)
+    assert check_fp8(48, 80, device) == "ZeroDivisionError: division by zero"

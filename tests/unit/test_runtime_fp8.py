@@ -96,11 +96,16 @@ def test_routers_stay_wide() -> None:
 
 
 def test_what_has_a_forward_pass_of_its_own_keeps_it() -> None:
-    block = nn.ModuleList([nn.Linear(32, 32)])
+    block = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
     own = block[0].forward
     block[0].forward = own
     use_fp8([block], plan_of(MODEL), CPU)
-    assert not narrow_layers(block)
+    assert narrow_layers(block) == {"1"}
+
+
+def test_layers_without_linear_ones_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"PT658: LayerNorm has no torch\.nn\.Linear"):
+        use_fp8([nn.LayerNorm(32)], plan_of(MODEL), CPU)
 
 
 @pytest.mark.parametrize("policy", get_args(Recompute))

@@ -42,7 +42,8 @@ def probes(model: ModelConfig, parts: Sequence[Fused]) -> dict[Fused, Probe]:
     return {part: makers[part](model) for part in parts}
 
 
-def _random(*sizes: int) -> torch.Tensor:
+def random_numbers(*sizes: int) -> torch.Tensor:
+    """Return normally distributed numbers on the CPU, the same for equal sizes."""
     with torch.device("cpu"):
         return torch.randn(*sizes, generator=torch.Generator().manual_seed(len(sizes) + sum(sizes)))
 
@@ -54,18 +55,18 @@ def _norm(model: ModelConfig) -> Probe:
         x, residual, weight, *bias = inputs
         return add_norm(x, residual, Norm(kind, model.norm_eps, weight, bias[0] if bias else None), mode)
 
-    columns = (_random(width) + 1.0,) if kind == "rms" else (_random(width) + 1.0, _random(width))
-    return Probe((_random(ROWS, width), _random(ROWS, width), *columns), run)
+    columns = (random_numbers(width) + 1.0,) if kind == "rms" else (random_numbers(width) + 1.0, random_numbers(width))
+    return Probe((random_numbers(ROWS, width), random_numbers(ROWS, width), *columns), run)
 
 
 def _glu(model: ModelConfig) -> Probe:
     kind = KINDS[model.activation]
-    inputs = (_random(ROWS, model.ffn_hidden), _random(ROWS, model.ffn_hidden) + 0.5)
+    inputs = (random_numbers(ROWS, model.ffn_hidden), random_numbers(ROWS, model.ffn_hidden) + 0.5)
     return Probe(inputs, lambda given, mode: (glu(given[0], given[1], kind, mode),))
 
 
 def _rope(model: ModelConfig) -> Probe:
-    angles_SD = _random(ROWS, model.head_dim // 2).repeat(1, 2)
+    angles_SD = random_numbers(ROWS, model.head_dim // 2).repeat(1, 2)
 
     def run(inputs: tuple[torch.Tensor, ...], mode: str) -> Computed:
         heads_BSND, *weight = inputs
@@ -75,8 +76,8 @@ def _rope(model: ModelConfig) -> Probe:
             rope(heads_BSND, (angles.cos(), angles.sin()), weight[0] if weight else None, model.norm_eps, mode=mode),
         )
 
-    weight = (_random(model.head_dim) + 1.0,) if model.qk_norm else ()
-    return Probe((_random(1, ROWS, model.heads, model.head_dim), *weight), run)
+    weight = (random_numbers(model.head_dim) + 1.0,) if model.qk_norm else ()
+    return Probe((random_numbers(1, ROWS, model.heads, model.head_dim), *weight), run)
 
 
 def _loss(model: ModelConfig) -> Probe:
@@ -88,7 +89,7 @@ def _loss(model: ModelConfig) -> Probe:
         hidden_TH, weight_VH = inputs
         return (linear_cross_entropy(hidden_TH, weight_VH, labels_T.to(hidden_TH.device), mode=mode),)
 
-    return Probe((_random(ROWS, _NARROW), _random(model.vocab, _NARROW) * 0.1), run)
+    return Probe((random_numbers(ROWS, _NARROW), random_numbers(model.vocab, _NARROW) * 0.1), run)
 
 
 def _adamw(model: ModelConfig) -> Probe:
@@ -102,4 +103,4 @@ def _adamw(model: ModelConfig) -> Probe:
         adamw(Tensors([parameter], [gradient], [average], [square], [True]), update, mode)
         return parameter, average, square
 
-    return Probe(tuple(_random(ROWS, model.hidden) for _ in range(4)), run, gradients=False)
+    return Probe(tuple(random_numbers(ROWS, model.hidden) for _ in range(4)), run, gradients=False)

@@ -10,13 +10,17 @@ from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_kernels.checks import BACKWARD, FORWARD, excess
 from partool_kernels.device import interpreting
+from partool_kernels.fp8.linear import fp8_linears
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.fused.probes import Probe, probes
+from partool_runtime.fp8 import narrow_type
+from partool_runtime.fused.probes import Probe, probes, random_numbers
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.precision import COMPUTE_DTYPE
 
 Say = Callable[[str], None]
+_NEAR = 2.0**-7
+"""Most difference between two sums of the same products, rounded to bf16, as a share of the largest."""
 
 
 def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
@@ -26,7 +30,10 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     native they are an error instead (ConfigurationError PT652). Nothing is compared where torch computes all anyway.
     """
     parts, device = plan.layout.fused, ranks.device
-    if not parts or plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
+    if plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
+        return plan
+    _need_fp8(plan, ranks)
+    if not parts:
         return plan
     dtype = COMPUTE_DTYPE[plan.training.precision]
     wrong = {
@@ -46,6 +53,39 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     say(f"kernels differ from torch on this device, which computes these parts instead: {told}")
     kept = tuple(part for part in parts if part not in left)
     return plan.model_copy(update={"layout": plan.layout.model_copy(update={"fused": kept})})
+
+
+def _need_fp8(plan: Plan, ranks: Ranks) -> None:
+    """Raise ConfigurationError PT652 on all ranks where products in 8 bits are wrong; nothing else computes them."""
+    if plan.training.precision != "fp8":
+        return
+    problem = check_fp8(plan.model.hidden, plan.model.ffn_hidden, ranks.device)
+    if maximum_over(int(bool(problem)), ranks.world, ranks.device):
+        message = f"products in 8 bits differ from torch on this device: {problem or 'so another rank found'}"
+        raise ConfigurationError("PT652", message, "Plan it again with training.precision: bf16.")
+
+
+def check_fp8(inner: int, outer: int, device: torch.device) -> str:
+    """Return what is wrong with a linear layer's three products in words, empty where they are as torch emulates them.
+
+    Both make the same numbers narrow, so that nothing but the order of sums may differ.
+    """
+    x, weight, grad = (
+        random_numbers(*sizes).to(device, torch.bfloat16) for sizes in ((48, inner), (outer, inner), (48, outer))
+    )
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    found: list[list[torch.Tensor]] = []
+    try:
+        for mode in ("native", "torch"):
+            (out,) = fp8_linears(leaves[0], [leaves[1]], narrow_type(device, "native"), mode)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    except Exception as error:  # compilers and drivers raise many kinds
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    for name, ours, theirs in zip(("results", "gradients of inputs", "gradients of weights"), *found, strict=True):
+        far = (ours - theirs).abs().max() / theirs.abs().max()
+        if not far <= _NEAR:
+            return f"{name} differ by {float(far):.3g} of the largest one"
+    return ""
 
 
 def check(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
