@@ -33,7 +33,8 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
     """
     places = [(kernel, architecture) for kernel in kernels for architecture in architectures]
     tables = {place: _table(*place) for place in places}
-    newer = {place: _newer(table) for place, table in tables.items()}
+    same = {place: _same(table) for place, table in tables.items()}
+    newer = {place: {key: e for key, e in known.items() if _is_newer(e)} for place, known in same.items()}
     work = []
     for place in places:
         for request in KERNELS[place[0]].examples(place[1]):
@@ -42,7 +43,8 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
     found: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
     for proof in _proven(work, processes):
         place = (proof.job.request.kernel, proof.job.request.architecture)
-        found[place].append(_entry(proof, newer[place].get(_typical(proof.job.request))))
+        typical = _typical(proof.job.request)
+        found[place].append(_entry(proof, newer[place].get(typical), same[place].get(typical)))
     for place, entries in found.items():
         path = path_of(*place)
         if entries or path.exists():
@@ -83,14 +85,15 @@ def _table(kernel: str, architecture: str) -> Table:
         return Table(kernel=kernel, architecture=architecture)
 
 
-def _newer(table: Table) -> dict[_Typical, Entry]:
-    """Return the modelled entries that a newer Triton wrote for the kernel as it is."""
-    hashed, present = source_hash(table.kernel), _number(triton_version())
-    return {
-        _of(entry): entry
-        for entry in table.entries
-        if entry.status == "modelled" and entry.source_hash == hashed and _number(entry.triton) > present
-    }
+def _same(table: Table) -> dict[_Typical, Entry]:
+    """Return the modelled entries of the kernel as it is."""
+    hashed = source_hash(table.kernel)
+    return {_of(entry): entry for entry in table.entries if entry.status == "modelled" and entry.source_hash == hashed}
+
+
+def _is_newer(entry: Entry) -> bool:
+    """Tell whether a newer Triton wrote it."""
+    return _number(entry.triton) > _number(triton_version())
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -105,9 +108,11 @@ def _of(entry: Entry) -> _Typical:
     return entry.dtypes, tuple(entry.shape.items()), entry.flags, entry.rows
 
 
-def _entry(proof: Proof, newer: Entry | None) -> Entry:
+def _entry(proof: Proof, newer: Entry | None, same: Entry | None) -> Entry:
     if newer is None:
-        return _new(_without_faults(proof))
+        made = _new(_without_faults(proof))
+        others = same.resources if same is not None and same.config == made.config else {}
+        return made.model_copy(update={"resources": others | made.resources})
     if proof.compiled is None or _beside_spills(proof):
         # Not chosen for this Triton; look-ups there go by the compiler's word, or the proof fails.
         return newer

@@ -170,6 +170,9 @@ def test_modelled_entries_are_written_and_measured_ones_kept(monkeypatch: pytest
     list(modelled.model(["glu_forward"], ["gfx942"], 1))
     first, second, _ = read(path).entries
     assert (first.triton, {*first.resources}, {*second.resources}) == (version, {"3.6", version}, {version})
+    monkeypatch.setattr(modelled, "triton_version", lambda: version)  # the newest keeps what older ones said
+    list(modelled.model(["glu_forward"], ["gfx942"], 1))
+    assert {*read(path).entries[0].resources} == {"3.6", version}
 
 
 def test_where_the_rule_has_a_fault_another_configuration_is_modelled(
