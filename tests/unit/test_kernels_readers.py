@@ -51,7 +51,8 @@ def configs(tmp_path: Path) -> Path:
     old, new = f"gemm/gfx950-{EIGHT}", "gfx950/triton/gemm/gemm_afp4wfp4"
     put(root, f"{old}.json", {"M_LEQ_64": block(1), "any": block(2)})
     # The entry of 2112 x 7168 up to 64 rows is aiter's own.
-    whole = {"M_LEQ_64": values(32, 32, 128, 1, 1, 2, 4, 16, None, 7), "M_LEQ_128": block(4), "M_GEQ_4096": block(8)}
+    whole = {"M_LEQ_64": values(32, 32, 128, 1, 1, 2, 4, 16, None, 7), "M_LEQ_128": block(4)}
+    whole |= {"M_GEQ_4096": block(8), "M_GEQ_8192": block(9)}
     put(root, f"{old}-N=2112-K=7168.json", whole | {"any": block(16)})
     put(root, f"{old}-B=16-N=2112-K=7168.json", {"any": block(32)})
     put(root, f"gemm/gfx942-{SIXTEEN}-N=64-K=64.json", {"any": block(64)})  # no default beside it
@@ -72,7 +73,8 @@ def configs(tmp_path: Path) -> Path:
         (Gemm(EIGHT, 65, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_128", True, 4),
         (Gemm(EIGHT, 129, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
         (Gemm(EIGHT, 4095, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
-        (Gemm(EIGHT, 10**6, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_4096", True, 8),
+        (Gemm(EIGHT, 10**6, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_8192", True, 9),
+        (Gemm(EIGHT, 4096, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_4096", True, 8),
         (Gemm(EIGHT, 64, 2112, 7168, 16), f"gfx950-{EIGHT}-B=16-N=2112-K=7168.json", "any", False, 32),
         (Gemm(EIGHT, 64, 2112, 7168, 8), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
         (Gemm(EIGHT, 64, 2113, 7168), f"gfx950-{EIGHT}.json", "M_LEQ_64", False, 1),
