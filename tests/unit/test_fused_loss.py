@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +25,8 @@ from partool_runtime.hf.building import build_causal
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.sizes import model_fields
 from partool_runtime.losses import set_loss
+from partool_runtime.parallel.tensor.hf import _loss
+from partool_runtime.parallel.tensor.ops import Team
 from partool_runtime.parallel.tiling import tile_loss
 from partool_runtime.weights import materialise
 
@@ -93,6 +98,28 @@ def test_models_of_transformers(family: str, fused: bool, several: bool, tmp_pat
             work()
         torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
         assert_same(ours, theirs)
+
+
+@pytest.fixture
+def alone() -> Iterator[Team]:
+    """A team of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Team(dist.group.WORLD.group_name, 0, 1, loss_tile=4)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_models_of_transformers_that_share_the_vocabulary(several: bool, alone: Team, tmp_path: Path) -> None:
+    theirs, ours = (model_of("phi", tmp_path) for _ in range(2))
+    wanted = formula(theirs)
+    wanted.backward()
+    ours.loss = partial(_loss, 0, alone)
+    put(ours, Fusing(("loss",), ours.config, several=several))
+    set_loss(ours, z_loss=Z_LOSS)
+    total = ours(*batch())
+    total.backward()
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 262144])
