@@ -27,7 +27,7 @@ from partool_kernels.registry import kernels as registered
 from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.tables import stored
-from partool_runtime.tune.candidates import MOST, beside, first, grid
+from partool_runtime.tune.candidates import MOST, beside, first, grid, runnable
 from partool_runtime.tune.journal import FAILED, FILE, Journal
 from partool_runtime.tune.machine import Machine
 from partool_runtime.tune.requests import RequestError, as_json, examples, from_json, placed
@@ -163,6 +163,39 @@ def test_inputs_that_do_not_fit_end_the_request(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     tune([ASKED], dataclasses.replace(tools, make_case=too_large), Options(tmp_path), events.append)
     assert "do not fit the memory of Fake" in events[2]["reason"]
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_an_error_of_a_request_leaves_the_others(tmp_path: Path, fault: bool) -> None:
+    bench = Bench(by_place)
+    tools = bench.tools(tmp_path)
+
+    def failing(request: Request, device: torch.device, seed: int) -> Case:
+        if request.rows == 4096:
+            raise RuntimeError("HIP error: x" if fault else "no such inputs")
+        return bench.case(request, device, seed)
+
+    events: list[dict[str, Any]] = []
+    work = [ASKED, dataclasses.replace(ASKED, rows=8192)]
+    failing_tools = dataclasses.replace(tools, make_case=failing)
+    if fault:
+        with pytest.raises(BrokenDeviceError, match="HIP error: x"):
+            tune(work, failing_tools, Options(tmp_path), events.append)
+        return
+    assert tune(work, failing_tools, Options(tmp_path), events.append)
+    assert [event["event"] for event in events] == ["start", "request", "skipped", "request", "result", "end"]
+    assert events[2]["reason"] == "RuntimeError: no such inputs"
+
+
+def test_only_the_rules_configuration_may_spill() -> None:
+    spilling = dataclasses.replace(NEEDS, spilled_bytes=8)
+
+    def prove(jobs: Iterable[Job], processes: int) -> Iterator[Proof]:
+        return (Proof(job, spilling, proof.faults(job, spilling)) for job in jobs)
+
+    found = runnable(ASKED, GRID, prove, 1)
+    assert set(found.kept) == {DEFAULT}
+    assert all(reason.startswith("spills 8 bytes") for reason in found.refused.values())
 
 
 def test_results_are_verified_on_fewer_rows_where_memory_is_short(tmp_path: Path) -> None:

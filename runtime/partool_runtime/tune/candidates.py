@@ -57,15 +57,15 @@ def runnable(request: Request, configs: Iterable[Config], prove: Prove, processe
     """Sort configurations out without running them: by estimates, then by compiling them.
 
     One that spills registers, exceeds the shared memory, does without matrix units or emulates 8-bit products where
-    its kernel is for them, is refused. So is one that does not compile.
+    its kernel is for them, is refused. So is one that does not compile. The rule's may spill: it runs otherwise.
     """
     kept: dict[Config, Compiled] = {}
     refused: dict[Config, str] = {}
-    jobs = []
+    jobs, rule = [], KERNELS[request.kernel].default(request)
     for config in configs:
         hindrance = obstacle(request, config)
         if hindrance is None:
-            jobs.append(Job(request, config))
+            jobs.append(Job(request, config, None if config == rule else 0))
         else:
             refused[config] = hindrance
     for proof in prove(jobs, processes):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from partool_kernels.proof import prove_all
 from partool_kernels.registry import KERNELS, Request
 from partool_kernels.registry.look_up import Registry
@@ -17,7 +19,7 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, add, stored
 from partool_runtime.tune.candidates import Prove, first, grid, runnable
 from partool_runtime.tune.requests import as_json
-from partool_runtime.tune.search import Tools, TuneError, tune_one
+from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneError, is_fault, tune_one
 
 Event = dict[str, Any]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
@@ -64,9 +66,17 @@ def _one(request: Request, tools: Tools, within: tuple[Options, float], tell: Ca
     options, until = within
     try:
         entry = tune_one(request, tools, until)
-    except TuneError as error:
-        tell({"event": "skipped", "kernel": request.kernel, "reason": str(error)})
+    except BrokenDeviceError:
+        raise
+    except Exception as error:
+        # Whatever it is, the other requests are still worth the time.
+        if is_fault(error):
+            raise BrokenDeviceError(str(error).splitlines()[0]) from error
+        reason = str(error) if isinstance(error, TuneError) else f"{type(error).__name__}: {error}"
+        tell({"event": "skipped", "kernel": request.kernel, "reason": reason})
         return
+    finally:
+        torch.cuda.empty_cache()
     path = add(request.kernel, request.architecture, [entry], options.out)
     tell({"event": "result", "file": str(path), **_told(request, entry)})
 

@@ -126,11 +126,15 @@ def _seconds(made: Case, config: Config, machine: Machine) -> float:
     try:
         (seconds,) = machine.timer.medians_s([_run(made, config)], SCREENED)
     except Exception as error:
-        # Such an error (an illegal address, say) stays: every later call of the process fails with it.
-        if type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error) or "HIP error" in str(error):
+        if is_fault(error):
             raise BrokenDeviceError(str(error).splitlines()[0]) from error
         return FAILED
     return seconds if math.isfinite(seconds) and seconds > 0.0 else FAILED
+
+
+def is_fault(error: Exception) -> bool:
+    """Tell whether an error (an illegal address, say) stays: every later call of the process fails with it."""
+    return type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error) or "HIP error" in str(error)
 
 
 def _run(made: Case, config: Config) -> Callable[[], object]:
