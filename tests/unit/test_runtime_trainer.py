@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool.spec.model import ModelConfig
 from partool_runtime import saving, trainer
+from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import Decoder
 from partool_runtime.parallel import compiling
 from partool_runtime.parallel.recompute import recompute
@@ -147,9 +148,9 @@ def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: called.update(deterministic=on))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-    def plan(env: dict[str, str]) -> Any:
+    def plan(env: dict[str, str], tuned: tuple[str, ...] = ()) -> Any:
         return SimpleNamespace(
-            kernels=SimpleNamespace(mode="auto"),
+            kernels=SimpleNamespace(mode="auto", tuned=tuned),
             devices=SimpleNamespace(threads_per_rank=3),
             launch=SimpleNamespace(env=env),
             training=SimpleNamespace(seed=1, deterministic=True),
@@ -160,3 +161,6 @@ def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) 
     called.clear()
     trainer.configure_process(plan({"OMP_NUM_THREADS": "2"}))
     assert "threads" not in called
+    with pytest.raises(ConfigurationError, match="missing: does not exist") as found:
+        trainer.configure_process(plan({}, ("missing",)))
+    assert found.value.code == "PT492"
