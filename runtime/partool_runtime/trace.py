@@ -216,7 +216,7 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
             key = family(case.model, case.precision, case.compile, case.policy, case.fused)
             found[key] = coefficients(block_storages(case), case.model)
             head = head_family(case.model, case.precision)
-            if head not in found:
+            if head not in found and not case.fused:
                 found[head] = coefficients(head_storages(case), case.model)
     return found
 

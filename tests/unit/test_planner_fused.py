@@ -1,0 +1,91 @@
+"""Which parts of a model a plan gives to partool's kernels, and what it says of that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from partool.plan.types import Plan
+from partool.planner import make_plan
+from partool.spec import load_text
+
+SPEC = """\
+model: {{layers: 2, hidden: 256, heads: 4, vocab: 1024, activation: {activation}, position: {position}}}
+hardware: {{accelerator: {accelerator}, per_node: {ranks}}}
+data: python-stdlib
+training: {{global_batch: 4, sequence_length: 128, precision: {precision}}}
+parallel: {{compile: {compile}}}
+kernels: {{mode: {mode}, fused: {fused}}}
+"""
+USUAL = {
+    "activation": "swiglu", "position": "rope", "accelerator": "h100-sxm", "ranks": 1, "precision": "bf16",
+    "compile": "none", "mode": "auto", "fused": "auto",
+}  # fmt: skip
+ALL = ("norm", "glu", "rope", "loss")
+
+
+def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
+    """Return the plan, and its findings by code."""
+    loaded = load_text(SPEC.format(**(USUAL | changes)))
+    assert loaded.spec is not None, loaded.diagnostics
+    result = make_plan(loaded.spec, base_dir=Path(), default_name="fused")
+    return result.plan, {finding.code: finding.message for finding in result.diagnostics}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({}, ALL),
+        ({"accelerator": "mi300x"}, ALL),
+        ({"accelerator": "mi355x", "compile": "auto"}, ("loss",)),
+        ({"compile": "block"}, ("loss",)),
+        ({"precision": "fp32"}, ALL),
+        ({"precision": "fp64"}, ()),
+        ({"mode": "native"}, ALL),
+        ({"mode": "torch"}, ()),
+        ({"accelerator": "v100-16", "precision": "fp16"}, ()),
+        ({"accelerator": "cpu"}, ()),
+        ({"activation": "gelu", "position": "learned"}, ("norm", "loss")),
+        ({"fused": "[]"}, ()),
+        ({"fused": "[adamw, norm]"}, ("norm", "adamw")),
+        ({"fused": "[rope]", "compile": "block"}, ("rope",)),
+        ({"fused": "[norm]", "accelerator": "cpu"}, ("norm",)),
+    ],
+)
+def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], fused: tuple[str, ...]) -> None:
+    plan, found = planned(**changes)
+    assert plan is not None, found
+    assert plan.layout.fused == fused
+    assert ("PT486" in found) == ("fused" in changes and changes.get("accelerator") == "cpu")
+    words = " ".join(plan.reasons)
+    assert ("Kernels of partool compute" in words) == (bool(fused) and "fused" not in changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"fused": "[glu]", "activation": "relu"}, "PT485", "activation: relu has no gate"),
+        ({"fused": "[rope]", "position": "learned"}, "PT485", "positions are not rotated"),
+        ({"mode": "native", "accelerator": "v100-16", "precision": "fp16"}, "PT270", "which v100-16 has none of"),
+        ({"fused": "[norm]", "precision": "fp64"}, "PT486", "precision is fp64"),
+        ({"fused": "[norm]", "mode": "torch"}, "PT486", "kernels.mode is torch"),
+        ({"fused": "[norm]", "accelerator": "v100-16", "precision": "fp16"}, "PT486", "none for|ones for v100-16"),
+    ],
+)
+def test_what_cannot_be_fused_is_said(changes: dict[str, object], code: str, words: str) -> None:
+    plan, found = planned(**changes)
+    assert code in found
+    assert any(part in found[code] for part in words.split("|"))
+    assert (plan is None) == (code != "PT486")
+
+
+def test_fused_parts_save_time_and_memory() -> None:
+    """Of an eager plan, against torch's operators: less traffic, fewer kernels, less kept."""
+    ours, eager = planned(fused="[norm, glu, rope]")[0], planned(fused="[]")[0]
+    assert ours is not None
+    assert eager is not None
+    assert ours.prediction.time.step_time_s < eager.prediction.time.step_time_s
+    saved = [plan.prediction.memory.terms_bytes["activations"] for plan in (ours, eager)]
+    assert saved[0] < saved[1]
+    assert ours.hash != eager.hash
