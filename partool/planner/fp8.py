@@ -5,6 +5,7 @@ from __future__ import annotations
 from partool.diagnostics.record import Diagnostic
 from partool.layout.fp8 import MULTIPLE
 from partool.layout.gemms import gemms
+from partool.layout.tensor.structure import Structure
 from partool.plan.types import Layout
 from partool.planner.problem import Problem
 
@@ -13,9 +14,14 @@ _WIDE = ("head", "moe.router")
 
 
 def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
-    """Return a finding where widths of layers, as a rank holds them, are such that matrix units do not take them."""
+    """Return a finding where layers cannot multiply in 8 bits, for their widths as a rank holds them, or their kind.
+
+    An error where none can in a model of transformers, whose layers are then no modules that could be exchanged.
+    """
     if problem.spec.training.precision != "fp8":
         return []
+    if problem.described is not None:
+        return _of_transformers(problem.described.structure)
     ranks = layout.mesh.tp
     every = gemms(problem.model, tensor=ranks, inner=layout.tensor_inner, expert=layout.expert, tokens=1)
     products = [one for one in every if one.name not in _WIDE]
@@ -26,5 +32,30 @@ def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
     where = f" on each of {ranks} tensor ranks" if ranks > 1 else ""
     message = f"precision: fp8, but {named}{where} stay in bf16: their widths are no multiples of {MULTIPLE}"
     everything = len(odd) == len(products)
-    help = "write precision: bf16" if everything else f"choose widths that are multiples of {MULTIPLE}, best of 128"
-    return [Diagnostic("PT490", message, severity="warning", path=("training", "precision"), help=help)]
+    return [_finding(message, "write precision: bf16" if everything else _WIDTHS)]
+
+
+_WIDTHS = f"choose widths that are multiples of {MULTIPLE}, best of 128"
+
+
+def _of_transformers(structure: Structure) -> list[Diagnostic]:
+    inside = [m for m in structure.modules if m.name.startswith(f"{structure.blocks}.")]
+    linear = [m for m in inside if m.kind == "linear"]
+    if not linear:
+        message = f"precision: fp8, but layers of {structure.architecture} have no linear modules that could use it"
+        return [_finding(message, "write precision: bf16", severity="error")]
+    odd = [m for m in linear if any(width % MULTIPLE for width in m.parameters.get("weight", ()))]
+    other = [m for m in inside if m.kind in ("conv1d", "experts")]
+    if not odd and not other:
+        return []
+    named = ", ".join(sorted({m.name.rpartition(".")[2] for m in (*odd, *other)}))
+    reason = f"widths are no multiples of {MULTIPLE}" if not other else "they are no linear modules of such widths"
+    help = _WIDTHS if not other else "this is how models of transformers run; partool's own decoder has no experts yet"
+    return [_finding(f"precision: fp8, but {named} of every layer stay in bf16: {reason}", help)]
+
+
+def _finding(message: str, help: str, *, severity: str = "warning") -> Diagnostic:
+    path = ("training", "precision")
+    if severity == "error":
+        return Diagnostic("PT490", message, path=path, help=help)
+    return Diagnostic("PT490", message, severity="warning", path=path, help=help)

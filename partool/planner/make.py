@@ -123,7 +123,10 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += explain.tight(solution, best)
     found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
-    found += fp8.stay_wide(problem, best.layout)
+    wide = fp8.stay_wide(problem, best.layout)
+    found += wide
+    if _failed(wide):
+        return PlanResult(None, found)
     found += check_duration(resolved.launch, best.time.total_s)
     cut = partition(problem, best.layout)
     found += [finding for finding in cut.findings if finding not in found]

@@ -46,7 +46,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "tensor selective": {"mesh": Mesh(tp=2), "recompute": "selective"},
     "tensor compiled": {"mesh": Mesh(tp=2), "compile": "block"},
     "1f1b": {**PIPED, "schedule": "1f1b"},
-    "tensor zb-h1": {"mesh": Mesh(tp=2), "tensor_chunks": 2, "recompute": "full"},
+    "tensor pieces full": {"mesh": Mesh(tp=2), "tensor_chunks": 2, "recompute": "full"},
     **{
         f"sequence {method}": {"mesh": Mesh(cp=2), "sequence_method": method}
         for method in ("ulysses", "ring", "all_gather")
