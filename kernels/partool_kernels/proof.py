@@ -95,11 +95,17 @@ def faults(job: Job, compiled: Compiled) -> tuple[str, ...]:
         found.append(f"look-ups pass it over: {hindrance}")
     if job.spilled_bytes is not None and compiled.spilled_bytes > job.spilled_bytes:
         found.append(f"spills {compiled.spilled_bytes} bytes per thread, {job.spilled_bytes} are on record")
-    if kernel.matrix and not compiled.matrix:
+    if kernel.matrix and not compiled.matrix and not _is_wide(job.request):
         found.append(f"has none of {', '.join(architecture.matrix)} in its assembly")
     if kernel.matrix and compiled.emulates_fp8:
         found.append("turns 8-bit products into wider ones")
     return tuple(found)
+
+
+def _is_wide(request: Request) -> bool:
+    """Tell whether a product is one of float32 as it is, for which NVIDIA's matrix units have no instruction."""
+    exact = request.dtypes[0] == "float32" and "tf32" not in request.flags
+    return exact and ARCHITECTURES[request.architecture].backend == "cuda"
 
 
 def prove(job: Job) -> Proof:

@@ -66,6 +66,24 @@ def test_each_limit_is_held(monkeypatch: pytest.MonkeyPatch, compiled: Compiled,
     assert [words in fault for fault in found] == ([True] if words else [])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "flags", "fault"),
+    [
+        ("sm_90", "float32", (), False),
+        ("sm_90", "float32", ("tf32",), True),
+        ("sm_90", "bfloat16", (), True),
+        ("gfx942", "float32", (), True),
+    ],
+)
+def test_products_of_float32_as_they_are_need_no_matrix_units_on_nvidia(
+    architecture: str, dtype: str, flags: tuple[str, ...], fault: bool
+) -> None:
+    example = next(KERNELS["gemm"].examples(architecture))
+    request = replace(example, dtypes=(dtype, dtype), flags=(*flags, *example.flags))
+    job = Job(request, KERNELS["gemm"].default(request))
+    assert bool(faults(job, replace(FITS, matrix=False))) is fault
+
+
 def test_an_estimate_that_hides_what_fits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     job, large = some_job(), replace(KERNELS["glu_forward"], shared_bytes=lambda request, config: 300_000)
     monkeypatch.setitem(KERNELS, "glu_forward", large)
