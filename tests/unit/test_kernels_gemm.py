@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from partool_kernels.gemm.op import form_of, gemm
 from partool_kernels.offline import compile_for
+from partool_kernels.proof import Job, faults, prove
 from partool_kernels.registry import KERNELS, Request
 
 
@@ -55,6 +58,16 @@ def test_tiles_of_all_forms_are_loaded_into_shared_memory(architecture: str) -> 
         compiled = compile_for(request, config)
         # Tiles that the compiler cannot load in wide pieces are in registers, and their loads are not overlapped.
         assert 0.9 <= compiled.shared_bytes / kernel.shared_bytes(request, config) <= 1
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "gfx942"])
+def test_products_of_float32_keep_to_registers_and_need_matrix_units_on_amd_alone(architecture: str) -> None:
+    request = Request("gemm", architecture, ("float32", "float32"), (("n", 4096), ("k", 4096)), 16384, ("nt",))
+    proof = prove(Job(request, KERNELS["gemm"].default(request)))
+    assert proof.faults == ()
+    assert proof.compiled is not None
+    assert proof.compiled.matrix is (architecture == "gfx942")
+    assert bool(faults(proof.job, replace(proof.compiled, matrix=False))) is (architecture == "gfx942")
 
 
 def test_split_sums_keep_a_large_device_busy() -> None:

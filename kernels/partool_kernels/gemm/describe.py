@@ -78,7 +78,9 @@ def _default(request: Request) -> Config:
     # Twice as many parts as long as each unit still gets but one, and every part some steps.
     while tiles * split * 2 <= (request.units or UNITS[request.architecture]) and split < 8 and steps >= 8 * split:
         split *= 2
-    return config_of(tile, split, 8 if tile[0] * tile[1] >= 128 * 128 else 4, 2 if amd else 3, amd=amd)
+    # float32 is multiplied outside of matrix units on NVIDIA, from registers: four warps have too few.
+    many = tile[0] * tile[1] >= 128 * 128 or bytes_of(request.dtypes[0]) == 4
+    return config_of(tile, split, 8 if many else 4, 2 if amd else 3, amd=amd)
 
 
 def strides_of(form: str) -> dict[str, object]:

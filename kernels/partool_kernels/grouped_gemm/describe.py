@@ -35,7 +35,7 @@ def _configs(request: Request) -> Iterator[Config]:
 def _default(request: Request) -> Config:
     amd = is_amd(request)
     if bytes_of(request.dtypes[0]) == 4:
-        return _config((64, 64, 32), (4, 2, 16), amd=amd)
+        return _config((64, 64, 32), (8, 2 if amd else 3, 16), amd=amd)
     # Of the mean group; one with few rows wastes most of a tall tile.
     mean = request.rows // request.width["e"]
     tall = 128 if request.kernel == "grouped_gemm_weight" or mean >= 128 else 64 if mean >= 64 else 32
