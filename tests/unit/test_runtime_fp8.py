@@ -200,3 +200,17 @@ def test_types_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
         found["name"] = name
         with pytest.raises(ConfigurationError, match="PT658: there are no products in 8 bits for NVIDIA L40S"):
             narrow_type(cuda, "auto")
+
+
+def test_layers_of_transformers() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = MixtralConfig(**sizes, num_hidden_layers=1, head_dim=16, vocab_size=37, num_local_experts=16)
+    model = MixtralForCausalLM(config).bfloat16()
+    use_fp8(model.model.layers, plan_of(MODEL), CPU)
+    # Experts are stacked, and their router decides by small differences.
+    assert {name.rpartition(".")[2] for name in narrow_layers(model)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    tokens_BS = torch.randint(37, (2, 11))
+    model(input_ids=tokens_BS, labels=tokens_BS).loss.backward()
+    assert all(model.get_submodule(name).weight.grad.isfinite().all() for name in narrow_layers(model))
