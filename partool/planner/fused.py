@@ -19,19 +19,22 @@ _OF_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")
 """Parts that a compiler fuses by itself in compiled blocks."""
 
 
-def fused(problem: Problem, compile: Compile) -> tuple[Fused, ...]:
+def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ...]:
     """Return the parts of layouts whose blocks are compiled, or not, in a fixed order.
+
+    Norms whose width ``inner`` tensor ranks share exchange sums in the middle, which no kernel does.
 
     By itself partool takes the loss, whose gradients are then computed with it, and in blocks that are not compiled all
     that applies. The optimizer's update is left to torch's own kernel, which moves as little.
     """
     pinned = problem.spec.kernels.fused
+    left = {"norm"} if inner > 1 else set()
     if pinned != "auto":
-        return tuple(part for part in PARTS if part in pinned)
+        return tuple(part for part in PARTS if part in pinned and part not in left)
     if problem.spec.kernels.mode == "torch" or problem.spec.training.precision == "fp64" or not has_kernels(problem):
         return ()
     wanted: tuple[Fused, ...] = ("loss",) if compile == "block" else (*_OF_BLOCKS, "loss")
-    return tuple(part for part in wanted if not why_not(problem, part))
+    return tuple(part for part in wanted if part not in left and not why_not(problem, part))
 
 
 def has_kernels(problem: Problem) -> bool:

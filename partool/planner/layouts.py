@@ -64,7 +64,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         sequence_norms=bool(row.sequence_norms),
         tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]
         tensor_chunks=int(row.tensor_chunks),
-        fused=fused(problem, "block" if row.compiled else "none"),
+        fused=fused(problem, "block" if row.compiled else "none", inner=int(row.tensor_inner)),
         offload_optimizer="cpu" if host > 0 else "none",
         gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
         offload_parameters="cpu" if row.host_parameters else "none",

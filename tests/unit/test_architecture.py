@@ -93,6 +93,16 @@ def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_every_family_can_be_imported_first() -> None:
+    names = [path.parent.name for path in (ROOT / "kernels/partool_kernels").glob("*/describe.py")]
+    assert len(names) > 8
+    # Forks, so that none finds what another has imported.
+    code = "import importlib, os, sys\nfor name in sys.argv[1:]:\n    if os.fork() == 0:\n"
+    code += "        importlib.import_module(f'partool_kernels.{name}.describe')\n        os._exit(0)\n"
+    code += "    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name\n"
+    subprocess.run([sys.executable, "-c", code, *names], check=True, timeout=60)
+
+
 def test_kernels_import_neither_partool_nor_the_runtime() -> None:
     modules = [m for path in (ROOT / "kernels").rglob("*.py") for m, _, _ in imports(path)]
     assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []

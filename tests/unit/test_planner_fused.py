@@ -51,6 +51,7 @@ def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
         ({"fused": "[adamw, norm]"}, ("norm", "adamw")),
         ({"fused": "[rope]", "compile": "block"}, ("rope",)),
         ({"fused": "[norm]", "accelerator": "cpu"}, ("norm",)),
+        ({"ranks": 4, "compile": "none, tensor: {shape: [2, 2]}"}, ("glu", "rope", "loss")),
     ],
 )
 def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], fused: tuple[str, ...]) -> None:

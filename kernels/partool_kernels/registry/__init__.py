@@ -3,9 +3,13 @@
 Pure data and functions that import neither torch nor Triton, so that a planner can ask without either.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from partool_kernels.registry.architectures import ARCHITECTURES, Architecture
-from partool_kernels.registry.kernels import KERNELS
 from partool_kernels.registry.types import SOURCES, Choice, Config, Kernel, Request, Signature, Source
+
+if TYPE_CHECKING:
+    from partool_kernels.registry.kernels import KERNELS
 
 __all__ = [
     "ARCHITECTURES",
@@ -19,3 +23,12 @@ __all__ = [
     "Signature",
     "Source",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Families describe themselves with the types above, so that the table of all can be made only after them.
+    if name != "KERNELS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from partool_kernels.registry import kernels
+
+    return kernels.KERNELS
