@@ -90,6 +90,6 @@ def words(problem: Problem, layout: Layout) -> Iterator[str]:
     named = {"norm": "norms", "glu": "gates", "rope": "rotations", "loss": "the loss", "adamw": "the update"}
     listed = [named[part] for part in layout.fused]
     joined = " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
-    also = "; the compiler fuses the rest of a block" if layout.compile == "block" else ""
-    gained = "whose gradients are computed with it" if layout.fused == ("loss",) else "in one pass over memory each"
-    yield f"Kernels of partool compute {joined}, {gained}{also}."
+    how = "loss and its gradients at once" if layout.fused == ("loss",) else f"{joined}, each in one pass"
+    rest = "; the compiler fuses the rest" if layout.compile == "block" else ""
+    yield f"Own kernels: {how}{rest}."

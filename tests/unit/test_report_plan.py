@@ -44,7 +44,7 @@ def test_screen(width: int) -> None:
         file.write_text(got, encoding="utf-8")
     assert got == file.read_text(encoding="utf-8")
     assert max(map(len, got.splitlines())) <= width
-    assert len(got.splitlines()) <= 60
+    assert len(got.splitlines()) <= 64
 
 
 def test_a_plan_that_cannot_run_says_so() -> None:
