@@ -136,10 +136,13 @@ def prove_all(work: Iterable[Job], processes: int) -> Iterator[Proof]:
 def _in_a_pool(work: Collection[Job], processes: int) -> Iterator[Proof]:
     """Yield proofs until a process ends."""
     # Not forked: Triton's compiler starts threads.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        try:
-            futures: list[Future[Proof]] = [pool.submit(prove, job) for job in work]
-            for future in futures:
-                yield future.result()
-        except BrokenProcessPool:
-            return
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    try:
+        futures: list[Future[Proof]] = [pool.submit(prove, job) for job in work]
+        for future in futures:
+            yield future.result()
+    except BrokenProcessPool:
+        return
+    finally:
+        # Who stops listening does not wait for what nobody will hear.
+        pool.shutdown(wait=False, cancel_futures=True)
