@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.direct import Parts, direct, direct_backward
 from partool_kernels.glu.describe import KINDS
 from partool_kernels.registry import Config
 
@@ -27,7 +28,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str = "auto") -> 
         raise ValueError(f"no activation {kind!r}; there are {', '.join(KINDS)}")
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device:
         raise ValueError(f"gate {_words(gate)} and up {_words(up)} have to be alike")
-    out: torch.Tensor = torch.ops.partool.glu(gate, up, kind, mode)
+    out: torch.Tensor = _call(gate, up, kind, mode)
     return out
 
 
@@ -50,10 +51,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
-@torch.library.custom_op(
-    "partool::glu", mutates_args=(), schema="(Tensor gate, Tensor up, str kind, str mode) -> Tensor"
-)
-def _glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
+def _compute(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
     if not uses_triton(mode, gate, up):
         return reference(gate, up, kind).contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -61,17 +59,17 @@ def _glu(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Te
     return out
 
 
+_glu = torch.library.custom_op(
+    "partool::glu", _compute, mutates_args=(), schema="(Tensor gate, Tensor up, str kind, str mode) -> Tensor"
+)
+
+
 @_glu.register_fake
 def _(gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str) -> torch.Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-@torch.library.custom_op(
-    "partool::glu_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor gate, Tensor up, str kind, str mode) -> (Tensor, Tensor)",
-)
-def _backward(
+def _compute_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, kind: str, mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not uses_triton(mode, gate, up, grad):
@@ -86,6 +84,14 @@ def _backward(
     flat = tuple(x.view(-1, x.shape[-1]) for x in made)
     launch("glu_backward", (_rows(grad), _rows(gate), _rows(up), *flat), kind)
     return made[0], made[1]
+
+
+_backward = torch.library.custom_op(
+    "partool::glu_backward",
+    _compute_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor gate, Tensor up, str kind, str mode) -> (Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
@@ -116,8 +122,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.partool.glu_backward(grad, *ctx.saved_tensors, ctx.kind, ctx.mode)
-    return *found, None, None
+    return *_call_backward(grad, *ctx.saved_tensors, ctx.kind, ctx.mode), None, None
 
 
 _glu.register_autograd(_gradients, setup_context=_keep)
+_call = direct("glu", Parts(_compute, _keep, _gradients))
+_call_backward = direct_backward("glu_backward", _compute_backward)

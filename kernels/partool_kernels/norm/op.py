@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from partool_kernels.device import uses_triton
+from partool_kernels.direct import Parts, direct, direct_backward
 from partool_kernels.norm.describe import KINDS
 from partool_kernels.norm.launch import backward, chosen, flags_of, flat, launch
 
@@ -37,7 +38,7 @@ def norm(x: torch.Tensor, how: Norm, mode: str = "auto") -> torch.Tensor:
     fit, or the kind is unknown.
     """
     _check(x, how)
-    out: torch.Tensor = torch.ops.partool.norm(x, how.weight, how.bias, how.eps, how.kind, mode)[0]
+    out: torch.Tensor = _call_norm(x, how.weight, how.bias, how.eps, how.kind, mode)[0]
     return out
 
 
@@ -51,7 +52,7 @@ def add_norm(
     _check(x, how)
     if x.shape != residual.shape or x.dtype != residual.dtype or x.device != residual.device:
         raise ValueError(f"x {_words(x)} and residual {_words(residual)} have to be alike")
-    total, out, *_ = torch.ops.partool.add_norm(x, residual, how.weight, how.bias, how.eps, how.kind, mode)
+    total, out, *_ = _call_add_norm(x, residual, how.weight, how.bias, how.eps, how.kind, mode)
     return total, out
 
 
@@ -123,8 +124,7 @@ def _forward(x: torch.Tensor, residual: torch.Tensor | None, how: Norm) -> Tenso
     return total, out, mean, rstd
 
 
-@torch.library.custom_op("partool::norm", mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)")
-def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Tensors:
+def _compute_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Tensors:
     """Return the norm and the statistics."""
     eps, kind, mode = rest
     how = Norm(kind, eps, weight, bias)
@@ -133,17 +133,17 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *res
     return reference(x, how).contiguous(), *_statistics(x, eps, kind)
 
 
+_norm = torch.library.custom_op(
+    "partool::norm", _compute_norm, mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+
+
 @_norm.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Tensors:
     return _like(x), *_empty_statistics(x, rest[1])
 
 
-@torch.library.custom_op(
-    "partool::add_norm",
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor residual, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _add_norm(
+def _compute_add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> Tensors:
     """Return the sum, its norm and its statistics."""
@@ -155,18 +155,20 @@ def _add_norm(
     return total, reference(total, how).contiguous(), *_statistics(total, eps, kind)
 
 
+_add_norm = torch.library.custom_op(
+    "partool::add_norm",
+    _compute_add_norm,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor residual, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
 @_add_norm.register_fake
 def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> Tensors:
     return _like(x), _like(x), *_empty_statistics(x, rest[1])
 
 
-@torch.library.custom_op(
-    "partool::norm_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor? grad_total, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "bool bias, str kind, str mode) -> (Tensor, Tensor, Tensor)",
-)
-def _backward(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
+def _compute_backward(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -> Tensors:
     """Return the gradients of what was normalised, of the weight and of the bias (empty where there is none)."""
     x, weight, mean, rstd, bias, kind, mode = rest
     if not uses_triton(mode, x, weight, grad, grad_total):
@@ -176,6 +178,15 @@ def _backward(grad: torch.Tensor, grad_total: torch.Tensor | None, *rest: Any) -
     given |= {"mean": mean, "rstd": rstd} | ({} if grad_total is None else {"grad_total": flat(grad_total)})
     grad_weight, grad_bias = backward(given, flags_of(kind, bias, grad_total is not None))
     return grad_x, grad_weight.to(x.dtype), x.new_empty(0) if grad_bias is None else grad_bias.to(x.dtype)
+
+
+_backward = torch.library.custom_op(
+    "partool::norm_backward",
+    _compute_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_total, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
+    "bool bias, str kind, str mode) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
@@ -212,9 +223,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 
 def _gradients(ctx: Any, grad: torch.Tensor, grad_total: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = torch.ops.partool.norm_backward(
-        grad, grad_total, *ctx.saved_tensors, ctx.bias, ctx.kind, ctx.mode
-    )
+    found: tuple[torch.Tensor, ...] = _call_backward(grad, grad_total, *ctx.saved_tensors, ctx.bias, ctx.kind, ctx.mode)
     return found
 
 
@@ -230,3 +239,6 @@ def _of_add_norm(ctx: Any, grad_total: torch.Tensor, grad: torch.Tensor, *_: Any
 
 _norm.register_autograd(_of_norm, setup_context=_keep)
 _add_norm.register_autograd(_of_add_norm, setup_context=_keep)
+_call_norm = direct("norm", Parts(_compute_norm, _keep, _of_norm))
+_call_add_norm = direct("add_norm", Parts(_compute_add_norm, _keep, _of_add_norm))
+_call_backward = direct_backward("norm_backward", _compute_backward)

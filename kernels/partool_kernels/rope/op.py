@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.direct import Parts, direct, direct_backward
 from partool_kernels.registry import Config
 from partool_kernels.rope.describe import half_block
 
@@ -40,9 +41,9 @@ def rope(
     _check(heads_BSND, cos_SD, sin_SD, weight_D)
     out: torch.Tensor
     if weight_D is None:
-        out = torch.ops.partool.rope(heads_BSND, cos_SD, sin_SD, 1.0, mode)
+        out = _call_rope(heads_BSND, cos_SD, sin_SD, 1.0, mode)
     else:
-        out = torch.ops.partool.rope_norm(heads_BSND, weight_D, cos_SD, sin_SD, eps, mode)
+        out = _call_norm(heads_BSND, weight_D, cos_SD, sin_SD, eps, mode)
     return out.transpose(1, 2)
 
 
@@ -94,15 +95,20 @@ def _like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
-@torch.library.custom_op(
-    "partool::rope", mutates_args=(), schema="(Tensor heads, Tensor cos, Tensor sin, float turn, str mode) -> Tensor"
-)
-def _rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: float, mode: str) -> torch.Tensor:
+def _compute_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: float, mode: str) -> torch.Tensor:
     if not _on_device(mode, heads, cos, sin):
         return _turned(heads, cos, sin, turn).contiguous()
     out = _like(heads)
     launch("rope", (*map(_columns, (cos, sin, heads)), out), turn)
     return out
+
+
+_rope = torch.library.custom_op(
+    "partool::rope",
+    _compute_rope,
+    mutates_args=(),
+    schema="(Tensor heads, Tensor cos, Tensor sin, float turn, str mode) -> Tensor",
+)
 
 
 @_rope.register_fake
@@ -116,18 +122,15 @@ def _keep_tables(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 
 def _turned_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.partool.rope(grad, *ctx.saved_tensors, -ctx.turn, ctx.mode), None, None, None, None
+    return _call_turned_back(grad, *ctx.saved_tensors, -ctx.turn, ctx.mode), None, None, None, None
 
 
 _rope.register_autograd(_turned_back, setup_context=_keep_tables)
+_call_rope = direct("rope", Parts(_compute_rope, _keep_tables, _turned_back))
+_call_turned_back = direct_backward("rope", _compute_rope)
 
 
-@torch.library.custom_op(
-    "partool::rope_norm",
-    mutates_args=(),
-    schema="(Tensor heads, Tensor weight, Tensor cos, Tensor sin, float eps, str mode) -> Tensor",
-)
-def _norm(heads: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+def _compute_norm(heads: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     cos, sin, eps, mode = others
     if not _on_device(mode, heads, weight, cos, sin):
         return reference(heads, (cos, sin), weight, eps).contiguous()
@@ -136,19 +139,20 @@ def _norm(heads: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tens
     return out
 
 
+_norm = torch.library.custom_op(
+    "partool::rope_norm",
+    _compute_norm,
+    mutates_args=(),
+    schema="(Tensor heads, Tensor weight, Tensor cos, Tensor sin, float eps, str mode) -> Tensor",
+)
+
+
 @_norm.register_fake
 def _(heads: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
     return _like(heads, torch.promote_types(heads.dtype, weight.dtype))
 
 
-@torch.library.custom_op(
-    "partool::rope_norm_backward",
-    mutates_args=(),
-    schema=(
-        "(Tensor grad, Tensor heads, Tensor weight, Tensor cos, Tensor sin, float eps, str mode) -> (Tensor, Tensor)"
-    ),
-)
-def _norm_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_norm_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of heads and weight."""
     heads, weight, cos, sin, eps, mode = arguments
     if not _on_device(mode, heads, grad, weight, cos, sin):
@@ -160,6 +164,16 @@ def _norm_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, t
     inputs = map(_columns, (cos, sin, weight, heads, grad))
     launch("rope_norm_backward", (*inputs, grad_heads, parts), eps, config)
     return grad_heads, parts.sum(0).to(weight.dtype)
+
+
+_norm_backward = torch.library.custom_op(
+    "partool::rope_norm_backward",
+    _compute_norm_backward,
+    mutates_args=(),
+    schema=(
+        "(Tensor grad, Tensor heads, Tensor weight, Tensor cos, Tensor sin, float eps, str mode) -> (Tensor, Tensor)"
+    ),
+)
 
 
 def _gradients_by_torch(
@@ -231,8 +245,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    found = torch.ops.partool.rope_norm_backward(grad, *ctx.saved_tensors, ctx.eps, ctx.mode)
-    return *found, None, None, None, None
+    return *_call_norm_backward(grad, *ctx.saved_tensors, ctx.eps, ctx.mode), None, None, None, None
 
 
 _norm.register_autograd(_gradients, setup_context=_keep)
+_call_norm = direct("rope_norm", Parts(_compute_norm, _keep, _gradients))
+_call_norm_backward = direct_backward("rope_norm_backward", _compute_norm_backward)
