@@ -32,6 +32,7 @@ _PLAIN = {
     "operator_us": ("operator_s", 1e-6),
     "sustained_share": ("sustained_share", None),
     "topology": ("topology", None),
+    "architecture": ("architecture", None),
     "domain": ("domain", None),
     "units": ("units", None),
     "host_cores": ("host_cores", None),

@@ -41,7 +41,8 @@ def render_kernels(plan: Plan, console: Console, source: str) -> None:
         console.print(_moving_table(rest))
     console.print()
     for text in _notes(plan, found, source):
-        console.print(text, markup=False, highlight=False)
+        # A command stays in one piece, to be copied.
+        console.print(text, markup=False, highlight=False, soft_wrap=text.startswith("  "))
 
 
 def kernel_data(plan: Plan, source: str) -> dict[str, Any]:
@@ -183,6 +184,7 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
     elif not any(line.tabled for line in found.lines):
         notes.append("No kernels with tables compute this plan: nothing is to be tuned.")
     if command := tune_command(found, source):
-        notes.append(f"To measure them on such a device: {command}")
+        notes.append("To measure them on such a device:")
+        notes.append(f"  {command}")
         notes.append("and then name the folder in the spec: kernels: {tuned: [tuned]}")
     return notes

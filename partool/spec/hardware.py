@@ -32,6 +32,8 @@ class HardwareSpec(Section):
     """Network between nodes: catalog name (ib-ndr, roce-400, efa, slingshot, ethernet-100g, ...)."""
     backend: Literal["cuda", "rocm"] | None = None
     """Of a device that the catalog lacks; default cuda."""
+    architecture: Annotated[str, Field(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})$")] | None = None
+    """Instruction set of such a device, as compilers call it (sm_90, gfx942): what kernels there are depends on it."""
     memory_gib: _Figure | None = None
     """Usable memory per device; for ``cpu`` the whole host's memory."""
     peak_tflops: _Figure | None = None

@@ -109,7 +109,7 @@ def test_comparison_can_fail(ran: Forked, monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     monkeypatch.setattr(ran, "state", state)
-    with pytest.raises(AssertionError, match="ring: model.layers.3.attention.q_norm.weight differs"):
+    with pytest.raises(AssertionError, match=r"ring: model\.layers\.3\.attention\.q_norm\.weight differs"):
         assert_equal(ran, "ring", "grouped")
 
 

@@ -35,7 +35,7 @@ OWN: dict[str, tuple[str, float]] = {
     "host_memory_gb_per_s": ("host_memory_bytes_per_s", 1e9),
     "operator_us": ("operator_s", 1e-6),
 }
-PLAIN = ("topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")
+PLAIN = ("architecture", "topology", "domain", "units", "host_cores", "backend", "nodes", "per_node")
 NOT_FIGURES = {"accelerator", "fabric", "profile"}
 
 

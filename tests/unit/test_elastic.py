@@ -49,7 +49,8 @@ TINY: dict[str, Any] = {"recompute": ("none", "none"), "stages": ((0, 2),)}
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned(more="launch: {target: slurm, min_nodes: 1}\nparallel: {data: {zero: 3}}\n")
+    parallel = "parallel: {data: {zero: 3}, sequence: 1, offload: {activations: none}}\n"
+    return planned(more="launch: {target: slurm, min_nodes: 1}\n" + parallel)
 
 
 def test_a_plan_for_fewer_nodes_is_a_plan_of_its_own(plan: Plan) -> None:
@@ -71,7 +72,9 @@ def test_predictions_are_those_of_a_plan_made_for_that_size(plan: Plan) -> None:
     layout = smaller.layout
     recompute = str(list(layout.recompute)).replace("'", "")
     pinned = f"data: {{zero: 3, shard: 16}}, micro_batch: {layout.micro_batch}, recompute: {recompute}"
-    made = planned(nodes=2, more=f"parallel: {{tensor: 1, pipeline: 1, sequence: 1, {pinned}}}\n")
+    made = planned(
+        nodes=2, more=f"parallel: {{tensor: 1, pipeline: 1, sequence: 1, offload: {{activations: none}}, {pinned}}}\n"
+    )
     assert made.layout == layout
     assert made.prediction.time == smaller.prediction.time
     assert made.prediction.memory == smaller.prediction.memory

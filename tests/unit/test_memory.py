@@ -26,7 +26,7 @@ from partool.cost.peak import (
 from partool.cost.saved import saved_by_layer
 from partool.cost.stacks import STACKS
 from partool.cost.states import HOST_FACTOR, States, states
-from partool.cost.traced import coefficients
+from partool.cost.traced import Kind, coefficients
 from partool.layout.mesh import split_layers
 from partool.layout.parameters import count, groups, parameters
 from partool.plan.terms import MEMORY_TERMS
@@ -188,7 +188,7 @@ def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: in
     counted = replace(MEMORY_STACKS["partool"], traced=False)
     for norm, activation in itertools.product(("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu")):
         model = LLAMA.model_copy(update={"norm": norm, "activation": activation})
-        assert coefficients(model, precision, compiled, policy) is not None
+        assert coefficients(model, precision, Kind(compiled, policy)) is not None
         case = Job(model, CPU, 1024, 64, precision)
         of_trace, of_formula = (
             float(saved_by_layer(case, Layouts(compiled=compiled), stack, 0, RECOMPUTE.index(policy)))

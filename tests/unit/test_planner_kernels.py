@@ -452,7 +452,8 @@ def test_the_view_fits_a_terminal_and_says_the_same_as_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    spec = tmp_path / "spec.yaml"
+    monkeypatch.chdir(tmp_path)
+    spec = Path("spec.yaml")
     spec.write_text(EIGHT)
     text = printed(capsys, str(spec))
     assert max(map(len, text.splitlines())) <= columns

@@ -51,7 +51,7 @@ def case(
 
 ON_DEVICE = {"optimizer": "none", "parameters": "none", "activations": "none"}
 EXHAUSTIVE: dict[str, dict[str, Any]] = {
-    "one node": case(DENSE, 1, 4, memory_gib=6, batch=4, offload=ON_DEVICE, pipeline={"schedule": "1f1b"}),
+    "one node": case(DENSE, 1, 4, memory_gib=4, batch=4, offload=ON_DEVICE, pipeline={"schedule": "1f1b"}),
     "offload": case(DENSE, 1, 4, memory_gib=3, batch=4, pipeline={"stages": 1}, sequence={"degree": 1}, micro_batch=1),
     "pipelines": case(
         DENSE, 1, 8, memory_gib=5, batch=32, offload=ON_DEVICE, tensor=1, recompute="selective", sequence={"degree": 1}
