@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -27,12 +27,21 @@ _ERRORS = 1
 
 
 def load_plan_or_exit(
-    path: Path, overrides: list[str], output: Output = "text", strict: bool = False, *, trace: bool = False
+    path: Path,
+    overrides: list[str],
+    output: Output = "text",
+    strict: bool = False,
+    *,
+    trace: bool = False,
+    forgive: Collection[str] = (),
 ) -> Plan:
-    """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors."""
+    """Return the plan of a spec, or of a plan file; shows all findings, and ends the command if there are errors.
+
+    ``forgive``: rules about kernels that only warn.
+    """
     if path.suffix == ".json":
         return read_plan_or_exit(path, overrides)
-    plan, findings, lines = _planned(path, overrides, trace=trace)
+    plan, findings, lines = _planned(path, overrides, trace=trace, forgive=forgive)
     failed = plan is None or _fails(findings, strict=strict)
     show(findings, lines, output, failed=failed)
     if plan is None or failed:
@@ -133,7 +142,9 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
     return found
 
 
-def _planned(path: Path, overrides: list[str], *, trace: bool = False) -> tuple[Plan | None, list[Diagnostic], Lines]:
+def _planned(
+    path: Path, overrides: list[str], *, trace: bool = False, forgive: Collection[str] = ()
+) -> tuple[Plan | None, list[Diagnostic], Lines]:
     """Return a spec's plan, if there is one, with all findings and the lines they point to."""
     from partool.spec import load
 
@@ -143,7 +154,9 @@ def _planned(path: Path, overrides: list[str], *, trace: bool = False) -> tuple[
     if loaded.spec is not None and not any(finding.severity == "error" for finding in findings):
         from partool.planner import make_plan
 
-        result = make_plan(loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), trace=trace)
+        result = make_plan(
+            loaded.spec, base_dir=path.absolute().parent, default_name=name_of(path), trace=trace, forgive=forgive
+        )
         findings += loaded.source.attach(result.diagnostics)
         plan = result.plan
         lines |= _lines_elsewhere(findings, lines)

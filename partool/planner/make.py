@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from partool.planner import fp8, tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
 from partool.planner.hf import Description, hf_model, narrowed, unused_weights
-from partool.planner.kernel_checks import check_kernels, table_hashes
+from partool.planner.kernel_checks import absolute, check_kernels, table_hashes, without_missing
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
@@ -82,12 +83,15 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
 
 
-def make_plan(spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False) -> PlanResult:
+def make_plan(
+    spec: Spec, *, base_dir: Path, default_name: str, trace: bool = False, forgive: Collection[str] = ()
+) -> PlanResult:
     """Plan a spec. ``base_dir`` is what relative paths in it start from, ``default_name`` the name of a nameless spec.
 
     ``trace`` asks the runtime what this very model keeps for the backward pass, instead of the data that come with
-    partool; that needs torch. Never raises for bad input: what is wrong is among the diagnostics. The same spec,
-    catalog and machine give the same plan.
+    partool; that needs torch. ``forgive``: rules about kernels that only warn, see
+    :func:`partool.planner.kernel_checks.check_kernels`. Never raises for bad input: what is wrong is among the
+    diagnostics. The same spec, catalog and machine give the same plan.
     """
     resolved = resolve(spec, base_dir)
     if resolved.problem is None:
@@ -97,10 +101,10 @@ def make_plan(spec: Spec, *, base_dir: Path, default_name: str, trace: bool = Fa
     from partool.planner.trace import TraceError, traced
 
     if not trace:
-        return _planned(spec, resolved, resolved.problem, base_dir, default_name)
+        return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)
     try:
         with using(traced(resolved.problem)):
-            return _planned(spec, resolved, resolved.problem, base_dir, default_name)
+            return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)
     except TraceError as error:
         help = "partool plan without --trace uses the data that come with partool"
         return PlanResult(None, [*resolved.diagnostics, Diagnostic("PT303", str(error), path=("model",), help=help)])
@@ -156,8 +160,18 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         spec=spec.model_dump(mode="json", exclude_defaults=True),
         **_told(solution, best, resolved),
     )
-    of_plan = [*_elastic(plan), *check_kernels(plan)]
-    return PlanResult(None if _failed(of_plan) else plan, [*found, *of_plan])
+    return PlanResult(plan, found)
+
+
+def _checked(result: PlanResult, forgive: Collection[str]) -> PlanResult:
+    """Return a plan with the findings of rules that look at whole plans."""
+    plan = result.plan
+    if plan is None:
+        return result
+    found = [*_elastic(plan), *check_kernels(plan, forgive)]
+    if "PT492" in forgive:
+        plan = plan.model_copy(update={"kernels": without_missing(plan.kernels)})
+    return PlanResult(None if _failed(found) else plan, [*result.diagnostics, *found])
 
 
 def _elastic(plan: Plan) -> list[Diagnostic]:
@@ -215,7 +229,7 @@ def _checkpoint(spec: Spec, base_dir: Path) -> CheckpointSpec:
 
 
 def _kernels(spec: Spec, base_dir: Path) -> KernelsSpec:
-    tuned = [str(base_dir / path) for path in spec.kernels.tuned]
+    tuned = [str(absolute(path, base_dir)) for path in spec.kernels.tuned]
     return spec.kernels.model_copy(update={"tuned": tuned})
 
 

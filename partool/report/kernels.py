@@ -186,5 +186,7 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
     if command := tune_command(found, source):
         notes.append("To measure them on such a device:")
         notes.append(f"  {command}")
-        notes.append("and then name the folder in the spec: kernels: {tuned: [tuned]}")
+        named = list(plan.spec.get("kernels", {}).get("tuned", ()))
+        folders = ", ".join([*named, *([] if "tuned" in named else ["tuned"])])
+        notes.append(f"and then name the folder in the spec: kernels: {{tuned: [{folders}]}}")
     return notes

@@ -16,7 +16,7 @@ from partool.cost.flops import matmul_flops_per_token
 from partool.cost.gemm import matmul_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.kernel_checks import check_kernels
+from partool.planner.kernel_checks import absolute, check_kernels
 from partool.planner.kernel_requests import PARTS, counted
 from partool.planner.kernels import Coverage, Line, coverage, requests
 from partool.spec import load, load_text
@@ -333,6 +333,66 @@ def test_tables_that_are_none_are_refused(tmp_path: Path) -> None:
         assert result.plan is None
         (finding,) = (one for one in result.diagnostics if one.code == "PT492")
         assert what in finding.message
+
+
+def test_what_is_required_can_be_looked_at_and_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PT491 ends plan and --check, not what lists and measures such products; nor does a folder that is to come."""
+    spec = tmp_path / "a.yaml"
+    spec.write_text(EIGHT + "kernels: {require: exact, tuned: [here, tuned]}\n")
+    (tmp_path / "here").mkdir()
+    found = coverage(planned(), Registry()).lines
+    requests = [line.asked.request for line in found if line.asked.request and line.asked.kernel == "gemm_a8w8"]
+    written(tmp_path / "here", entry(requests[0]))
+
+    def call(*words: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as end:
+            run([*words])
+        shown = capsys.readouterr()
+        return end.value.code, shown.out, shown.err
+
+    code, _, err = call("plan", str(spec), "--show", "kernels")
+    assert (code, "error[PT492]" in err) == (1, True)
+    monkeypatch.setattr("partool.launch.tune._process", lambda requests, tuning: iter([]))
+    code, _, err = call("tune", str(spec), "--dry-run")
+    assert (code or 0, "warning[PT491]" in err, "warning[PT492]" in err) == (0, True, True), err
+    (tmp_path / "tuned").mkdir()
+    code, _, err = call("tune", str(spec), "--dry-run")
+    assert (code, "error[PT492]" in err, "it is empty" in err) == (1, True, True)
+    spec.write_text(EIGHT + "kernels: {require: exact, tuned: [here]}\n")
+    code, out, err = call("plan", str(spec), "--show", "kernels")
+    assert (code or 0, "warning[PT491]" in err) == (0, True)
+    assert "kernels: {tuned: [here, tuned]}" in " ".join(out.split())
+    for more in ((), ("--check",), ("--show", "kernels", "--out", str(tmp_path / "plan.json"))):
+        code, _, err = call("plan", str(spec), *more)
+        assert (code, "error[PT491]" in err) == (1, True)
+
+
+def test_paths_of_tables_start_at_home_or_the_specs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/homes/me")
+    assert absolute("~/t", tmp_path) == Path("/homes/me/t")
+    assert absolute("../t", tmp_path / "sub") == tmp_path / "t"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ([], "it is empty"),
+        (["broken.json"], "broken.json is named like none of them"),
+        (["gemm_a8w8/sm_90.json"], "name the folder above"),
+        (["gfx950-GEMM-A8W8_BLOCKSCALE-N=2112-K=7168.json"], "configs/gemm/gfx950-GEMM-A8W8_BLOCKSCALE.json"),
+    ],
+)
+def test_folders_that_hold_nothing_say_what_is_missing(tmp_path: Path, files: list[str], words: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{")
+    folder = tmp_path / "gemm_a8w8" if (tmp_path / "gemm_a8w8").exists() else tmp_path
+    result = plan_of(f"kernels.tuned=[{folder}]")
+    (finding,) = (one for one in result.diagnostics if one.code == "PT492")
+    assert words in finding.message
+    assert finding.message.count("holds no") == 0
 
 
 LEVELS: list[Source] = list(SOURCES)

@@ -203,6 +203,12 @@ def _options(config: Mapping[str, int | str | None]) -> dict[str, int]:
     return {name: int(config[name] or 0) for name in names if name in config}
 
 
+def default_name(name: str) -> str | None:
+    """Return the name of the default file that a flat file of widths needs beside it; None: it is no such file."""
+    found = _FILE.fullmatch(name)
+    return f"{found['arch']}-{found['family']}.json" if found else None
+
+
 def holds(path: Path) -> bool:
     """Tell whether a folder is aiter's ``configs``."""
     flat = any(_FILE.fullmatch(file.name) for file in (path / "gemm").glob("gfx*.json"))

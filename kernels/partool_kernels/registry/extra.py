@@ -26,11 +26,25 @@ def load(paths: list[Path]) -> tuple[list[tuple[str, Table]], list[Reader]]:
     for path in paths:
         found, more = _file(path) if path.is_file() else _folder(path)
         if not found and not more:
-            what = "holds no tables of partool, aiter or vLLM" if path.is_dir() else "does not exist"
-            raise tables.TableError(path, what)
+            raise tables.TableError(path, _nothing(path) if path.is_dir() else "does not exist")
         own += found
         readers += more
     return own, readers
+
+
+def _nothing(path: Path) -> str:
+    """Return why a folder holds nothing, with what it would need."""
+    from partool_kernels.registry.kernels import KERNELS
+
+    own = "<kernel>/<architecture>.json"
+    if path.name in KERNELS and any(path.glob("*.json")):
+        return f"it is one kernel's; tables are {own}: name the folder above, {path.parent}"
+    default = next((aiter.default_name(file.name) for file in sorted(path.rglob("gfx*.json"))), None)
+    if default:
+        return f"files of aiter count beside their default file, configs/gemm/{default}, in a folder of that form"
+    others = sorted(file.name for file in path.glob("*.json"))
+    seen = f"; {others[0]} is named like none of them" if others else "" if any(path.iterdir()) else "; it is empty"
+    return f"no tables of partool ({own}), aiter (configs/gemm/gfx*.json) or vLLM (E=*,N=*,device_name=*.json){seen}"
 
 
 def _file(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
