@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from partool_kernels.select import Candidate, NothingWorksError, Problem, Selector, Store
-from partool_kernels.select.attention import Heads, attention, plain
+from partool_kernels.fp8.formats import Quantised
+from partool_kernels.fp8.op import quantise
+from partool_kernels.select import Candidate, NothingWorksError, Problem, Selector, Store, products
+from partool_kernels.select.attention import Heads, attention, plain, problem
 from partool_kernels.select.products import grouped, matmul, scaled
 from partool_kernels.timing import HostTimer, Run
 
@@ -44,6 +46,7 @@ def _problem(*candidates: Candidate, key: int = 1) -> Problem:
     return Problem("test", (("n", key),), names, lambda: candidates)
 
 
+AB = (("a", 1.0), ("b", -3.0))
 A, B, C = (Candidate(name, _result(2.0)) for name in "abc")
 
 
@@ -187,10 +190,79 @@ def test_products_are_chosen_among_what_there_is() -> None:
 
 
 def test_products_in_eight_bits_fall_back_on_the_kernel_of_our_own() -> None:
-    from partool_kernels.fp8.op import quantise
-
     torch.manual_seed(0)
     a, b = (quantise(torch.randn(128, 256), what, torch.float8_e4m3fn)[0] for what in ("plain", "plain square"))
     clock = Clock(1.0, 2.0)
     out = scaled(Selector(clock), a, b, torch.float32)
     assert torch.allclose(out, a.wide() @ b.wide().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_results_that_tell_nothing_decide_nothing(tmp_path: Path, value: float) -> None:
+    truth, wrong = (Candidate(name, lambda times=times: (torch.full((3,), value) * times,)) for name, times in AB)
+    store = Store("d", {}, tmp_path)
+    with pytest.warns(RuntimeWarning, match="test n=1 is not measured: RuntimeError: results of a are zero, or not"):
+        answer = Selector(Clock(2.0, 1.0), store).choose(_problem(truth, wrong))
+    assert (answer.name, answer.source) == ("a", "default")
+    assert store.read() == {}
+
+
+def test_a_large_row_does_not_hide_mistakes_in_others() -> None:
+    rows = torch.tensor([[1000.0, 1.0], [1.0, 2.0]])
+    pair = Candidate("a", lambda: (rows,)), Candidate("b", lambda: (rows * torch.tensor([[1.0], [2.0]]),))
+    by_row = Problem("test", (), ("a", "b"), lambda: pair, by_row=True)
+    assert Selector(Clock()).choose(by_row).excluded == {"b": "differs by 1 of the largest element"}
+
+
+def test_without_memory_to_measure_training_goes_on(tmp_path: Path) -> None:
+    class Full(Clock):
+        def medians_s(self, runs: Sequence[Run], repeats: int) -> list[float]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def full() -> Sequence[torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    store, selector = Store("d", {}, tmp_path), Selector(Full(), Store("d", {}, tmp_path))
+    with pytest.warns(RuntimeWarning, match="OutOfMemoryError: CUDA out of memory") as seen:
+        assert [selector.choose(_problem(A, B)).name for _ in range(2)] == ["a", "a"]
+    assert len(seen) == 1
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        assert Selector(Clock(1.0), store).choose(_problem(A, Candidate("b", full), C)).source == "default"
+    assert store.read() == {}
+
+
+def test_an_implementation_whose_package_has_gone_is_not_taken(tmp_path: Path) -> None:
+    heads, here = Heads(1, 2, 2, 16, 8), torch.device("cpu")
+    asked = problem(heads, torch.float32, here, ("flash", "math", "flash3"))
+    store = Store("d", {}, tmp_path)
+    store.put(asked.text, {"names": list(asked.names), "name": "flash3"})
+    _, answer = attention(Selector(Clock(2.0, 1.0), store), heads, torch.float32, here, also=("flash3",))
+    assert (answer.name, answer.source) == ("math", "measured")
+    assert "flash_attn_interface" in answer.excluded["flash3"]
+
+
+@pytest.mark.parametrize("square", ["plain", "plain square"])
+def test_wrong_scales_are_found_whatever_is_multiplied(monkeypatch: pytest.MonkeyPatch, square: str) -> None:
+    """Zeros, too, which are the gradients of a batch without labels."""
+    right = products._SCALED["triton"]
+
+    def turned(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
+        return right(a, Quantised(b.q, b.scale.flip(0)), dtype)
+
+    def same(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
+        return right(a, b, dtype)
+
+    a, b = (quantise(torch.zeros(256, 256), what, torch.float8_e4m3fn)[0] for what in ("plain", square))
+    for run, name in ((turned, "triton"), (same, "torch")):
+        monkeypatch.setitem(products._SCALED, "torch", run)
+        selector = Selector(Clock(2.0, 1.0))
+        scaled(selector, a, b, torch.bfloat16)
+        (answer,) = selector._answers.values()
+        assert (answer.name, "torch" in answer.excluded) == (name, run is turned)
+
+
+def test_measuring_leaves_the_random_numbers_of_training_as_they_are() -> None:
+    before = torch.get_rng_state()
+    matmul(Selector(Clock(1.0)), torch.ones(3, 8), torch.ones(8, 3))
+    grouped(Selector(Clock(1.0, 2.0)), torch.ones(6, 8), torch.ones(2, 8, 16), torch.tensor([2, 5]))
+    assert torch.equal(torch.get_rng_state(), before)

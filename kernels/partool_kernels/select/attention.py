@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,7 +54,12 @@ def attention(
     own = ("flash", "math") if device.type == "cpu" else ("flash", "cudnn", "efficient")
     answer = _choose(selector, heads, (dtype, device), (*own, *also))
     if answer.name in _IMPLEMENTATIONS:
-        torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
+        try:
+            torch.nn.attention.activate_flash_attention_impl(_IMPLEMENTATIONS[answer.name])
+        except Exception as error:  # whatever importing a package raises: one that took it before had the package
+            absent = {answer.name: f"{type(error).__name__}: {error}"}
+            answer = _choose(selector, heads, (dtype, device), tuple(x for x in (*own, *also) if x != answer.name))
+            answer = replace(answer, excluded=answer.excluded | absent)
     # Without a measurement torch is left to choose for itself.
     return (plain if answer.source == "default" else by(answer.name)), answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -10,6 +11,9 @@ from partool_kernels.device import has_triton, triton_version
 from partool_kernels.select.selector import Selector
 from partool_kernels.select.store import Store
 from partool_kernels.timing import CudaTimer, HostTimer
+
+_ATTENTION = ("flash-attn-3", "flash-attn-4")
+"""Packages of the implementations of attention that torch does not have itself."""
 
 
 @functools.cache
@@ -34,4 +38,12 @@ def versions() -> dict[str, str]:
         "runtime": str(torch.version.hip or torch.version.cuda),
         "cudnn": str(cudnn),
         "triton": triton_version() if has_triton() else "none",
+        **{name: _version(name) for name in _ATTENTION},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

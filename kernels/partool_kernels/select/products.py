@@ -16,7 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from partool_kernels.device import uses_triton
-from partool_kernels.fp8.formats import Quantised
+from partool_kernels.fp8.formats import BLOCK, Quantised, blocks
+from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm.op import dense, form_of, gemm
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
 from partool_kernels.grouped_gemm.op import grouped_gemm, loop
@@ -47,7 +48,7 @@ def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor
     even = (torch.arange(1, experts + 1, device=ends_E.device) * len(rows_RK)) // experts
 
     def candidates() -> Sequence[Candidate]:
-        x, w = (torch.randn_like(t).requires_grad_() for t in (rows_RK, weights_EKN))
+        x, w = (t.requires_grad_() for t in _random(rows_RK, weights_EKN))
         return [Candidate(name, functools.partial(_trained, _GROUPED[name], (x, w), even)) for name in names]
 
     key = (*_sizes(rows_RK, weights_EKN), ("e", experts), ("form", "n" if weights_EKN.stride(-1) == 1 else "t"))
@@ -59,17 +60,37 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
     """Return ``a @ b.T`` of numbers in 8 bits with scales of blocks, as ``partool_kernels.gemm_a8w8.op.gemm_a8w8``."""
 
     def candidates() -> Sequence[Candidate]:
-        return [Candidate(name, functools.partial(_alone, run, a, b, dtype)) for name, run in _SCALED.items()]
+        # Not the numbers of this call: among zeros, or beside one large row, no wrong scale shows.
+        like = tuple(_scales_apart(x, seed) for seed, x in enumerate((a, b)))
+        return [Candidate(name, functools.partial(_alone, run, *like, dtype)) for name, run in _SCALED.items()]
 
     key = (*_sizes(a.q, b.q.T), ("scales", str(list(b.scale.shape))), ("out", _word(dtype)))
-    return _SCALED[selector.choose(Problem("scaled_gemm", key, tuple(_SCALED), candidates)).name](a, b, dtype)
+    problem = Problem("scaled_gemm", key, tuple(_SCALED), candidates, by_row=True)
+    return _SCALED[selector.choose(problem).name](a, b, dtype)
+
+
+def _scales_apart(x: Quantised, seed: int) -> Quantised:
+    """Return random numbers held as others are, whose blocks have scales that differ by up to 16 times."""
+    generator = torch.Generator(x.q.device).manual_seed(seed)
+    rows, columns = x.q.shape
+    down = 1 if x.scale.shape[1] == rows else BLOCK
+    exponents = torch.randint(-2, 3, (-(-rows // down), blocks(columns)), device=x.q.device, generator=generator)
+    factors = torch.exp2(exponents).repeat_interleave(down, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    numbers = torch.randn(rows, columns, device=x.q.device, generator=generator)
+    return quantise(numbers.mul_(factors), "plain" if down == 1 else "plain square", x.q.dtype)[0]
+
+
+def _random(*like: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors that lie as others do; training's own random numbers stay those of runs without measurements."""
+    generator = torch.Generator(like[0].device).manual_seed(0)
+    return [torch.empty_like(x).normal_(generator=generator) for x in like]
 
 
 def _problem(
     operation: str, inputs: tuple[torch.Tensor, ...], names: tuple[str, ...], *more: tuple[str, str | int]
 ) -> Problem:
     def candidates() -> Sequence[Candidate]:
-        like = tuple(torch.randn_like(x) for x in inputs)
+        like = _random(*inputs)
         return [Candidate(name, functools.partial(_alone, _by(name), *like)) for name in names]
 
     return Problem(operation, (*_sizes(*inputs), *more), names, candidates)

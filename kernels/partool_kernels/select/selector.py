@@ -47,6 +47,8 @@ class Problem:
     """Make inputs and candidates; called only to measure."""
     tolerance: float = 0.02
     """Most difference between two right results, as a share of the largest element."""
+    by_row: bool = False
+    """The largest element is that of each row by itself; not for results with rows that are zero but for rounding."""
 
     @property
     def text(self) -> str:
@@ -76,15 +78,16 @@ class Selector:
         That is for training that has to give the same bits again: implementations differ in the last ones.
         """
         self._timer, self._store, self._measures = timer, store, measure
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[tuple[str, tuple[str, ...]], Answer] = {}
 
     def choose(self, problem: Problem) -> Answer:
         """Return the answer to a problem; raises :class:`NothingWorksError`."""
         if not self._measures or cannot_measure():
             return Answer(problem.names[0], "default")
-        if problem.text not in self._answers:
-            self._answers[problem.text] = self._kept(problem) or self._measured(problem)
-        return self._answers[problem.text]
+        asked = problem.text, problem.names
+        if asked not in self._answers:
+            self._answers[asked] = self._kept(problem) or self._measured(problem)
+        return self._answers[asked]
 
     def _kept(self, problem: Problem) -> Answer | None:
         held = self._store.read().get(problem.text) if self._store is not None else None
@@ -94,11 +97,16 @@ class Selector:
         return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
 
     def _measured(self, problem: Problem) -> Answer:
-        right, excluded = _right(problem)
+        # Training goes on without a measurement: it needs memory that the step itself may have none left of.
+        try:
+            right, excluded = _right(problem)
+            seconds = self._seconds(right) if len(right) > 1 else {}
+        except RuntimeError as error:
+            warnings.warn(f"{problem.text} is not measured: {_words(error)}", RuntimeWarning, stacklevel=4)
+            return Answer(problem.names[0], "default")
         if not right:
             told = "; ".join(f"{name}: {reason}" for name, reason in excluded.items())
             raise NothingWorksError(f"no implementation of {problem.text} works: {told}")
-        seconds = self._seconds(right) if len(right) > 1 else {}
         best = right[0].name
         for name, time_s in seconds.items():
             if time_s < seconds[best] * (1 - GAIN):
@@ -122,7 +130,10 @@ class Selector:
 
 
 def _right(problem: Problem) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that run and agree with the first one that does, and why others are left out."""
+    """Return the candidates that run and agree with the first one that does, and why others are left out.
+
+    Raises RuntimeError where that tells nothing: there is too little memory for one, or results are not finite or zero.
+    """
     right: list[Candidate] = []
     excluded: dict[str, str] = {}
     truth: list[torch.Tensor] = []
@@ -132,26 +143,38 @@ def _right(problem: Problem) -> tuple[list[Candidate], dict[str, str]]:
             with candidate.within(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = [x.detach().float().cpu() for x in candidate.run()]
+        except torch.OutOfMemoryError:  # there may be enough in another run
+            raise
         except Exception as error:  # libraries and drivers raise many kinds
-            lines = str(error).strip().splitlines()
-            excluded[candidate.name] = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+            excluded[candidate.name] = _words(error)
             continue
         if not truth:
             truth = found
-        elif problem_with := _difference(found, truth, problem.tolerance):
+            if not all(x.isfinite().all() for x in truth) or not any(x.any() for x in truth):
+                raise RuntimeError(f"results of {candidate.name} are zero, or not finite: others cannot be told wrong")
+        elif problem_with := _difference(found, truth, problem):
             excluded[candidate.name] = problem_with
             continue
         right.append(candidate)
     return right, excluded
 
 
-def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], tolerance: float) -> str:
+def _words(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Problem) -> str:
     """Return in words how results differ by more than rounding, or nothing."""
     if [x.shape for x in found] != [x.shape for x in truth]:
         return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"
     for one, other in zip(found, truth, strict=True):
-        if other.numel() and not (one - other).abs().max() <= tolerance * other.abs().max():
-            return f"differs by {float((one - other).abs().max() / other.abs().max()):.2g} of the largest element"
+        if not other.numel():
+            continue
+        rows = (x.abs() if problem.by_row else x.abs().flatten()[None] for x in (one - other, other))
+        apart, largest = (x.amax(-1) for x in rows)
+        if not (apart <= problem.tolerance * largest).all():
+            return f"differs by {float((apart / largest).max()):.2g} of the largest element"
     return ""
 
 
