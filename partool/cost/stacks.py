@@ -105,9 +105,10 @@ PARTOOL_CPU = replace(
 """The same on CPU ranks: gloo works on the cores that also compute (checked on two cores of a 2.3 GHz Xeon)."""
 
 
-_SPARED: dict[Fused, int] = {"norm": 15, "rope": 12, "glu": 1}
-"""Kernels of a layer's forward pass that one fused kernel spares, counted from the eager decoder's operators (RMSNorm
-8, the rotation 7 each of queries and keys, sums and gates 1); of its backward pass twice as many."""
+_SPARED: dict[Fused, int] = {"norm": 5, "rope": 2, "glu": -4}
+"""Operators of a layer's forward pass that fused kernels spare the host; of its backward pass twice as many. RMSNorm is
+8 of the eager decoder, the rotation 7 each of queries and keys, sums and gates 1; a fused call takes the host as long as
+six: four measured on a CPU (docs/kernels.md), and Triton launches slower than torch."""
 _FUSED_LOGIT_BYTES = 12.0
 """Traffic per logit of 2 bytes: written by the product, read twice and overwritten with its gradient, read twice."""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from partool.cost import traced
+from partool.cost.traced import Kind as Traced
 from partool.layout.traced import COEFFICIENTS
 from partool.spec.model import Mla, ModelConfig
 from partool_runtime import trace
@@ -54,7 +55,7 @@ def saved_bytes(config: ModelConfig, precision: Any, policy: Any) -> int:
 
 def shipped_bytes(config: ModelConfig, precision: Any, policy: str) -> float:
     """The same of one layer, from the shipped data."""
-    found = traced.coefficients(config, precision, 0, policy)
+    found = traced.coefficients(config, precision, Traced(0, policy, ()))
     assert found is not None
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     sizes = {
@@ -112,7 +113,7 @@ def test_shipped_data_are_what_this_torch_gives() -> None:
 
 
 def test_every_kind_of_model_is_shipped() -> None:
-    wanted = {trace.family(c.model, c.precision, c.compile, c.policy) for c in trace.shipped_cases()}
+    wanted = {trace.family(c.model, c.precision, c.compile, c.policy, c.fused) for c in trace.shipped_cases()}
     wanted |= {trace.head_family(c.model, c.precision) for c in trace.shipped_cases()}
     assert wanted == set(traced.shipped().families)
 
@@ -130,9 +131,9 @@ def test_the_users_model_is_traced_by_a_process() -> None:
 def test_other_data_change_the_plan() -> None:
     config = model("llama")
     families = {key: tuple(2 * value for value in values) for key, values in traced.shipped().families.items()}
-    before = traced.coefficients(config, "bf16", 1, "none")
+    before = traced.coefficients(config, "bf16", Traced(1, "none", ()))
     with traced.using(traced.Trace("0", "2000-01-01", families, "other")):
-        after = traced.coefficients(config, "bf16", 1, "none")
+        after = traced.coefficients(config, "bf16", Traced(1, "none", ()))
     assert before is not None
     assert after is not None
     assert after.token["hidden"] == 2 * before.token["hidden"]
@@ -162,5 +163,5 @@ def test_failures_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_experts_and_latent_attention_are_not_traced() -> None:
     mla = Mla(kv_rank=4, nope_head_dim=4, rope_head_dim=4, v_head_dim=4)
-    assert traced.coefficients(model("llama", mla=mla), "bf16", 0, "none") is None
+    assert traced.coefficients(model("llama", mla=mla), "bf16", Traced(0, "none", ())) is None
     assert len(COEFFICIENTS) == len(set(COEFFICIENTS))
