@@ -58,6 +58,14 @@ RULES: tuple[Rule, ...] = (
         _MODEL + "kernels: {tuned: []}\n",
     ),
     Rule(
+        "PT493",
+        "A time in a table that cannot be true",
+        "Negative, infinite, or so far from what the device can do that it must be of something else: it is not used.",
+        "partool plan spec.yaml --set 'kernels.tuned=[a8w8_blockscale_tuned_gemm.csv]'  # which has us = -5",
+        "partool plan spec.yaml --set 'kernels.tuned=[a8w8_blockscale_tuned_gemm.csv]'  # which has us = 50",
+        "command",
+    ),
+    Rule(
         "PT495",
         "Kernels cannot be tuned here",
         "Configurations are timed on the GPU that they are for: there is none, or it is of another architecture "

@@ -38,13 +38,17 @@ def check_kernels(plan: Plan, forgive: Collection[str] = ()) -> list[Diagnostic]
         message = f"{error.path} cannot be used: {error.problem}"
         help = "partool tune writes such tables; those of ROCm/aiter and vLLM are read as they are"
         return [Diagnostic("PT492", message, path=("kernels", "tuned"), help=help)]
-    all_found = [*missing, *_below(plan, found)]
+    doubts = [
+        Diagnostic("PT493", doubt, "warning", ("kernels", "tuned"), help="measure it again, or take the row out")
+        for doubt in found.doubts
+    ]
+    all_found = [*missing, *doubts, *_below(plan, found)]
     return [replace(one, severity="warning") if one.code in forgive else one for one in all_found]
 
 
 def absolute(path: str, base_dir: Path) -> Path:
     """Return where a table is: ``~`` is the user's home, relative paths start from the spec's folder."""
-    return Path(os.path.normpath(base_dir / os.path.expanduser(path)))  # noqa: PTH111 - of unknown users it raises nothing
+    return Path(os.path.normpath(base_dir / os.path.expanduser(path)))
 
 
 def without_missing(kernels: KernelsSpec) -> KernelsSpec:

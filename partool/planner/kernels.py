@@ -21,7 +21,7 @@ from partool.planner.kernel_parts import parts
 from partool.planner.kernel_requests import Asked, asked
 from partool.spec.hardware import Devices
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
-from partool_kernels.registry.look_up import Registry
+from partool_kernels.registry.look_up import MODELLED, Registry
 
 State = Literal["tuned", "nearest", "untuned", "library"]
 STATES: tuple[State, ...] = ("tuned", "nearest", "untuned", "library")
@@ -29,6 +29,8 @@ _STATE: dict[Source, State] = {
     "exact": "tuned", "rows": "nearest", "shape": "nearest", "device": "nearest", "modelled": "untuned",
     "heuristic": "untuned",
 }  # fmt: skip
+_FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
+"""How far a measured time may be from the predicted one, or from the shortest of a launch, and still be believed."""
 _FEWEST = 3
 """Measured entries of a table whose median gain is taken for what tuning brings; with fewer, the tile model tells."""
 
@@ -86,6 +88,8 @@ class Coverage:
     architecture: str
     step_s: float
     lines: tuple[Line, ...]
+    doubts: tuple[str, ...] = ()
+    """Times in tables that cannot be true, which are not used, in words."""
 
     @cached_property
     def share(self) -> dict[State, float]:
@@ -137,11 +141,19 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     that other engines have to run, the kernels of those count where their tables are given.
     """
     names = _device_names(plan.devices)
-    tables = _Tables(registry or Registry(plan.kernels.tuned), names, others=not plan.runnable)
-    job, step_s = _job(plan), plan.prediction.time.step_time_s
     found = (*asked(plan, names[0]), *parts(plan, names[0]))
+    registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(found))
+    tables = _Tables(registry, names, others=not plan.runnable)
+    job, step_s = _job(plan), plan.prediction.time.step_time_s
     lines = tuple(_line(job, one, tables, step_s) for one in found)
-    return Coverage(plan.devices.architecture, step_s, lines)
+    doubts = dict.fromkeys([*registry.doubts, *tables.doubts])
+    return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
+
+
+def _expert_width(found: Sequence[Asked]) -> int | None:
+    """Return the inner width of an expert on the rank, the one that its last product sums over."""
+    forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
+    return next((one.sides[2] for one in forward), None)
 
 
 def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
@@ -181,9 +193,9 @@ def _device_names(devices: Devices) -> list[str]:
 
 
 def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
-    choice = tables.choice(one)
-    measured = choice is not None and choice.source == "exact" and choice.time_s is not None
     modelled_s = call_s = _modelled_s(job, one)
+    choice = tables.credible(one, modelled_s)
+    measured = choice is not None and choice.source == "exact" and choice.time_s is not None
     lost_s = 0.0
     if choice is not None and choice.time_s is not None and measured:
         call_s = choice.time_s
@@ -211,6 +223,21 @@ class _Tables:
         self._others = others
         """Whether other engines run the plan, so that their kernels count."""
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
+        self.doubts: list[str] = []
+
+    def credible(self, one: Asked, modelled_s: float) -> Choice | None:
+        """Return the same as ``choice``; one whose time cannot be true counts as not measured."""
+        choice = self.choice(one)
+        if choice is None or choice.time_s is None:
+            return choice
+        if modelled_s / _FASTER <= choice.time_s <= max(modelled_s, _SHORTEST_S) * _SLOWER:
+            return choice
+        m, n, k = one.sides
+        self.doubts.append(
+            f"{choice.table}: {choice.time_s:.3g} s for {m:.0f} × {n} × {k}, where {modelled_s:.3g} s are predicted: "
+            "it is not used"
+        )
+        return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
 
     def choice(self, one: Asked) -> Choice | None:
         """Return what the registry has for a product; None where it knows of nothing."""

@@ -15,8 +15,8 @@ from partool.planner.kernels import STATES, Coverage, Line, State, coverage
 from partool.report.units import counted, seconds
 
 _WORDS: dict[State, str] = {
-    "tuned": "measured for the shape, on this device",
-    "nearest": "measured for other rows or widths, or on another device",
+    "tuned": "for the shape, on this device",
+    "nearest": "for other rows or widths, or on another device",
     "untuned": "by an unmeasured entry, or by a rule",
     "library": "a library of torch's, which chooses by itself",
 }
@@ -86,6 +86,10 @@ def _source(line: Line) -> Text:
         return Text("-")
     whose = "" if choice.implementation == "triton" else f" ({choice.implementation})"
     return Text(choice.source + whose, _STYLES[line.state])
+
+
+def _tool(line: Line) -> str:
+    return line.choice.implementation.partition(" ")[0] if line.choice else ""
 
 
 def _line_data(line: Line) -> dict[str, Any]:
@@ -175,6 +179,9 @@ def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
             f"With what tables measured of {counted(count, 'shape')} in the place of the cost model's times, a step "
             f"takes {seconds(found.measured_step_s)} instead of {seconds(found.step_s)}."
         )
+    others = sorted({_tool(line) for line in found.lines if line.state in ("tuned", "nearest")} - {"triton"})
+    if others:
+        notes.append(f"What {' and '.join(others)} calls tuned counts as such; where files hold no times, unchecked.")
     if found.lost_s:
         notes.append(
             f"Configurations that are not tuned may lose {seconds(found.lost_s)} in a step, beyond the predicted "

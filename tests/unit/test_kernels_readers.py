@@ -224,6 +224,7 @@ def test_padding(m: int, expected: tuple[int, int, int]) -> None:
         ("a8w8_blockscale_tuned_gemm.csv", CSV_OLD + "304\n", "line 5: "),
         ("fmoe.csv", CSV_OLD, "begin with a8w8_blockscale_tuned_gemm"),
         ("E=8,N=64,device_name=X.json", '{"one": {}}', "numbers of tokens"),
+        ("E=8,N=64,device_name=X.json", '{"1": {"BLOCK_M": 16}}', "1: there is no BLOCK_SIZE_M"),
         ("E=8,N=64,device_name=X.json", "{}", "no configurations"),
         ("E=8,N=64,device_name=X.json", "[]", "no JSON object"),
         ("E=8,N=64,device_name=X.json", "{", "Expecting"),
@@ -309,6 +310,33 @@ def test_vllm_covers_and_lends_its_parameters(tmp_path: Path) -> None:
         replace(asked, shape=(("n", 4000), ("k", 7168), ("e", 8))),
     ):
         assert registry.coverage(other).implementation == "triton"
+
+
+def test_vllm_counts_for_the_experts_width_and_the_rows_it_names(tmp_path: Path) -> None:
+    experts(tmp_path, "E=8,N=4096,device_name=NVIDIA_H200.json")
+    gate_up = (("n", 28672), ("k", 4096), ("e", 8))
+    asked = Request("grouped_gemm", "sm_90", ("bfloat16",) * 2, gate_up, 64, ("nt",), "NVIDIA H200", 132)
+    assert Registry([tmp_path], expert_width=14336).coverage(asked).implementation == "triton"
+    experts(tmp_path, "E=8,N=14336,device_name=NVIDIA_H200.json")
+    registry = Registry([tmp_path], expert_width=14336)
+    assert [registry.coverage(replace(asked, rows=rows)).source for rows in (64, 512, 65536)] == [
+        "exact",
+        "rows",
+        "rows",
+    ]
+    assert registry.coverage(asked).time_s is None
+
+
+@pytest.mark.parametrize("us", ["-5", "0", "inf", "nan"])
+def test_times_that_are_none_are_named_and_not_used(tmp_path: Path, us: str) -> None:
+    path = tmp_path / "a8w8_blockscale_tuned_gemm.csv"
+    path.write_text(CSV_OLD + f"304,32,1536,7168,8,0,{us},k,1,1,0\n")
+    registry = Registry([path])
+    asked = replace(ASKED, architecture="gfx942", units=304, shape=(("n", 1536), ("k", 7168)), rows=32)
+    assert registry.others(asked) is None
+    (doubt,) = registry.doubts
+    assert "line 5: " in doubt
+    assert Registry([tmp_path]).doubts == [doubt]
 
 
 def test_parameters_are_carried_only_where_all_are_there() -> None:

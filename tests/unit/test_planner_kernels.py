@@ -395,6 +395,26 @@ def test_folders_that_hold_nothing_say_what_is_missing(tmp_path: Path, files: li
     assert finding.message.count("holds no") == 0
 
 
+def test_times_that_cannot_be_true_are_not_used(tmp_path: Path) -> None:
+    plan = planned()
+    request = request_of(plan, "ffn.down")
+    right = entry(request)
+    assert right.measured is not None
+    for factor, believed in ((1.0, True), (1e-7, False), (1e5, False)):
+        time_s = coverage(plan, Registry()).lines[0].modelled_s * factor
+        measured = right.measured.model_copy(
+            update={"time_s": time_s, "default_s": 2 * time_s, "reference_s": 3 * time_s}
+        )
+        folder = written(tmp_path / str(factor), right.model_copy(update={"measured": measured}))
+        result = plan_of(f"kernels.tuned=[{folder}]")
+        assert result.plan is not None
+        found = [one for one in result.diagnostics if one.code == "PT493"]
+        assert [one.severity for one in found] == [] if believed else ["warning"]
+        lines = coverage(result.plan).lines
+        assert any(line.measured for line in lines) == believed
+        assert sum(line.share for line in lines) < 1.0
+
+
 LEVELS: list[Source] = list(SOURCES)
 
 

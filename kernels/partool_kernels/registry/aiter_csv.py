@@ -7,6 +7,7 @@ files, ``gfx``; M, N, K; ``libtype``, ``us``. Which computation it is tells the 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -46,9 +47,13 @@ class AiterTimes:
     def __init__(self, files: Iterable[Path]) -> None:
         """Read the files; raises :class:`TableError` for one that has not the columns, or is of no known name."""
         self._rows: dict[_Key, _Row] = {}
+        self.doubts: list[str] = []
+        """Rows that were left out, in words: their time is none."""
         for file in files:
-            for key, row in _read(file):
-                if key not in self._rows or row.time_s < self._rows[key].time_s:
+            for number, key, row in _read(file):
+                if not 0 < row.time_s < math.inf:
+                    self.doubts.append(f"{file}: line {number}: {row.time_s * 1e6:g} us is no time, it is not used")
+                elif key not in self._rows or row.time_s < self._rows[key].time_s:
                     self._rows[key] = row
 
     def look_up(self, request: Request) -> tuple[int, _Row] | None:
@@ -88,7 +93,7 @@ def kernel_of(path: Path) -> str | None:
     return next((kernel for name, kernel in FILES.items() if path.name.startswith(name)), None)
 
 
-def _read(path: Path) -> Iterator[tuple[_Key, _Row]]:
+def _read(path: Path) -> Iterator[tuple[int, _Key, _Row]]:
     kernel = kernel_of(path)
     if kernel is None:
         raise TableError(path, f"the names of files of products begin with {' or '.join(FILES)}")
@@ -104,7 +109,7 @@ def _read(path: Path) -> Iterator[tuple[_Key, _Row]]:
                 except (TypeError, ValueError) as error:
                     raise TableError(path, f"line {number}: {error}") from None
                 if found:
-                    yield found
+                    yield number, *found
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(path, str(error)) from None
 
@@ -117,6 +122,6 @@ def _row(kernel: str, line: dict[str, str], file: str) -> tuple[_Key, _Row] | No
     units = int(line["cu_num"])
     architecture = line.get("gfx") or _UNITS.get(units, "")
     key = _Key(kernel, architecture, units, int(line["M"]), int(line["N"]), int(line["K"]))
-    if not time_s > 0 or not plain or (kernel == "gemm" and types != ["torch.bfloat16"] * 2):
+    if not plain or (kernel == "gemm" and types != ["torch.bfloat16"] * 2):
         return None
     return key, _Row(f"aiter ({line.get('libtype') or 'ck'})", time_s, file)

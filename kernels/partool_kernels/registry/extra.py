@@ -15,16 +15,17 @@ _WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "ai
 """Where a folder of aiter keeps its configurations."""
 
 
-def load(paths: list[Path]) -> tuple[list[tuple[str, Table]], list[Reader]]:
+def load(paths: list[Path], expert_width: int | None = None) -> tuple[list[tuple[str, Table]], list[Reader]]:
     """Return partool's tables under some paths, with their files, and readers of the other tools' ones.
 
     A path is a table of partool, a folder of them (``<kernel>/<architecture>.json``), aiter's folder or one above it,
-    one of aiter's CSV files, a file of vLLM's or a folder of them. Raises :class:`TableError` where it is none.
+    one of aiter's CSV files, a file of vLLM's or a folder of them, which count for experts of ``expert_width`` alone.
+    Raises :class:`TableError` where it is none.
     """
     own: list[tuple[str, Table]] = []
     readers: list[Reader] = []
     for path in paths:
-        found, more = _file(path) if path.is_file() else _folder(path)
+        found, more = _file(path, expert_width) if path.is_file() else _folder(path, expert_width)
         if not found and not more:
             raise tables.TableError(path, _nothing(path) if path.is_dir() else "does not exist")
         own += found
@@ -47,16 +48,16 @@ def _nothing(path: Path) -> str:
     return f"no tables of partool ({own}), aiter (configs/gemm/gfx*.json) or vLLM (E=*,N=*,device_name=*.json){seen}"
 
 
-def _file(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
+def _file(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table]], list[Reader]]:
     if path.suffix == ".csv":
         return [], [aiter_csv.AiterTimes([path])]
     if vllm.parse_name(path.name):
         vllm.read(path)
-        return [], [vllm.VllmConfigs([path])]
+        return [], [vllm.VllmConfigs([path], expert_width)]
     return [(str(path), tables.read(path))], []
 
 
-def _folder(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
+def _folder(path: Path, expert_width: int | None) -> tuple[list[tuple[str, Table]], list[Reader]]:
     own = [(str(file), tables.read(file)) for file in sorted(path.glob("*/*.json")) if _ours(file)]
     readers: list[Reader] = []
     for place in (path / each for each in _WITHIN):
@@ -67,7 +68,7 @@ def _folder(path: Path) -> tuple[list[tuple[str, Table]], list[Reader]]:
             readers.append(aiter_csv.AiterTimes(timed))
         experts = [file for file in sorted(place.glob("E=*.json")) if vllm.parse_name(file.name)]
         if experts:
-            readers.append(vllm.VllmConfigs(experts))
+            readers.append(vllm.VllmConfigs(experts, expert_width))
     return own, readers
 
 

@@ -50,16 +50,23 @@ class Reader(Protocol):
 class Registry:
     """Tables to look configurations up in: the user's, then those that are installed with partool."""
 
-    def __init__(self, paths: Sequence[str | Path] = (), folder: Path | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path] = (), folder: Path | None = None, *, expert_width: int | None = None
+    ) -> None:
         """Take files or folders of the user's, partool's tables, aiter's or vLLM's, and the folder of installed ones.
 
-        Raises :class:`TableError` where a path is none of them.
+        ``expert_width``: inner width of an expert on the rank, where it is known: vLLM's files are by that. Raises :class:`TableError` where a path is none of them.
         """
         from partool_kernels.registry.extra import load
 
-        self._user, self._readers = load([Path(path) for path in paths])
+        self._user, self._readers = load([Path(path) for path in paths], expert_width)
         self._folder = folder
         self._tables: dict[tuple[str, str], list[tuple[str, Table]]] = {}
+
+    @property
+    def doubts(self) -> list[str]:
+        """What was left out of other tools' files as it cannot be true, in words."""
+        return [doubt for reader in self._readers for doubt in getattr(reader, "doubts", ())]
 
     def get(self, request: Request) -> Choice:
         """Return the best known configuration for a request; raises KeyError for an unknown kernel or architecture."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from partool_kernels.registry.aiter import as_config, carried, is_forward
-from partool_kernels.registry.look_up import MODELLED, same_device
-from partool_kernels.registry.tables import TableError
+from partool_kernels.registry.look_up import MODELLED, ROWS, same_device
+from partool_kernels.registry.tables import TableError, bucket
 from partool_kernels.registry.types import Choice, Request
 
 _NAME = re.compile(
@@ -27,6 +28,10 @@ _DTYPES = {"grouped_gemm": None, "grouped_a8w8": "fp8_w8a8"}
 """Of partool's kernels over experts, the types in a file's name."""
 _BLOCK = (128, 128)
 """Of the scales of 8-bit weights that partool multiplies."""
+
+
+_BLOCKS = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K")
+"""What every configuration of a file holds."""
 
 
 class Name(NamedTuple):
@@ -51,44 +56,62 @@ def parse_name(name: str) -> Name | None:
     return Name(int(found["experts"]), int(found["width"]), found["device"].replace("_", " "), found["dtype"], block)
 
 
+class Found(NamedTuple):
+    """What vLLM takes for a product."""
+
+    config: Mapping[str, int | str | None]
+    file: Path
+    tokens: int
+    """That it is written for."""
+
+
 class VllmConfigs:
     """Some of these files."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Take the files; those of other names are left out."""
+    def __init__(self, files: Iterable[Path], expert_width: int | None = None) -> None:
+        """Take the files; those of other names are left out.
+
+        ``expert_width``: inner width of an expert on the rank; a product alone does not tell which of its widths it is.
+        """
+        self._expert_width = expert_width
         named = ((parse_name(file.name), file) for file in files)
         self._files = {name: file for name, file in named if name is not None}
 
-    def look_up(self, name: Name, tokens: int) -> tuple[Mapping[str, int | str | None], Path] | None:
-        """Return the configuration for the nearest number of tokens, of two the lower one, and its file, or None."""
+    def look_up(self, name: Name, tokens: int) -> Found | None:
+        """Return the configuration for the nearest number of tokens, of two the lower one; None where there is none."""
         for known, file in self._files.items():
             if known._replace(device="") == name._replace(device="") and same_device(known.device, name.device):
                 body = read(file)
-                return body[min(sorted(body), key=lambda rows: abs(rows - tokens))], file
+                nearest = min(sorted(body), key=lambda rows: abs(rows - tokens))
+                return Found(body[nearest], file, nearest)
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
         """Yield its parameters for partool's kernel over experts, which nobody has measured with them."""
-        for config, file in self._of(request):
-            own = carried(request, config)
+        for found in self._of(request):
+            own = carried(request, found.config)
             if own:
-                yield Choice("triton", own, "modelled", MODELLED, table=str(file))
+                yield Choice("triton", own, "modelled", MODELLED, table=str(found.file))
 
     def coverage(self, request: Request) -> Iterator[Choice]:
-        """Yield what vLLM's own kernel has."""
-        for config, file in self._of(request):
-            yield Choice("vllm", as_config(config), "exact", 0.0, table=str(file))
+        """Yield what vLLM's own kernel has: ``exact`` for this bucket of rows, else ``rows``; no file holds times."""
+        for found in self._of(request):
+            apart = abs(math.log2(bucket(found.tokens) / bucket(request.rows)))
+            yield Choice(
+                "vllm", as_config(found.config), "rows" if apart else "exact", ROWS * apart, table=str(found.file)
+            )
 
-    def _of(self, request: Request) -> Iterator[tuple[Mapping[str, int | str | None], Path]]:
+    def _of(self, request: Request) -> Iterator[Found]:
         """Yield what is there for either product of an expert: gate and up, or down.
 
-        vLLM counts tokens before they are sent to several experts each, a request after; beyond the files' last number,
-        4096, both are the same to it.
+        vLLM counts tokens before they are sent to several experts each, a request after.
         """
         if request.kernel not in _DTYPES or not is_forward(request) or not request.device:
             return
         dtype, width = _DTYPES[request.kernel], request.width
         for inner in {width["k"], width["n"] // 2}:
+            if self._expert_width not in (None, inner):
+                continue
             name = Name(width["e"], inner, request.device, dtype, _BLOCK if dtype else None)
             found = self.look_up(name, request.rows)
             if found:
@@ -110,6 +133,9 @@ def read(path: Path) -> dict[int, dict[str, int | str | None]]:
             continue
         if not key.isdecimal() or not isinstance(config, dict) or not all(type(x) is int for x in config.values()):
             raise TableError(path, f"{key}: keys are numbers of tokens, and hold objects of numbers")
+        missing = [name for name in _BLOCKS if config.get(name, 0) <= 0]
+        if missing:
+            raise TableError(path, f"{key}: there is no {missing[0]}, vLLM's kernel needs {', '.join(_BLOCKS)}")
         found[int(key)] = dict(config)
     if not found:
         raise TableError(path, "no configurations")
