@@ -41,6 +41,20 @@ def uses_triton(mode: str, *tensors: torch.Tensor | None) -> bool:
     return able
 
 
+def uses_triton_8bit(mode: str, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
+    """Tell the same of kernels of an 8-bit type: each architecture multiplies one of the two, or none."""
+    if not uses_triton(mode, *tensors):
+        return False
+    device, name = tensors[0].device, str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        return True
+    found = architecture(device)
+    able = found is not None and ARCHITECTURES[found].fp8 == name
+    if mode == "native" and not able:
+        raise RuntimeError(f"compiled kernels were asked for (kernels.mode: native), but {found} has no {name}")
+    return able
+
+
 @functools.cache
 def _is_wide(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1 and str(dtype) not in _TYPES

@@ -114,6 +114,28 @@ def test_labels_that_are_no_columns_make_the_loss_nan() -> None:
     assert bool(torch.autograd.grad(loss, given)[0].isnan().all())
 
 
+def test_rows_that_share_memory_are_copied_before_they_are_overwritten() -> None:
+    labels = torch.tensor([1, 5, 9, IGNORED])
+    for shape, strides in (((4, 37), (0, 1)), ((4, 37), (5, 1)), ((4, 37), (1, 4))):
+        memory, results = torch.randn(200, generator=torch.Generator().manual_seed(1)), []
+        for loss in (partial(cross_entropy, in_place=True), partial(by_torch, Terms())):
+            x = memory.clone().requires_grad_()
+            total = loss((x * 1.0).as_strided(shape, strides), labels)
+            results.append((total.detach(), torch.autograd.grad(total, x)[0]))
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (5, 1), (1, 4)])
+def test_operators_refuse_to_overwrite_rows_that_share_memory(strides: tuple[int, int]) -> None:
+    logits, labels = torch.randn(200).as_strided((4, 37), strides), torch.tensor([1, 5, 9, IGNORED])
+    before, operators, words = logits.clone(), torch.ops.partool, {"z_loss": 0.0, "cap": 0.0, "kernels": "auto"}
+    with pytest.raises(ValueError, match="cannot be overwritten"):
+        operators.cross_entropy_(logits, labels, scale=1.0, **words)
+    with pytest.raises(ValueError, match="cannot be overwritten"):
+        operators.cross_entropy_gradient_(logits, labels, torch.zeros(4), torch.ones(()), first=0, **words)
+    assert torch.equal(logits, before)
+
+
 def test_scaling_rounds_once() -> None:
     x, factor = torch.randn(3, 77), torch.tensor(0.3)
     torch.testing.assert_close(scaled(x, factor, torch.float16), (x * factor).half())

@@ -105,6 +105,14 @@ def test_a_second_backward_pass_of_what_was_overwritten_elsewhere_is_an_error() 
         loss.backward()
 
 
+def test_a_leaf_keeps_its_values() -> None:
+    logits, labels = random()
+    before = logits.detach().clone()
+    with pytest.raises(ValueError, match="a leaf"):
+        cross_entropy(logits, labels, in_place=True)
+    assert torch.equal(logits, before)
+
+
 def test_without_gradients_logits_stay_as_they_are() -> None:
     logits, labels = random()
     before = logits.detach().clone()

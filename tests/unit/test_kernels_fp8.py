@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from partool_kernels import device
 from partool_kernels.fp8 import linear
+from partool_kernels.fp8 import op as fp8_op
 from partool_kernels.fp8.formats import LARGEST, Quantised, blocks, quantised
 from partool_kernels.fp8.linear import fp8_linears, product
 from partool_kernels.fp8.op import quantise
+from partool_kernels.gemm_a8w8 import op as gemm_op
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
 
 OCP, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -158,7 +161,7 @@ def test_only_what_is_trained_gets_gradients() -> None:
 
 def test_products_are_those_of_the_kernel_unless_the_fastest_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(linear, "uses_triton", lambda *arguments: True)
+    monkeypatch.setattr(linear, "uses_triton_8bit", lambda *arguments: True)
     monkeypatch.setattr("partool_kernels.select.here.selector", lambda device: "selector")
     monkeypatch.setattr("partool_kernels.select.products.scaled", lambda *arguments: asked.append("fastest"))
     monkeypatch.setattr(linear, "gemm_a8w8", lambda *arguments: asked.append("kernel"))
@@ -170,6 +173,41 @@ def test_products_are_those_of_the_kernel_unless_the_fastest_is_asked_for(monkey
         a, b = (Quantised(torch.zeros(n, 32).as_subclass(OnGpu), torch.zeros(1, n)) for n in (rows, 48))
         product(a, b, torch.bfloat16, mode)
     assert asked == ["fastest", "kernel", "kernel"]
+
+
+@pytest.mark.parametrize(("name", "able"), [("sm_80", ()), ("sm_90", (OCP,)), ("gfx942", (FNUZ,)), ("gfx950", (OCP,))])
+def test_kernels_take_only_the_type_that_the_architecture_multiplies(
+    monkeypatch: pytest.MonkeyPatch, name: str, able: tuple[torch.dtype, ...]
+) -> None:
+    class OnGpu(torch.Tensor):
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(device, "uses_triton", lambda *arguments: True)
+    monkeypatch.setattr(device, "architecture", lambda gpu: name)
+    x = torch.zeros(3, 4).as_subclass(OnGpu)
+    for dtype in TYPES:
+        assert device.uses_triton_8bit("auto", dtype, x) is (dtype in able)
+        if dtype not in able:
+            with pytest.raises(RuntimeError, match=f"but {name} has no float8_e4m3fn"):
+                device.uses_triton_8bit("native", dtype, x)
+
+
+def test_operators_ask_for_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+    for module in (fp8_op, gemm_op):
+        monkeypatch.setattr(module, "uses_triton_8bit", lambda mode, dtype, *tensors: bool(asked.append(dtype)))
+    narrow = quantise(torch.ones(3, 4), "plain", FNUZ)[0]
+    assert torch.equal(gemm_a8w8(narrow, narrow, torch.float32), torch.full((3, 3), 4.0))
+    assert asked == [FNUZ, FNUZ]
+
+
+def test_autocast_does_not_round_what_8_bits_stand_for() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 40), torch.randn(7, 40)
+    (wanted,) = fp8_linears(x, [weight], mode="torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = fp8_linears(x, [weight], mode="torch")
+    assert torch.equal(found, wanted)
 
 
 def test_bad_inputs_are_refused() -> None:

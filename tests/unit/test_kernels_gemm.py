@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
+from partool_kernels.gemm.kernel import gemm_sum
 from partool_kernels.gemm.op import form_of, gemm
 from partool_kernels.offline import compile_for
 from partool_kernels.proof import Job, faults, prove
@@ -31,6 +35,20 @@ def test_empty_products_pass(sizes: tuple[int, int, int]) -> None:
     assert torch.equal(out, torch.zeros(m, n))
     assert a.grad is not None
     assert a.grad.shape == (m, k)
+
+
+def test_multiples_of_the_parts_stride_are_64_bits_wide() -> None:
+    """Launches pass strides below 2³¹ as 32 bits, other than the proof: parts of 1.2e9 elements would wrap round."""
+    kernel = KERNELS["gemm_sum"]
+    request = Request("gemm_sum", "sm_90", ("bfloat16",), (("n", 4096), ("parts", 4)), 64)
+    config = kernel.default(request)
+    signature = kernel.signature(request, config)
+    arguments = {name: "i32" if type_ == "i64" else type_ for name, type_ in signature.arguments.items()}
+    source = ASTSource(gemm_sum, arguments, dict(signature.constants))
+    text = str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=config.options("cuda")).asm["ttir"])
+    used = [line for line in text.splitlines() if "%part_stride" in line and " = arith." in line]
+    assert used
+    assert all("arith.extsi" in line for line in used)
 
 
 def test_forms_are_told_by_strides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,39 @@ from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, loss
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_kernels.linear_cross_entropy.products import add_product
 from partool_kernels.registry.chunking import chunk_rows
+from partool_runtime.model.loss import LossKernels
+from partool_runtime.parallel.tensor import vocabulary
 
 TERMS = (Terms(), Terms(1e-2, 3.0))
+
+
+def _alone(parts_3C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return parts_3C[1].log() + parts_3C[0], parts_3C[2]
+
+
+@pytest.mark.parametrize("label", [7, -1])
+@pytest.mark.parametrize("early", [None, True, False])
+def test_labels_that_no_rank_has_make_loss_and_gradient_nan(
+    monkeypatch: pytest.MonkeyPatch, label: int, early: bool | None
+) -> None:
+    hidden, weight, labels = random(bias=False)
+    labels[0] = label
+    if early is None:
+        how = How(mode="auto", merge=_alone, vocabulary=7)
+        found = losses_and_gradients(Inputs(hidden.detach(), weight.detach(), None, labels), how, Needs(*[True] * 3))
+        total, gradient = found.total, found.hidden
+    else:
+        monkeypatch.setattr(vocabulary, "_of_all_ranks", lambda seen, team: _alone(torch.stack([*seen])))
+        team: Any = SimpleNamespace(length=None, ranks=1, loss_tile=0, overlap=False)
+        kernels = LossKernels("auto", early=early, vocabulary=7)
+        total = vocabulary.vocabulary_loss(
+            hidden[None], weight, labels[None], first=0, team=team, sum_input=False, kernels=kernels
+        )
+        (gradient,) = torch.autograd.grad(total, hidden)
+    assert bool(total.isnan())
+    assert gradient is not None
+    assert bool(gradient[0].isnan().all())
+    assert bool(gradient[1:].isfinite().all())
 
 
 def random(*, bias: bool, dtype: torch.dtype = torch.float64, tokens: int = 11) -> tuple[torch.Tensor, ...]:

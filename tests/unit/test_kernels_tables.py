@@ -191,11 +191,15 @@ def test_a_kernel_may_refuse_a_neighbours_configuration(tmp_path: Path, monkeypa
     assert made.get(replace(ASKED, shape=(("f", 8193),))).source == "heuristic"
 
 
+def _narrow(*flags: str) -> Request:
+    return Request("fp8_quantise", "sm_90", ("bfloat16", "float8_e4m3fn"), (("k", 256),), 256, flags)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (Config((("BLOCK", 1000),)), "powers of two"),
-        (Config((("BLOCK", 0),)), "powers of two"),
+        (Config((("BLOCK", 0),)), "below 1"),
         (Config((("SIZE", 1024),)), "constants are BLOCK"),
         (Config((("BLOCK", 1024),), num_warps=3), "no power of two"),
         (Config((("BLOCK", 1024),), num_warps=64), "more than 1024 threads"),
@@ -205,6 +209,27 @@ def test_a_kernel_may_refuse_a_neighbours_configuration(tmp_path: Path, monkeypa
 def test_obstacles(config: Config, words: str) -> None:
     assert words in str(obstacle(ASKED, config))
     assert words in _refused(text_of(Table(kernel=NAME, architecture="sm_90", entries=(_with(config),))))
+
+
+@pytest.mark.parametrize(
+    ("request_", "changes", "words"),
+    [
+        (Request("gemm", "sm_90", ("bfloat16",) * 2, (("n", 256), ("k", 256)), 256, ("nt",)), {"SPLIT": 0}, "below 1"),
+        (Request("gemm", "sm_90", ("bfloat16",) * 2, (("n", 256), ("k", 256)), 256, ("nt",)), {"GROUP_M": 0}, "below"),
+        (Request("norm_forward", "sm_90", ("bfloat16",), (("n", 256),), 256, ("rms",)), {"ROWS": 3}, "powers of two"),
+        (_narrow("plain"), {"ROWS": 32}, "None"),
+        (_narrow("plain"), {"ROWS": 48}, "powers of two"),
+        (_narrow("turned"), {"ROWS": 32}, "do not fit"),
+        (_narrow("plain", "square"), {"ROWS": 32}, "do not fit"),
+    ],
+)
+def test_constants_that_compute_something_else_are_obstacles(
+    request_: Request, changes: dict[str, int], words: str
+) -> None:
+    rule = KERNELS[request_.kernel].default(request_)
+    assert obstacle(request_, rule) is None
+    changed = replace(rule, blocks=tuple((rule.constants | changes).items()))
+    assert words in str(obstacle(request_, changed))
 
 
 def _with(config: Config) -> Entry:

@@ -41,13 +41,16 @@ def cross_entropy(
 
     The gradient is computed with the loss. ``in_place`` writes it over the logits, which nothing else may need then:
     autograd raises an error where a backward pass does. ``mode`` as in
-    :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, and on the
-    CPU for a label that is no column; on GPUs such a label makes loss and gradient NaN.
+    :func:`partool_kernels.device.uses_triton`. Raises ValueError where shapes, types or devices do not fit, for a leaf
+    that would be overwritten, and on the CPU for a label that is no column; on GPUs such a label makes loss and
+    gradient NaN.
     """
     check(logits, labels, terms)
     flat, rows = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     gradient = torch.is_grad_enabled() and logits.requires_grad
     if in_place and gradient:
+        if logits.is_leaf:
+            raise ValueError("the gradient cannot take the place of logits that are a leaf: their values would be lost")
         # Rows may be apart; a copy is not in place, but as good.
         total: torch.Tensor = _InPlace.apply(flat, rows, terms, mode)  # type: ignore[no-untyped-call]
         return total
@@ -91,6 +94,18 @@ def _side_by_side(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or (x.shape[-1] == 1 and x.is_contiguous()) else x.contiguous()
 
 
+def _share_memory(x: torch.Tensor) -> bool:
+    """Tell whether rows of neighbouring columns overlap, as those of an expanded tensor do."""
+    return len(x) > 1 and x.stride(0) < x.shape[1]
+
+
+def _check_places(x: torch.Tensor) -> None:
+    """Raise ValueError for logits that a kernel cannot write over: each program has a row of its own."""
+    if (x.shape[1] > 1 and x.stride(1) != 1) or _share_memory(x):
+        strides = f"logits {list(x.shape)} with strides {list(x.stride())}"
+        raise ValueError(f"{strides} cannot be overwritten: columns have to be neighbours, and rows apart")
+
+
 @torch.library.custom_op(
     "partool::cross_entropy_",
     mutates_args=("logits",),
@@ -120,6 +135,8 @@ def _computed(
             factor = logits.new_full((), scale, dtype=log_totals.dtype)
             write_gradient(out, logits, labels, log_totals, factor, terms=terms)
         return losses
+    if out is logits:
+        _check_places(logits)
     losses = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
     launch_whole((logits, labels, logits if out is None else out, losses), terms, scale, gradient=out is not None)
     return losses
@@ -172,6 +189,8 @@ class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, terms: Terms, mode: str) -> torch.Tensor:
         flat = _side_by_side(logits)
+        if _share_memory(flat):
+            flat = flat.contiguous()
         inner = inner_scale(logits.dtype, logits.shape[1])
         losses: torch.Tensor = torch.ops.partool.cross_entropy_(
             flat, labels, z_loss=terms.z_loss, cap=terms.cap, scale=inner, kernels=mode
@@ -224,6 +243,7 @@ def _gradient(
             logits, logits, labels - first, log_totals, scale, terms=(z_loss, cap), ignored=labels == IGNORED
         )
         return
+    _check_places(logits)
     tensors = (logits, labels, log_totals.contiguous(), scale.float(), logits)
     launch_gradient(tensors, first, Terms(z_loss, cap))
 

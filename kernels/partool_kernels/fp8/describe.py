@@ -71,6 +71,8 @@ KERNELS = (
         default=_default,
         # Transposing goes through shared memory, a byte per number.
         shared_bytes=lambda request, config: config.constants["ROWS"] * 128 if "turned" in request.flags else 0,
+        # Scales of 128 rows come from one program; without them any number of rows will do.
+        legal=lambda request, config: config.constants["ROWS"] == 128 or not {"turned", "square"} & set(request.flags),
         signature=_signature,
         examples=_examples,
         moved_bytes=_moved_bytes,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from partool_kernels.device import uses_triton
+from partool_kernels.device import uses_triton_8bit
 from partool_kernels.fp8.formats import Quantised
 from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
@@ -45,7 +45,7 @@ def product(a: Quantised, b: Quantised, dtype: torch.dtype, mode: str) -> torch.
     """
     widths = (*a.q.shape, len(b.q))
     even = all(width > 0 and width % 16 == 0 for width in widths)
-    if mode != "auto" or not a.q.is_cuda or not even or not uses_triton(mode, a.q, b.q):
+    if mode != "auto" or not a.q.is_cuda or not even or not uses_triton_8bit(mode, a.q.dtype, a.q, b.q):
         return gemm_a8w8(a, b, dtype, mode)
     from partool_kernels.select.here import selector
     from partool_kernels.select.products import scaled

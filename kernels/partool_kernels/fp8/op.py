@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton
+from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton_8bit
 from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks, quantised
 from partool_kernels.registry import Config
 
@@ -49,7 +49,7 @@ def _quantise(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     made = _empty(x, flags, dtype)
     asked = set(flags.split())
-    if uses_triton(mode, x):
+    if uses_triton_8bit(mode, dtype, x):
         launch(x if x.stride(1) == 1 else x.contiguous(), made, asked)
         return made
     empty = Quantised(x.new_empty(0, 0, dtype=dtype), x.new_empty(0, 0, dtype=torch.float32))

@@ -70,6 +70,8 @@ def gemm_sum(parts, out, size, columns, part_stride, out_stride, PARTS: tl.const
     inside = at < size
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + part * part_stride + at, mask=inside, other=0.0)
+        # The stride may be 32 bits wide, its multiples may not.
+        from_here = tl.full([], part, tl.int64) * part_stride
+        total += tl.load(parts + from_here + at, mask=inside, other=0.0)
     place = at // columns * out_stride + at % columns
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)

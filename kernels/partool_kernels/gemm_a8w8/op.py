@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import Call, choose, launch_options, on, uses_triton_8bit
 from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks
 from partool_kernels.registry import Config
 
@@ -49,7 +49,7 @@ def _gemm(  # noqa: PLR0917 - the arguments of an operator
 ) -> torch.Tensor:
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[0]), dtype=dtype)
-    if dtype == torch.float64 or not uses_triton(mode, a, b):
+    if dtype == torch.float64 or not uses_triton_8bit(mode, a.dtype, a, b):
         return reference(Quantised(a, scale_a), Quantised(b, scale_b)).to(dtype)
     return launch(Quantised(_rows(a), scale_a.contiguous()), Quantised(_rows(b), scale_b.contiguous()), dtype)
 
@@ -63,7 +63,9 @@ def _(  # noqa: PLR0917 - likewise
 
 def reference(a: Quantised, b: Quantised) -> torch.Tensor:
     """Return the product of the numbers that the 8 bits stand for, float32."""
-    return a.wide() @ b.wide().T
+    # Under autocast torch would round what the 8 bits stand for once more.
+    with torch.autocast(a.q.device.type, enabled=False):
+        return a.wide() @ b.wide().T
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ class How(NamedTuple):
     """Token of the vocabulary with which this rank's begin."""
     merge: Merge | None = None
     """Where ranks share the vocabulary; called for every chunk, in the same order on all of them."""
+    vocabulary: int = 0
+    """Tokens that they have together: loss and gradient of another label are NaN, as of one rank's."""
 
 
 class Needs(NamedTuple):
@@ -118,6 +120,17 @@ def write_logits(logits_CV: torch.Tensor, chunk: Inputs) -> None:
         torch.addmm(chunk.bias, chunk.hidden, chunk.weight.T, out=logits_CV)
 
 
+def or_nan(log_totals_C: torch.Tensor, labels_C: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return what ranks found together, NaN where the label is none of their tokens; 0: their number is not known.
+
+    No rank can tell by itself: the label's logit is 0 on all but one.
+    """
+    wrong_C = (labels_C < 0) & (labels_C != IGNORED)
+    if vocabulary:
+        wrong_C |= labels_C >= vocabulary
+    return log_totals_C.masked_fill(wrong_C, torch.nan)
+
+
 def _loss_of(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: How, *, gradient: bool) -> torch.Tensor:
     """Return the loss of a chunk, and leave the gradient in its logits, if wanted."""
     operators, (z_loss, cap) = torch.ops.partool, how.terms
@@ -134,6 +147,7 @@ def _loss_of(logits_CV: torch.Tensor, labels_C: torch.Tensor, how: How, *, gradi
         return total
     parts_3C = operators.cross_entropy_parts(logits_CV, labels_C, how.first, cap, how.mode)
     log_totals_C, targets_C = how.merge(parts_3C)
+    log_totals_C = or_nan(log_totals_C, labels_C, how.vocabulary)
     if gradient:
         operators.cross_entropy_gradient_(
             logits_CV, labels_C, log_totals_C, log_totals_C.new_full((), scale),

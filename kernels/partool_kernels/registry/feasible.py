@@ -24,11 +24,12 @@ def obstacle(request: Request, config: Config, shared_bytes: int = 0) -> str | N
     expected = kernel.default(request).constants
     if set(config.constants) != set(expected):
         return f"the kernel's constants are {', '.join(sorted(expected))}, not {', '.join(sorted(config.constants))}"
-    if min(config.constants.values(), default=1) < 0:
-        return f"a constant is negative: {config.constants}"
+    if min(config.constants.values(), default=1) < 1:
+        return f"a constant is below 1: {config.constants}"
     blocks = {name: size for name, size in config.constants.items() if name.startswith("BLOCK")}
-    if any(size & (size - 1) or not size for size in blocks.values()):
-        return f"blocks are powers of two: {blocks}"
+    ranges = {name: size for name, size in config.constants.items() if name in blocks or name == "ROWS"}
+    if any(size & (size - 1) for size in ranges.values()):
+        return f"blocks are powers of two: {ranges}"
     if kernel.matrix and min(blocks.values(), default=_LEAST_OF_PRODUCTS) < _LEAST_OF_PRODUCTS:
         return f"products take blocks of {_LEAST_OF_PRODUCTS} and more: {blocks}"
     if config.num_warps < 1 or config.num_warps & (config.num_warps - 1):

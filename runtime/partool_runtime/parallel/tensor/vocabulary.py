@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_kernels.cross_entropy.op import Terms, inner_scale, scaled
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients, or_nan
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.model._wide import wide_dtype
@@ -103,6 +103,7 @@ class _VocabularyLoss(torch.autograd.Function):
             logits_CV = _logits(hidden_TH[part], weight_VH, bias_V, how)
             seen.append(_seen(logits_CV, labels_T[part], how))
         log_total_T, target_T = _of_all_ranks(_Seen(*map(torch.cat, zip(*seen, strict=True))), how.team)
+        log_total_T = or_nan(log_total_T, labels_T, how.kernels.vocabulary if how.kernels else 0)
         kept = logits_CV if len(seen) == 1 else None
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, log_total_T, kept)  # type: ignore[arg-type]
         # The objects themselves: later gradients are added to these, whatever is saved or unpacked in between.
@@ -158,7 +159,14 @@ class _EarlyLoss(torch.autograd.Function):
         needs = Needs(*(how.graph and needed for needed in ctx.needs_input_grad[:3]))
         found = losses_and_gradients(
             Inputs(hidden_TH, weight_VH, bias_V, labels_T),
-            How(Terms(how.z_loss), _rows(hidden_TH, how), _mode(how), how.first, partial(_merged, team=how.team)),
+            How(
+                Terms(how.z_loss),
+                _rows(hidden_TH, how),
+                _mode(how),
+                how.first,
+                partial(_merged, team=how.team),
+                vocabulary=how.kernels.vocabulary if how.kernels else 0,
+            ),
             needs,
         )
         ctx.save_for_backward(found.hidden, found.weight, found.bias)
