@@ -127,8 +127,6 @@ def own_stack(backend: str, compile: str, fused: tuple[Fused, ...] = ()) -> Stac
         fused=fused,
         operators_forward=stack.operators_forward - spared,
         operators_backward=stack.operators_backward - 2 * spared,
-        # Gradients are computed with the loss.
-        logits_again=0.0 if "loss" in fused else stack.logits_again,
         logit_bytes=_FUSED_LOGIT_BYTES if "loss" in fused else stack.logit_bytes,
     )
 

@@ -7,6 +7,9 @@ from functools import lru_cache
 from partool.plan.types import Layout
 from partool.schedule import SCHEDULES, Schedule, check, from_text, generate, schedule_hash
 
+ONE_AT_THE_END = frozenset({"1f1b", "interleaved", "hanayo", "weipipe", "weipipe-naive"})
+"""Schedules that hold one micro-batch at the last stage, with backward passes in one: gradients come with a fused
+loss. Elsewhere, and with lists of the user's own as far as prices know, they wait for passes of other micro-batches."""
 MOST_SEALED = 50_000
 """Passes of a schedule up to which plans carry its hash."""
 

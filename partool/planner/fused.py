@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, get_args
 
 from partool.diagnostics import Diagnostic
@@ -63,6 +63,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
             able = [name for name in PARTS if not why_not(problem, name)]
             help = f"leave {part} out; this model can have {', '.join(able)}"
             yield Diagnostic("PT485", f"kernels.fused: {part} has nothing to compute: {reason}", path=path, help=help)
+    shape, offload = spec.parallel.tensor.shape, spec.parallel.offload
+    for name, why in _left(pinned, 1 if shape == "auto" else shape[1], offload.optimizer):
+        message = f"kernels.fused: {name} will be computed by torch's operators: {why}"
+        yield Diagnostic("PT486", message, severity="warning", path=path, help=f"leave {name} out")
     on_cpu = problem.devices.backend == "cpu"
     if not pinned and spec.kernels.mode != "native":
         return
@@ -83,9 +87,22 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         yield Diagnostic("PT486", message, severity="warning", path=path, help=help)
 
 
+def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
+    """Yield those of the parts that torch computes all the same, and why."""
+    if "norm" in parts and inner > 1:
+        yield "norm", f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
+    if "adamw" in parts and optimizer == "cpu":
+        yield "adamw", "the optimizer's state is in host memory"
+
+
 def words(problem: Problem, layout: Layout) -> Iterator[str]:
-    """Yield why the parts of a layout are fused."""
-    if not layout.fused or problem.spec.kernels.fused != "auto":
+    """Yield why the parts of a layout are fused, or not although the spec asks."""
+    pinned = problem.spec.kernels.fused
+    if pinned != "auto":
+        for part, reason in _left(pinned, layout.tensor_inner, layout.offload_optimizer):
+            yield f"No own kernel for {part}: {reason}."
+        return
+    if not layout.fused:
         return
     named = {"norm": "norms", "glu": "gates", "rope": "rotations", "loss": "the loss", "adamw": "the update"}
     listed = [named[part] for part in layout.fused]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -381,8 +382,15 @@ def test_a_fused_loss_spares_the_second_product() -> None:
     ):
         twice, once = (float(head_s(asked, layouts, backward=True)) for asked in (plain, fused))
         assert twice / once == pytest.approx(parts, rel=0.1)
-    staged = Layouts(pp=2)
-    assert head_s(fused, staged, backward=True) == pytest.approx(head_s(plain, staged, backward=True), rel=0.05)
+    for name, early in (("1f1b", True), ("interleaved", True), ("hanayo", True), ("weipipe", True), ("gpipe", False),
+                        ("zb-h1", False), ("zb-v", False), ("weipipe-zb", False), ("file", False)):  # fmt: skip
+        staged = Layouts(pp=2, schedule=SCHEDULES.index(name))
+        twice, once = (float(head_s(asked, staged, backward=True)) for asked in (plain, fused))
+        assert twice / once == pytest.approx(3 / 2 if early else 1, rel=0.1), name
+        # What fits into one piece is kept.
+        few = replace(fused, sequence_length=512)
+        once = float(head_s(few, replace(staged, pp=1), backward=True))
+        assert float(head_s(few, staged, backward=True)) == once
 
 
 def test_fused_parts_are_priced_like_compiled_ones() -> None:
@@ -391,7 +399,6 @@ def test_fused_parts_are_priced_like_compiled_ones() -> None:
     assert eager.operators_forward > whole.operators_forward > some.operators_forward > PARTOOL.operators_forward
     assert own_stack("cuda", "block", ("norm",)).operators_forward == PARTOOL.operators_forward
     assert whole.logit_bytes < eager.logit_bytes
-    assert whole.logits_again == 0.0 < eager.logits_again
 
     def elementwise_s(fused: tuple[Fused, ...]) -> float:
         asked = job(stack=own_stack("cuda", "none", fused))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from partool.plan.types import Plan
+from partool.planner.kernel_requests import early_loss
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool.spec.training import Fused
@@ -231,6 +232,8 @@ def test_a_gradient_of_the_head_is_held_for_one_micro_batch_at_most(schedule: st
         update={"mesh": mesh, "schedule": schedule, "chunks": chunks, "stages": stages, "accumulation": 4}
     )
     model = make("llama")
-    fuse(model, plan.model_copy(update={"layout": layout}))
+    plan = plan.model_copy(update={"layout": layout})
+    fuse(model, plan)
+    assert early_loss(plan) is early  # prices count products by the same rule
     assert model.head is not None
     assert model.head.loss.keywords["kernels"] == LossKernels("auto", early=early, vocabulary=BASE["vocab"])  # type: ignore[attr-defined]

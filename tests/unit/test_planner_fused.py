@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from partool.plan.schedule import ONE_AT_THE_END, splits_backward
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.schedule import SCHEDULES, generate
+from partool.schedule.simulate import peak_held
 from partool.spec import load_text
 
 SPEC = """\
@@ -23,6 +26,8 @@ USUAL = {
     "compile": "none", "mode": "auto", "fused": "auto",
 }  # fmt: skip
 ALL = ("norm", "glu", "rope", "loss")
+SHARED = {"ranks": 4, "compile": "none, tensor: {shape: [2, 2]}"}
+HOST = {"compile": "none, offload: {optimizer: cpu}"}
 
 
 def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
@@ -51,7 +56,7 @@ def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
         ({"fused": "[adamw, norm]"}, ("norm", "adamw")),
         ({"fused": "[rope]", "compile": "block"}, ("rope",)),
         ({"fused": "[norm]", "accelerator": "cpu"}, ("norm",)),
-        ({"ranks": 4, "compile": "none, tensor: {shape: [2, 2]}"}, ("glu", "rope", "loss")),
+        (SHARED, ("glu", "rope", "loss")),
     ],
 )
 def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], fused: tuple[str, ...]) -> None:
@@ -69,6 +74,8 @@ def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], 
         ({"fused": "[glu]", "activation": "relu"}, "PT485", "activation: relu has no gate"),
         ({"fused": "[rope]", "position": "learned"}, "PT485", "positions are not rotated"),
         ({"mode": "native", "accelerator": "v100-16", "precision": "fp16"}, "PT270", "which v100-16 has none of"),
+        ({"fused": "[norm]", **SHARED}, "PT486", "norm will be computed by torch's operators: 2 tensor ranks share"),
+        ({"fused": "[adamw]", **HOST}, "PT486", "adamw will be computed by torch's operators: the optimizer's state"),
         ({"fused": "[norm]", "precision": "fp64"}, "PT486", "precision is fp64"),
         ({"fused": "[norm]", "mode": "torch"}, "PT486", "kernels.mode is torch"),
         ({"fused": "[norm]", "accelerator": "v100-16", "precision": "fp16"}, "PT486", "none for|ones for v100-16"),
@@ -90,3 +97,22 @@ def test_fused_parts_save_time_and_memory() -> None:
     saved = [plan.prediction.memory.terms_bytes["activations"] for plan in (ours, eager)]
     assert saved[0] < saved[1]
     assert ours.hash != eager.hash
+
+
+@pytest.mark.parametrize("changes", [SHARED | {"fused": "[norm, glu]"}, HOST | {"fused": "[adamw]"}])
+def test_plans_say_which_parts_torch_computes_all_the_same(changes: dict[str, object]) -> None:
+    plan, _ = planned(**changes)
+    assert plan is not None
+    assert sum("No own kernel for" in reason for reason in plan.reasons) == 1
+
+
+def test_gradients_come_with_the_loss_where_schedules_hold_one_micro_batch_at_the_end() -> None:
+    found = set()
+    for name in SCHEDULES:
+        chunks = 2 if name in {"interleaved", "zb-v", "hanayo"} else 1
+        schedule = generate(name, 4, 8, chunks, 0)
+        last = schedule.stages - 1
+        held = (peak_held([action for action in actions if action.stage == last]) for actions in schedule.lists)
+        if max(held) == 1 and not splits_backward(schedule):
+            found.add(name)
+    assert found == ONE_AT_THE_END
