@@ -7,6 +7,8 @@ that differ only in numbers passed at run time are one program, compiled once.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -133,10 +135,22 @@ def prove_all(work: Iterable[Job], processes: int) -> Iterator[Proof]:
             waiting = waiting[1:]
 
 
+def _end_with_parent() -> None:
+    """Have this process of a pool end with the one that started it, even where that was killed."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 def _in_a_pool(work: Collection[Job], processes: int) -> Iterator[Proof]:
     """Yield proofs until a process ends."""
     # Not forked: Triton's compiler starts threads.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent)
     try:
         futures: list[Future[Proof]] = [pool.submit(prove, job) for job in work]
         for future in futures:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +23,15 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 _NO_GPU = 3
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM came: the measuring process is to end before this one."""
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise _TerminatedError
 
 
 def command(
@@ -47,18 +58,22 @@ def command(
         raise typer.BadParameter(f"--budget {budget}: a number and s, min, h or d")
     for name in kernel or ():
         if name not in KERNELS:
-            raise typer.BadParameter(f"--kernel {name}: there are {', '.join(sorted(KERNELS))}")
+            near = [each for each in sorted(KERNELS) if each.startswith(name)] or get_close_matches(name, KERNELS, n=1)
+            meant = f"did you mean {' or '.join(near)}? " if near else ""
+            raise typer.BadParameter(f"--kernel {name}: {meant}there are {', '.join(sorted(KERNELS))}")
     if spec is None and overrides:
         raise typer.BadParameter("--set is about a spec")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out {out}: it is no folder")
     tuning = Tuning(out, seconds, again=again, dry_run=dry_run, kernels=tuple(kernel or ()))
     requests = None
     if spec is not None:
         plan = load_plan_or_exit(spec, overrides or [], forgive=("PT491", "PT492"))
         requests = requests_of(plan, tuning)
         if not requests:
-            typer.echo(
-                "partool: nothing to measure: partool plan --show kernels says what computes this plan", err=True
-            )
+            asked = sorted({line["kernel"] for line in requests_of(plan, replace(tuning, kernels=()))})
+            of = f"this plan asks for {', '.join(asked)}" if asked else "all is measured, or computed by libraries"
+            typer.echo(f"partool: nothing to measure: {of}; partool plan --show kernels tells more", err=True)
             return
     _follow(requests, tuning, output)
 
@@ -67,6 +82,7 @@ def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
     from partool.launch.tune import TuneError, tune
 
     written = 0
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         with _bar(len(requests or ())) as bar, closing(tune(requests, tuning)) as events:
             for event in events:
@@ -81,9 +97,13 @@ def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
             help = "--dry-run measures nothing and needs no GPU; the tables of this version are used as they are"
             fail("PT495", f"kernels cannot be tuned here: {error}", help, _NO_GPU)
         fail("PT496", f"tuning ended: {error}", "started again it goes on where it ended", error.exit_code)
-    except KeyboardInterrupt:
-        typer.echo(f"partool: interrupted; {_entries(written, tuning.out)}, started again it goes on", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+    except (KeyboardInterrupt, _TerminatedError) as stopped:
+        kept = "" if tuning.dry_run else f"; {_entries(written, tuning.out)}, started again it goes on"
+        typer.echo(f"partool: interrupted{kept}", err=True)
+        code = _INTERRUPTED if isinstance(stopped, KeyboardInterrupt) else _TERMINATED
+        raise typer.Exit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if not tuning.dry_run:
         typer.echo(f"partool: {_entries(written, tuning.out)}", err=True)
         if written:

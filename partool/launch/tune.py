@@ -18,6 +18,8 @@ Event = dict[str, Any]
 FAULTED = 4
 """Exit code of the process where a configuration made the GPU fault: it goes on in a new one."""
 _RESTARTS = 8
+_PATIENCE_S = 10.0
+"""Until a process that was told to stop is killed."""
 
 
 class TuneError(Exception):
@@ -114,5 +116,9 @@ def _process(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Even
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait()
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         process.stdout.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -422,6 +424,9 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: 
     ("arguments", "words"),
     [
         (["--kernel", "nope"], "--kernel nope"),
+        (["--kernel", "norm_foward"], "did you mean norm_forward?"),
+        (["--kernel", "norm"], "did you mean norm_backward or"),
+        (["--out", __file__], "it is no folder"),
         (["--budget", "5"], "--budget 5"),
         (["--set", "a=b"], "--set is about a spec"),
     ],
@@ -430,6 +435,40 @@ def test_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], words: 
     code, _, err = call(capsys, *arguments)
     assert code == 2
     assert words in err
+
+
+@pytest.mark.timeout(120)
+def test_it_ends_with_all_its_processes_when_told_to(tmp_path: Path) -> None:
+    """SIGTERM, as from a scheduler, ends compilers too, and says nothing of their pipes."""
+    command = [sys.executable, "-m", "partool", "tune", "--dry-run", "--out", str(tmp_path / "tuned")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while len(below(process.pid)) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    family = below(process.pid)
+    assert len(family) >= 3  # the one that measures, and its compilers
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert err.strip() == "partool: interrupted"
+    until = time.monotonic() + 5
+    while any(alive(pid) for pid in family) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in family)
+
+
+def below(pid: int) -> set[int]:
+    """Return all processes that a process started, and those that they did."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found |= {child} | below(child)
+    return found
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 SPEC = """

@@ -55,7 +55,8 @@ class Registry:
     ) -> None:
         """Take files or folders of the user's, partool's tables, aiter's or vLLM's, and the folder of installed ones.
 
-        ``expert_width``: inner width of an expert on the rank, where it is known: vLLM's files are by that. Raises :class:`TableError` where a path is none of them.
+        ``expert_width``: inner width of an expert on the rank, where it is known: vLLM's files are by that.
+        Raises :class:`TableError` where a path is none of them.
         """
         from partool_kernels.registry.extra import load
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.tables import TableError, bucket
@@ -31,6 +33,8 @@ class _StopError(BaseException):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and return the exit code."""
     arguments = _arguments(argv)
+    # Stopped at once, compilers leave semaphores behind; who clears them away need not say so.
+    sys.warnoptions.append("ignore::UserWarning:multiprocessing.resource_tracker")
     if parent := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
         end_with_parent(int(parent), signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -41,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RequestError, TableError, ValueError) as error:
         return _fail(str(error), _WRONG)
     except _StopError:
-        return _fail("stopped; started again it goes on", _STOPPED)
+        with suppress(OSError):
+            _fail("stopped; started again it goes on", _STOPPED)
+        _end()
+    return _STOPPED
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -123,7 +130,19 @@ def _fail(reason: str, code: int) -> int:
 
 
 def _stop(number: int, frame: object) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda number, frame: _end())
     raise _StopError
+
+
+def _end() -> NoReturn:
+    """End this process with its compilers at once: what was found is written, and Python would wait for them."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGTERM)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(_STOPPED)
 
 
 if __name__ == "__main__":
