@@ -132,7 +132,9 @@ def told(event: Event) -> str:
     if kind == "rehearsed":
         reasons = "; ".join(f"{count} {reason}" for reason, count in event["reasons"].items())
         left = f"{event['refused']} sorted out" + (f" ({reasons})" if reasons else "")
-        return f"{_asked(event)} on {event['architecture']}: {event['candidates']} of {event['grid']} at first, {left}"
+        return (
+            f"{_asked(event)} on {event['architecture']}: {event['candidates']} of {event['grid']} tried first, {left}"
+        )
     if kind == "end" and not event["finished"]:
         return f"the budget is over, {event['left']} left"
     return ""
@@ -141,7 +143,7 @@ def told(event: Event) -> str:
 def _asked(event: Event) -> str:
     widths = " ".join(f"{name}={size}" for name, size in event["shape"].items())
     flags = f" {','.join(event['flags'])}" if event["flags"] else ""
-    return f"{event['kernel']}{flags} {event['dtypes'][0]} {widths} rows={event['rows']}".replace("  ", " ")
+    return f"{event['kernel']}{flags} {','.join(event['dtypes'])} {widths} rows={event['rows']}".replace("  ", " ")
 
 
 def _short(seconds: float) -> str:

@@ -175,10 +175,9 @@ def _columns(*names: str) -> Table:
 def _notes(plan: Plan, found: Coverage, source: str) -> list[str]:
     notes = []
     if count := sum(line.measured for line in found.lines):
-        notes.append(
-            f"With what tables measured of {counted(count, 'shape')} in the place of the cost model's times, a step "
-            f"takes {seconds(found.measured_step_s)} instead of {seconds(found.step_s)}."
-        )
+        new, old = seconds(found.measured_step_s), seconds(found.step_s)
+        effect = "as long as predicted" if new == old else f"{new} instead of {old}"
+        notes.append(f"With the measured times of {counted(count, 'shape')}, a step takes {effect}.")
     others = sorted({_tool(line) for line in found.lines if line.state in ("tuned", "nearest")} - {"triton"})
     if others:
         notes.append(f"What {' and '.join(others)} calls tuned counts as such; where files hold no times, unchecked.")

@@ -150,7 +150,8 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     near = difflib.get_close_matches(str(found), [word.strip("'") for word in words], n=1)
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
-    help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0])
+    listed = next((_type_help(item) for item in items if item["type"] == "list_type"), "")
+    help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0]) or listed
     return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
 
 
@@ -229,6 +230,8 @@ def _missing_help(path: SpecPath) -> str:
 def _type_help(item: dict[str, Any]) -> str:
     if item["type"] == "string_type" and isinstance(item["input"], int | float | bool):
         return f'in quotes it is text: "{shown(item["input"])}"'
+    if item["type"] == "list_type" and isinstance(item["input"], str) and item["input"] not in ("", "all"):
+        return "use [] for none" if item["input"].lower() in _NONE else f"in brackets it is a list: [{item['input']}]"
     return ""
 
 

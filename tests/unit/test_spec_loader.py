@@ -181,3 +181,17 @@ def test_combinations_are_checked_in_the_sections_that_are_sound() -> None:
     assert [finding.code for finding in found] == ["PT205", "PT217", "PT102"]
     found = load_text("checkpoint: {every: soon}").diagnostics
     assert [finding.code for finding in found] == ["PT103", "PT103", "PT217"]
+
+
+@pytest.mark.parametrize(
+    ("override", "help"),
+    [
+        ("kernels.tuned=nowhere", "in brackets it is a list: [nowhere]"),
+        ("kernels.fused=norm", "in brackets it is a list: [norm]"),
+        ("kernels.fused=none", "use [] for none"),
+    ],
+)
+def test_a_single_value_in_a_lists_place_is_helped(override: str, help: str) -> None:
+    text = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 1}\n"
+    (finding,) = load_text(text + "data: python-stdlib\n", overrides=[override]).diagnostics
+    assert finding.help == help
