@@ -84,7 +84,8 @@ def _source(line: Line) -> Text:
     choice = line.choice
     if choice is None:
         return Text("-")
-    whose = "" if choice.implementation == "triton" else f" ({choice.implementation})"
+    maker = choice.implementation.replace(" (", ", ").rstrip(")")
+    whose = "" if maker == "triton" else f" ({maker})"
     return Text(choice.source + whose, _STYLES[line.state])
 
 
