@@ -322,7 +322,7 @@ def test_a_users_table_wins_among_equals(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="does not exist"):
         Registry([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TableError, match="holds no tables"):
+    with pytest.raises(TableError, match="it is empty"):
         Registry([tmp_path / "empty"])
 
 
