@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from partool.spec._base import Section
 
@@ -92,12 +92,17 @@ class DataSpec(Section):
 Fused = Literal["norm", "glu", "rope", "loss", "adamw"]
 
 
+def _once(parts: list[Fused]) -> list[Fused]:
+    """Return each part once, in their order: plans of the same parts are the same."""
+    return list(dict.fromkeys(parts))
+
+
 class KernelsSpec(Section):
     """Which implementation of partool's own kernels runs."""
 
     mode: Literal["auto", "native", "torch"] = "auto"
     """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
-    fused: list[Fused] | Literal["auto"] = "auto"
+    fused: Annotated[list[Fused], AfterValidator(_once)] | Literal["auto"] = "auto"
     """Parts of the model that one kernel computes each, instead of several of torch's."""
     tuned: list[str] = Field(default_factory=list)
     """Folders or files with configurations of your own, looked up before those of partool: its tables, aiter's or

@@ -195,3 +195,10 @@ def test_a_single_value_in_a_lists_place_is_helped(override: str, help: str) -> 
     text = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 1}\n"
     (finding,) = load_text(text + "data: python-stdlib\n", overrides=[override]).diagnostics
     assert finding.help == help
+
+
+def test_a_fused_part_counts_once() -> None:
+    text = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 1}\n"
+    spec = load_text(text + "data: python-stdlib\n", overrides=["kernels.fused=[norm, glu, norm]"]).spec
+    assert spec is not None
+    assert spec.kernels.fused == ["norm", "glu"]
