@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from partool.plan.types import Layout, Mesh
-from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
+from partool.spec.model import ModelConfig
+from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.optim.adamw import AdamW
@@ -142,7 +143,10 @@ def plan_of(case: Case) -> Any:
             persistent_elements=case.persistent,
             leaves=case.leaves,
         ),
-        training=SimpleNamespace(precision=case.precision),
+        model=ModelConfig(layers=LAYERS, hidden=8, ffn_hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=8),
+        training=TrainingSpec(sequence_length=8, global_batch=SEQUENCES, steps=1, precision=case.precision),
+        kernels=KernelsSpec(),
+        data=DataSpec(source="python-stdlib"),
     )
 
 
