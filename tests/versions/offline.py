@@ -1,7 +1,7 @@
 """Prove the kernels with other versions of Triton than the installed one: what users of older torch releases have.
 
-Wheels are fetched once, into a folder of the user's cache. ``offline.py [--all] [--write] VERSION...``; exits with 1
-where a kernel has a fault with one of them.
+Wheels are fetched once, into a folder of the user's cache. ``offline.py [--all] [--most N] [--write] VERSION...``; exits
+with 1 where a kernel has a fault with one of them.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="+", metavar="VERSION")
     parser.add_argument("--all", action="store_true", help="all programs, in float16 and float32 too")
+    parser.add_argument("--most", type=int, help="programs per kernel and architecture")
     parser.add_argument("--write", action="store_true", help="add what modelled entries need to their tables")
     asked = parser.parse_args()
     options = [f"--{name}" for name in ("all", "write") if getattr(asked, name)]
+    options += ["--most", str(asked.most)] if asked.most else []
     found = [prove(version, options) for version in asked.versions]
     return 0 if all(found) else 1
 
