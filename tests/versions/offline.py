@@ -1,7 +1,7 @@
 """Prove the kernels with other versions of Triton than the installed one: what users of older torch releases have.
 
-Wheels are fetched once, into a folder of the user's cache. ``offline.py [--all] [--most N] [--write] VERSION...``; exits
-with 1 where a kernel has a fault with one of them.
+Wheels are fetched once, into a folder of the user's cache. ``offline.py [--all] [--most N] [--write] VERSION...``;
+exits with 1 where a kernel has a fault with one of them.
 """
 
 from __future__ import annotations
