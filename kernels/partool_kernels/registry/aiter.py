@@ -9,7 +9,6 @@ warps and the rest.
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from partool_kernels.registry.kernels import KERNELS
 from partool_kernels.registry.look_up import MODELLED, ROWS, WIDTH
-from partool_kernels.registry.tables import TableError
+from partool_kernels.registry.tables import TableError, json_object
 from partool_kernels.registry.types import Choice, Config, Request
 
 BOUNDS = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -145,12 +144,7 @@ def _entry(
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[str, dict[str, int | str | None]]:
     """Return a file's configurations by key; raises :class:`TableError` where it is none of aiter's."""
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TableError(path, str(error)) from None
-    if not isinstance(body, dict):
-        raise TableError(path, "no JSON object")
+    body = json_object(path)
     for key, config in body.items():
         if not _KEY.fullmatch(key) or not isinstance(config, dict):
             raise TableError(path, f"{key}: keys are M_LEQ_<rows>, M_GEQ_<rows> and any, and hold objects")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -226,6 +226,17 @@ def _problem(kernel: Kernel, table: Table, entry: Entry) -> str | None:
         return f"shape has {', '.join(entry.shape)}, but the kernel {', '.join(kernel.widths)}"
     request = entry.request(table.kernel, table.architecture)
     return obstacle(request, entry.config.config, entry.shared_bytes(entry.triton))
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; raises :class:`TableError` where it holds none or cannot be read."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(path, str(error)) from None
+    if not isinstance(body, dict):
+        raise TableError(path, "no JSON object")
+    return body
 
 
 def read(path: Path) -> Table:

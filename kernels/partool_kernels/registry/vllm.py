@@ -8,7 +8,6 @@ batch and the configuration that was fastest. The nearest number of tokens count
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from partool_kernels.registry.aiter import as_config, carried, is_forward
 from partool_kernels.registry.look_up import MODELLED, ROWS, same_device
-from partool_kernels.registry.tables import TableError, bucket
+from partool_kernels.registry.tables import TableError, bucket, json_object
 from partool_kernels.registry.types import Choice, Request
 
 _NAME = re.compile(
@@ -121,12 +120,7 @@ class VllmConfigs:
 @functools.lru_cache(maxsize=1024)
 def read(path: Path) -> dict[int, dict[str, int | str | None]]:
     """Return a file's configurations by number of tokens; raises :class:`TableError` where it is none of vLLM's."""
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TableError(path, str(error)) from None
-    if not isinstance(body, dict):
-        raise TableError(path, "no JSON object")
+    body = json_object(path)
     found = {}
     for key, config in body.items():
         if key == "triton_version":
