@@ -434,7 +434,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     code, _, err = call(capsys, *arguments)
     assert code == 2
-    assert words in err
+    assert words in " ".join(err.replace("│", " ").split())  # the box breaks lines where a path's length makes it
 
 
 @pytest.mark.timeout(120)
