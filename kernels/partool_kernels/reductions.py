@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from partool_kernels import _native
@@ -18,8 +19,29 @@ class KernelUnavailableError(RuntimeError):
     """The compiled library was asked for and is not there."""
 
 
+BLOCK = 2**16
+"""Elements whose squares are summed together, in the order of a flat tensor."""
+
+
 def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float, bool]:
     """Return the sum of squares of a tensor, accumulated in float64, and whether all its elements are finite.
+
+    The correctly rounded sum of what :func:`block_sums` returns.
+    """
+    blocks, finite = block_sums(tensor, mode)
+    return total(blocks), finite
+
+
+def total(blocks: Sequence[float]) -> float:
+    """Return the sum of blocks, correctly rounded: it does not depend on their order; infinite where it overflows."""
+    try:
+        return math.fsum(blocks)
+    except OverflowError:
+        return math.inf
+
+
+def block_sums(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[tuple[float, ...], bool]:
+    """Return the sum of squares of each block of :data:`BLOCK` elements, in float64, and whether all are finite.
 
     ``tensor`` is of any shape and floating-point type; on the CPU one pass over memory is made. The native result does
     not depend on the processor's instruction set. Raises :class:`KernelUnavailableError` for a tensor on the CPU if
@@ -32,9 +54,14 @@ def finite_sum_squares(tensor: torch.Tensor, mode: Mode = "auto") -> tuple[float
         raise KernelUnavailableError("the compiled CPU library is missing; install where a C++ compiler is present")
     if lib is None or native is None:
         return _reference(tensor)
-    total, finite = ctypes.c_double(), ctypes.c_int32()
-    lib.partool_finite_sum_squares(tensor.data_ptr(), tensor.numel(), native, ctypes.byref(total), ctypes.byref(finite))
-    return total.value, bool(finite.value)
+    found, good = [], True
+    squares, finite = ctypes.c_double(), ctypes.c_int32()
+    for first in range(0, tensor.numel(), BLOCK):
+        at, count = tensor.data_ptr() + first * tensor.itemsize, min(BLOCK, tensor.numel() - first)
+        lib.partool_finite_sum_squares(at, count, native, ctypes.byref(squares), ctypes.byref(finite))
+        found.append(squares.value)
+        good = good and bool(finite.value)
+    return tuple(found), good
 
 
 def _dtype_code(tensor: torch.Tensor) -> int | None:
@@ -42,9 +69,11 @@ def _dtype_code(tensor: torch.Tensor) -> int | None:
     return codes.get(str(tensor.dtype))
 
 
-def _reference(tensor: torch.Tensor) -> tuple[float, bool]:
+def _reference(tensor: torch.Tensor) -> tuple[tuple[float, ...], bool]:
     import torch
 
-    total = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+    flat = tensor.detach().reshape(-1)
+    blocks = [flat[first : first + BLOCK].double() for first in range(0, flat.numel(), BLOCK)]
+    found = tuple(float(block.square().sum()) for block in blocks)
     # Finite float64 values may overflow in the sum; only then are the elements looked at one by one.
-    return total, math.isfinite(total) or bool(torch.isfinite(tensor).all())
+    return found, math.isfinite(total(found)) or bool(torch.isfinite(flat).all())

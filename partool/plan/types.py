@@ -15,7 +15,17 @@ from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
-from partool.spec.parallel import Compile, Gather, Inside, Recompute, SequenceMethod, TensorOverlap, ZeroStage
+from partool.spec.parallel import (
+    Compile,
+    Gather,
+    Host,
+    Inside,
+    Recompute,
+    SequenceMethod,
+    TensorOverlap,
+    Tier,
+    ZeroStage,
+)
 from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
@@ -52,6 +62,27 @@ class Mesh(Record):
     def dp(self) -> int:
         """Number of data-parallel ranks (replicas times shards)."""
         return self.dp_replicate * self.dp_shard
+
+
+class HostWork(Record):
+    """How what is offloaded is moved and updated; see ``parallel.offload`` of the spec."""
+
+    speculate: Literal["none", "deferred", "undo"] = "none"
+    undo_bytes: int = 0
+    """Per rank."""
+    gradients: Literal["compute", "master"] = "compute"
+    """Type in which gradients travel: that of computation, or that of masters."""
+    moments: Literal["master", "bf16"] = "master"
+    bucket_bytes: int = 2**26
+    """Of gradients, in the type in which they travel."""
+    threads: int = 1
+    """Per rank."""
+    folder: str = ""
+    """Absolute; empty where nothing goes to disks."""
+    buffers: int = 4
+    """Buckets of a state on disks that are in host memory at once."""
+    pinned_bytes: int = 0
+    """Most pinned memory of a rank; 0: no limit."""
 
 
 class Layout(Record):
@@ -110,11 +141,13 @@ class Layout(Record):
     """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
     fused: tuple[Fused, ...] = ()
     """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
-    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_optimizer: Tier = "none"
     gpu_fraction: float = 0.0
-    """Share of the optimizer state that stays on the device while ``offload_optimizer`` is cpu."""
-    offload_parameters: Literal["none", "cpu"] = "none"
-    offload_activations: Literal["none", "cpu"] = "none"
+    """Share of the optimizer state that stays on the device while ``offload_optimizer`` is not none."""
+    offload_parameters: Tier = "none"
+    offload_activations: Host = "none"
+    host: HostWork = HostWork()
+    """How the host's part of the work is done; of no meaning where nothing is offloaded."""
 
     @property
     def sequence_form(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from partool.spec._base import Auto, Section, shorthand
 
@@ -18,6 +18,7 @@ SequenceMethod = Literal["ulysses", "ring", "usp", "startrail", "all_gather", "d
 SequenceOrder = Literal["contiguous", "zigzag"]
 Inside = Literal["teams", "rings"]
 Host = Literal["none", "cpu"]
+Tier = Literal["none", "cpu", "nvme"]
 Gather = Literal["coalesced", "sequential"]
 TensorOverlap = Literal["none", "backward", "symmetric"]
 Style = Literal["column", "column_gathered", "row", "vocabulary", "replicated"]
@@ -128,16 +129,36 @@ class Tiles(Section):
 
 
 class Offload(Section):
-    """What is kept in host memory instead of device memory."""
+    """What is kept in host memory or on its disks instead of device memory."""
 
-    optimizer: Host | Auto = "auto"
-    """Moments and master weights; the host then does the update."""
+    optimizer: Tier | Auto = "auto"
+    """Moments and master weights; the host's processors then do the update. nvme: between updates they are in files."""
     gpu_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
-    """Share of the optimizer state that stays on the device while ``optimizer`` is cpu."""
-    parameters: Host | Auto = "auto"
+    """Share of the optimizer state that stays on the device while ``optimizer`` is cpu or nvme: that of the layers
+    whose gradients come last."""
+    parameters: Tier | Auto = "auto"
     """Shards of the parameters, with zero: 3."""
     activations: Host | Auto = "auto"
     """Tensors saved for the backward pass."""
+    speculate: bool | Literal["undo"] | Auto = "auto"
+    """Update while the norm of the gradients is not known yet (SuperOffload, arXiv 2509.21271), and exactly: true puts
+    the change of masters and moments off until it is; ``undo`` keeps copies of them in ``undo_gib``."""
+    undo_gib: PositiveFloat | Auto = "auto"
+    """With ``speculate: undo``: host memory of a rank for copies; what does not fit waits for the norm."""
+    gradients: Literal["bf16", "fp32"] | Auto = "auto"
+    """Type in which gradients go to the host. auto: bf16 where that loses nothing, as on one data-parallel rank."""
+    moments: Literal["fp32", "bf16"] | Auto = "auto"
+    """Type of the moments on the host; auto: fp32."""
+    bucket_mib: Annotated[float, Field(ge=0.125, le=4096)] | Auto = "auto"
+    """Gradients that travel together, in MiB of their type."""
+    threads: PositiveInt | Auto = "auto"
+    """Cores of a rank that update; training has the others."""
+    dir: str | None = None
+    """Folder for what goes to disks, one on each machine; needed by nvme."""
+    buffers: Annotated[int, Field(ge=3, le=64)] | Auto = "auto"
+    """With nvme: buckets of the optimizer state that are in host memory at once."""
+    pinned_gib: PositiveFloat | Auto = "auto"
+    """Most pinned host memory of a rank."""
 
 
 class ParallelSpec(Section):

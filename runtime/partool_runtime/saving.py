@@ -14,7 +14,7 @@ from partool_runtime.checkpoint import Checkpointer, WriteStats
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.pieces import Value, placed
 from partool_runtime.precision import LossScaler
@@ -34,7 +34,7 @@ class Saver:
         ranks: Ranks,
         *,
         model: AnyDecoder,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         scaler: LossScaler,
         stepper: Stepper,
         fingerprint: str,
@@ -105,6 +105,7 @@ class Saver:
             "nonfinite_in_row": self._stepper.nonfinite_in_row,
         }
         with torch.no_grad():
+            self._optimizer.settle()
             self._checkpointer.save(step, self._state, extra, wait=wait)
         self._saved_step = step
         self._saved_at_s = time.monotonic()
@@ -123,9 +124,11 @@ class Saver:
         self._checkpointer.close()
 
 
-def state_of(model: AnyDecoder, optimizer: AdamW) -> dict[str, Value]:
+def state_of(model: AnyDecoder, optimizer: Optimizer) -> dict[str, Value]:
     """Return weights and moments under their names, each with its place in the whole."""
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()} | optimizer.state()
+    masters = optimizer.masters()
+    tensors = {f"model.{name}": masters.get(name, p).detach() for name, p in model.named_parameters()}
+    tensors |= optimizer.state()
     return {key: placed(tensor, model.placements.get(key.partition(".")[2])) for key, tensor in tensors.items()}
 
 

@@ -14,9 +14,9 @@ from partool.spec.training import OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
-from partool_runtime.optim.adamw import AdamW
 from partool_runtime.optim.grad_norm import Mode, check_gradients, clip_factor
 from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.tensor.sync import TensorGradients
@@ -116,7 +116,7 @@ class Stepper:
     def __init__(
         self,
         passes: Passes,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         scaler: LossScaler,
         *,
         ranks: Ranks,
@@ -143,17 +143,18 @@ class Stepper:
         with timer("overhead"):
             # The ranks of a pipeline share their batch: each data-parallel group counts all of it.
             tokens = sum_over(self._count(batch), self._ranks.dp.get_group())
-            self._optimizer.clear_gradients()
+            lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
+            self._optimizer.begin(lr, 1.0 / self._scaler.scale)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
-            counted = self._optimizer.gradients(copies=False)
-            check = check_gradients(counted, loss_sum, self._ranks, self._kernels)
+            check = check_gradients(self._optimizer.sums(self._kernels), loss_sum, self._ranks)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
             scale = self._scaler.scale
             norm = check.norm / scale
-            lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             if check.finite:
                 self._optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
+            else:
+                self._optimizer.skip()
             self._scaler.update(check.finite)
         self._count_nonfinite(step, check.finite)
         return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)

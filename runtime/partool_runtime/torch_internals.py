@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # no
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Documented for extension authors, under a private name still.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
@@ -32,6 +33,49 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of this rank's parts of tensors."""
     return sum(part.numel() * part.itemsize for part in map(local, tensors))
+
+
+def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which this rank has ``part``, placed as a parameter is; of another type or on another device.
+
+    ``DTensor.from_local`` moves the part to the mesh's device.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    spec = parameter._spec
+    shape = TensorMeta(spec.shape, spec.stride, part.dtype)
+    placed = DTensorSpec(spec.mesh, spec.placements, tensor_meta=shape)
+    return cast(torch.Tensor, DTensor(part, placed, requires_grad=False))  # type: ignore[no-untyped-call]
+
+
+def wide_gradients(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let FSDP2 leave reduced gradients in ``dtype``, for parameters that are sharded in a narrower type.
+
+    It casts them to the parameters' own type; the widest sum is lost then. Called behind its lazy initialisation, that
+    is in the first forward pass, or before: the groups are told when they are set up.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups(module._get_fsdp_state()):
+                _leave_wide(group, dtype)
+
+
+def _leave_wide(group: Any, dtype: torch.dtype) -> None:
+    set_up = group._init_mp_dtypes
+
+    def then() -> None:
+        set_up()
+        group._orig_dtype = dtype
+
+    group._init_mp_dtypes = then
+
+
+def _groups(state: Any) -> list[Any]:
+    one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    return list(getattr(state, "_fsdp_param_groups", [] if one is None else [one]))
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -57,9 +101,7 @@ def _fsdp_parameters(model: nn.Module) -> list[Any]:
     states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
     found = []
     for state in states.values():
-        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
-        groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
-        found += [parameter for group in groups for parameter in group.fsdp_params]
+        found += [parameter for group in _groups(state) for parameter in group.fsdp_params]
     return found
 
 

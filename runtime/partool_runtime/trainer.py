@@ -180,7 +180,8 @@ def _open(
     )
     first = saver.resume() if resume else 0
     if first == 0:  # a run that goes on needs the weights it started from no more
-        fill(model, plan.weights, seed=plan.training.seed)
+        fill(model, plan.weights, seed=plan.training.seed, masters=optimizer.masters())
+    optimizer.loaded()
     post_load(model)
     return stepper, saver, first
 

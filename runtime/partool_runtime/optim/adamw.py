@@ -9,6 +9,7 @@ from torch import nn
 
 from partool.spec.training import OptimizerSpec
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
+from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.torch_internals import fused_adamw, local
 
 
@@ -41,6 +42,7 @@ class AdamW:
         with torch.no_grad():
             self._exp_avg = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
             self._exp_avg_sq = {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
+        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         # A rank may hold no row of a parameter.
         held = [name for name, p in parameters.items() if local(p).numel() > 0]
         self._matrices = [name for name in held if parameters[name].ndim >= 2]
@@ -62,6 +64,30 @@ class AdamW:
         """Drop all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def begin(self, lr: float, scale: float) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        self.clear_gradients()
+
+    def sums(self, mode: Mode) -> LocalSums:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        return local_sums(self.gradients(copies=False), self._device, mode)
+
+    def skip(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: nothing was done yet."""
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they are the parameters."""
+        return {}
+
+    def settle(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they always are."""
+
+    def loaded(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they are the live tensors."""
+
+    def close(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
 
     @torch.no_grad()
     def step(self, lr: float, scale: float = 1.0) -> None:

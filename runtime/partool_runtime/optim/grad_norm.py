@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from partool_kernels import finite_sum_squares
+from partool_kernels.reductions import block_sums, total
 from partool_runtime.mesh import Ranks
 from partool_runtime.parallel.comm import sum_over
 
@@ -26,13 +26,22 @@ class GradientCheck:
     """Sum of the ranks' losses; tensor ranks, which all have the same one, count as one."""
 
 
-def check_gradients(shards: Sequence[torch.Tensor], loss_sum: torch.Tensor, ranks: Ranks, mode: Mode) -> GradientCheck:
+class LocalSums(NamedTuple):
+    """What a rank knows of its gradients; what another pipeline or tensor rank counts is left out."""
+
+    squares: torch.Tensor
+    """float64 scalar, where compute is: the sum of squares."""
+    finite: torch.Tensor
+    """bool scalar."""
+
+
+def check_gradients(sums: LocalSums, loss_sum: torch.Tensor, ranks: Ranks) -> GradientCheck:
     """Return the norm over all ranks, with every element counted once, and the sum of the ranks' losses.
 
     One all-reduce of three float64 over all ranks; replicas hold the same gradients and tensor ranks see the same loss,
-    so these sums are divided by their number. ``shards`` leaves out what another pipeline or tensor rank counts.
+    so these sums are divided by their number.
     """
-    squares, finite = _local_sums(shards, mode) if ranks.device.type == "cpu" else _device_sums(shards)
+    squares, finite = sums
     packed = torch.stack([squares, (~finite).double(), loss_sum.detach().double()])
     total, nonfinite, loss = sum_over(packed, ranks.world).tolist()
     loss /= ranks.tp.size()
@@ -46,22 +55,27 @@ def clip_factor(norm: float, limit: float) -> float:
     return limit / norm if limit > 0 and norm > limit else 1.0
 
 
-def _local_sums(shards: Sequence[torch.Tensor], mode: Mode) -> tuple[torch.Tensor, torch.Tensor]:
-    total, finite = 0.0, True
+def local_sums(shards: Sequence[torch.Tensor], device: torch.device, mode: Mode) -> LocalSums:
+    """Return the sums over a rank's shards, which are on ``device``."""
+    if device.type != "cpu":
+        return _device_sums(shards, device)
+    blocks: list[float] = []
+    finite = True
     for shard in shards:
-        squares, good = finite_sum_squares(shard, mode)
-        total += squares
+        squares, good = block_sums(shard, mode)
+        blocks += squares
         finite = finite and good
-    return torch.tensor(total, dtype=torch.float64), torch.tensor(finite)
+    return host_sums(blocks, finite, device)
 
 
-def _device_sums(shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def host_sums(blocks: Sequence[float], finite: bool, device: torch.device) -> LocalSums:
+    """Return sums of blocks; their order changes no bit."""
+    squares = torch.full((), total(blocks), dtype=torch.float64, device=device)
+    return LocalSums(squares, torch.full((), finite, dtype=torch.bool, device=device))
+
+
+def _device_sums(shards: Sequence[torch.Tensor], device: torch.device) -> LocalSums:
     if not shards:
-        return _no_gradients()
+        return host_sums((), True, device)
     squares = torch.stack(torch._foreach_norm(list(shards))).double().square().sum()
-    return squares, torch.isfinite(squares)
-
-
-def _no_gradients() -> tuple[torch.Tensor, torch.Tensor]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return torch.zeros((), dtype=torch.float64, device=device), torch.ones((), dtype=torch.bool, device=device)
+    return LocalSums(squares, torch.isfinite(squares))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ _COPY_ELEMENTS = 2**20
 """Elements in flight between a source and a parameter: bounds the memory beside the model."""
 
 
-def fill(model: AnyDecoder, weights: Weights, *, seed: int) -> None:
-    """Fill all parameters from ``weights.source``: ``init`` (from the seed), ``dummy``, ``hf`` or ``checkpoint``.
+def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Fill all parameters, or the ``masters`` in their place, from ``weights.source``.
+
+    ``init`` draws from the seed, ``dummy`` is for trials, ``hf`` and ``checkpoint`` read a folder.
 
     The model, or a pipeline rank's part of it, is materialised: plain, cut over tensor ranks, sharded by rows over
     data-parallel ranks. Collective only for ``checkpoint``. Raises ConfigurationError PT620 for a folder that cannot be
@@ -28,16 +31,16 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int) -> None:
     """
     if weights.source in ("init", "dummy"):
         drawn = init_source(model.config, seed) if weights.source == "init" else dummy_source(model.config)
-        fill_from(model, model.first_values(drawn) if isinstance(model, HfPart) else drawn)
+        fill_from(model, model.first_values(drawn) if isinstance(model, HfPart) else drawn, masters)
     elif weights.source == "hf":
         path = _path(weights)
         with model.open_weights(path) if isinstance(model, HfPart) else open_folder(path, model.config) as source:
             source.check(model.whole_shapes())
-            fill_from(model, source.block)
+            fill_from(model, source.block, masters)
     else:
         from partool_runtime.weights.from_checkpoint import load_model
 
-        load_model(model, _path(weights))
+        load_model(model, _path(weights), masters)
 
 
 def _path(weights: Weights) -> Path:
@@ -48,13 +51,18 @@ def _path(weights: Weights) -> Path:
 
 
 @torch.no_grad()
-def fill_from(model: AnyDecoder, source: BlockSource) -> None:
-    """Copy each rank's blocks of every parameter from ``source``, cast to the parameter's type."""
-    for name, parameter in model.named_parameters():
+def fill_from(model: AnyDecoder, source: BlockSource, masters: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Copy each rank's blocks of every parameter from ``source``, cast to the type of the parameter or its master."""
+    for name, parameter in targets(model, masters).items():
         placement = model.placements.get(name)
         shape = tuple(parameter.shape) if placement is None else placement.shape
         for piece in pieces(parameter, placement):
             _fill_piece(piece, name, shape, source)
+
+
+def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """Return what is filled, by parameter: masters where there are some, and the parameters themselves elsewhere."""
+    return {name: (masters or {}).get(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def _fill_piece(piece: Piece, name: str, shape: tuple[int, ...], source: BlockSource) -> None:

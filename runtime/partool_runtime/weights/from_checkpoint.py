@@ -13,22 +13,24 @@ from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import placed
+from partool_runtime.weights.fill import targets
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0
 
 
-def load_model(model: AnyDecoder, path: Path) -> None:
+def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor] | None = None) -> None:
     """Fill a model, or a part of one, from the model part of a checkpoint; collective if there are several ranks.
 
+    ``masters`` are filled in place of the parameters that they are for.
     ``path`` is a ``step-…`` folder, or a folder of them or of a run, whose newest is taken. Raises ConfigurationError
     PT620 if there is none, PT621 where names or shapes differ, and the checkpoint's own codes where it is damaged.
     """
     folder = find_checkpoint(path)
     _check(folder, model.whole_shapes())
     state = {
-        _MODEL + name: placed(parameter.detach(), model.placements.get(name))
-        for name, parameter in model.named_parameters()
+        _MODEL + name: placed(tensor.detach(), model.placements.get(name))
+        for name, tensor in targets(model, masters).items()
     }
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
     try:

@@ -1,0 +1,68 @@
+"""The same passes through torch, where there is no compiled library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from partool_kernels.host.types import Part, Pass, Rule, Sums
+from partool_kernels.reductions import block_sums
+
+if TYPE_CHECKING:
+    import torch
+
+
+def update(
+    parts: Sequence[Part],
+    commit: Pass | None,
+    step: Pass | None,
+    *,
+    keep: bool,
+    weights: Sequence[torch.Tensor] | None,
+    wants_sums: bool,
+) -> Sums | None:
+    """See :func:`partool_kernels.host.update`; the bits are torch's, and do not depend on how steps are put off."""
+    found = sums(step.gradients) if wants_sums and step is not None else None
+    for index, part in enumerate(parts):
+        if commit is not None:
+            _apply(part.master, part.moments, commit.gradients[index], commit.rules[part.group])
+        master = part.master
+        if step is not None:
+            moments = part.moments
+            if not keep:
+                master, moments = master.clone(), tuple(moment.clone() for moment in moments)
+            _apply(master, moments, step.gradients[index], step.rules[part.group])
+        if weights is not None:
+            weights[index].copy_(master)
+    return found
+
+
+def sums(gradients: Sequence[torch.Tensor]) -> Sums:
+    """See :func:`partool_kernels.host.sums`."""
+    found = [block_sums(gradient, "torch") for gradient in gradients]
+    return Sums(tuple(squares for squares, _ in found), tuple(finite for _, finite in found))
+
+
+def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: Rule) -> None:
+    """Update a master and its moments in place; moments that are kept narrow are rounded once, at the end."""
+    wide = [moment.to(master.dtype) for moment in moments]
+    g = gradient.to(master.dtype) * rule.scale
+    master.mul_(1.0 - rule.lr * rule.weight_decay)
+    if rule.kind == "adamw":
+        first, second = wide
+        first.mul_(rule.beta1).add_(g, alpha=1.0 - rule.beta1)
+        second.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
+        root = (second / (1.0 - rule.beta2**rule.step)).sqrt_().add_(rule.eps)
+        master.addcdiv_(first, root, value=-rule.lr / (1.0 - rule.beta1**rule.step))
+    elif rule.kind == "lion":
+        master.add_((wide[0] * rule.beta1).add_(g, alpha=1.0 - rule.beta1).sign_(), alpha=-rule.lr)
+        wide[0].mul_(rule.beta2).add_(g, alpha=1.0 - rule.beta2)
+    elif rule.kind == "adagrad":
+        wide[0].addcmul_(g, g)
+        master.addcdiv_(g, wide[0].sqrt().add_(rule.eps), value=-rule.lr)
+    else:
+        wide[0].mul_(rule.beta1).add_(g)
+        master.add_(wide[0], alpha=-rule.lr)
+    for moment, value in zip(moments, wide, strict=True):
+        if moment is not value:
+            moment.copy_(value)

@@ -1,0 +1,77 @@
+"""What an optimizer pass on the host is told, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["adamw", "lion", "adagrad", "sgd"]
+Mode = Literal["auto", "native", "torch"]
+"""native: only with the compiled library; torch: never with it."""
+MOMENTS: dict[Kind, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "adagrad": ("sum",),
+    "sgd": ("momentum",),
+}
+"""What each optimizer keeps per element beside the weight, by the names that checkpoints give it."""
+
+
+class HostKernelError(ValueError):
+    """Arguments that a pass cannot take, found before memory is touched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one step does to one group of parameters.
+
+    ``adamw``: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. ``lion``: Chen et al., arXiv 2302.06675.
+    ``adagrad``: Duchi et al., JMLR 12 (2011). ``sgd``: with momentum ``beta1``, as torch's, without dampening. Weight
+    decay is decoupled in all of them.
+    """
+
+    kind: Kind
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counted from 1."""
+    scale: float = 1.0
+    """What gradients are multiplied with first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a parameter, or of a bucket: contiguous tensors of one size in host memory."""
+
+    master: torch.Tensor
+    """float32 or float64."""
+    moments: tuple[torch.Tensor, ...]
+    """As :data:`MOMENTS` says; of the master's type, or bfloat16."""
+    group: int = 0
+    """Which rule is for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Gradients of all parts, in their order, and the rules of all groups."""
+
+    gradients: Sequence[torch.Tensor]
+    """float32, float64, bfloat16 or float16, contiguous."""
+    rules: Sequence[Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What was seen of gradients on the way, by part: as they came, not scaled."""
+
+    squares: tuple[tuple[float, ...], ...]
+    """One number per block of 65,536 elements of the part, summed in float64: the same whatever makes the pass. Added
+    up by ``math.fsum`` they give the same bits however parameters are cut at blocks."""
+    finite: tuple[bool, ...]

@@ -1,0 +1,77 @@
+"""Which pieces of parameters travel and are updated together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BLOCK = 2**16
+"""Elements: where shards are cut. Sums of squares are taken by blocks of as many, so a cut does not change them."""
+ALIGNED = 2**11
+"""Elements: where shards begin. As many of two bytes or more are whole pages, which disks transfer directly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A piece of a parameter's shard."""
+
+    name: str
+    start: int
+    """Elements before it in the shard, flat; a multiple of :data:`BLOCK`."""
+    offset: int
+    """Elements before it in the bucket."""
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Pieces that are contiguous in host memory, in the order in which their gradients are expected."""
+
+    index: int
+    first: int
+    """Elements of the buckets before it: all buckets of a rank are one flat array."""
+    members: tuple[Member, ...]
+
+    @property
+    def elements(self) -> int:
+        """Of all members, and of the gaps behind them; a multiple of :data:`ALIGNED`."""
+        last = self.members[-1]
+        return _aligned(last.offset + last.elements)
+
+
+def fill_buckets(shards: Iterable[tuple[str, int]], most_elements: int) -> list[Bucket]:
+    """Deal shards, (name, elements), into buckets of at most ``most_elements``, which are at least :data:`BLOCK`.
+
+    They come in the order in which their gradients are expected. A shard begins at a multiple of :data:`ALIGNED` and is
+    contiguous in the flat array, also where it goes on in the next bucket: it is cut at blocks. Shards without elements
+    are in no bucket.
+    """
+    if most_elements < BLOCK:
+        raise ValueError(f"a bucket of {most_elements} elements is smaller than a block of {BLOCK}")
+    most_elements -= most_elements % ALIGNED
+    buckets: list[Bucket] = []
+    members: list[Member] = []
+    first = held = 0
+    for name, elements in shards:
+        start = 0
+        while start < elements:
+            left, room = elements - start, most_elements - held
+            taken = left if left <= room else room - room % BLOCK
+            if taken == 0:
+                buckets.append(Bucket(len(buckets), first, tuple(members)))
+                first, held, members = first + held, 0, []
+                continue
+            members.append(Member(name, start, held, taken))
+            held, start = held + _aligned(taken), start + taken
+    if members:
+        buckets.append(Bucket(len(buckets), first, tuple(members)))
+    return buckets
+
+
+def places(buckets: Iterable[Bucket]) -> dict[str, int]:
+    """Return where each shard begins in the flat array of all buckets."""
+    return {m.name: bucket.first + m.offset for bucket in buckets for m in bucket.members if m.start == 0}
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNED) * ALIGNED
