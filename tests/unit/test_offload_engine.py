@@ -119,10 +119,15 @@ def together(request: pytest.FixtureRequest) -> Iterator[Together]:
 @pytest.mark.timeout(60)
 def test_every_verdict_leaves_the_bits_of_the_reference(together: Together) -> None:
     cases = [
-        {"lr": 1e-3, "clip": math.inf}, {"lr": 2e-3, "clip": 1.0}, {"lr": 1e-3, "clip": math.inf, "poison": "b"},
-        {"lr": 1e-3, "clip": math.inf, "missing": "c"}, {"lr": 5e-4, "clip": 0.5, "missing": "a"}, {"lr": 1e-3, "clip": math.inf},
-        {"lr": 1e-3, "clip": 1.0, "poison": "d"}, {"lr": 1e-3, "clip": math.inf},
-    ]  # fmt: skip
+        {"lr": 1e-3, "clip": math.inf},
+        {"lr": 2e-3, "clip": 1.0},
+        {"lr": 1e-3, "clip": math.inf, "poison": "b"},
+        {"lr": 1e-3, "clip": math.inf, "missing": "c"},
+        {"lr": 5e-4, "clip": 0.5, "missing": "a"},
+        {"lr": 1e-3, "clip": math.inf},
+        {"lr": 1e-3, "clip": 1.0, "poison": "d"},
+        {"lr": 1e-3, "clip": math.inf},
+    ]
     for index, case in enumerate(cases):
         together.step(**case)  # type: ignore[arg-type]
         if index == 3:
