@@ -81,6 +81,11 @@ def is_frozen(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def group_of(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first of the glob patterns of ``optimizer.groups`` that a parameter's name matches."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
 def count(infos: Iterable[ParameterInfo]) -> int:
     """Return the number of elements of all parameters."""
     return sum(info.elements for info in infos)

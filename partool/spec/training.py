@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    WrapSerializer,
+)
 
 from partool.spec._base import Section
 
@@ -54,15 +64,69 @@ class LrSchedule(Section):
     """wsd (warm-up, stable, decay): length of the final decay; default one fifth of the steps."""
 
 
-class OptimizerSpec(Section):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+OptimizerName = Literal["adamw", "lion", "adagrad", "sgd"]
+MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "lion": 1, "adagrad": 1, "sgd": 1}
+"""Numbers that each optimizer keeps per trained parameter beside the weight."""
+READS: dict[OptimizerName, tuple[str, ...]] = {
+    "adamw": ("betas", "eps"),
+    "lion": ("betas",),
+    "adagrad": ("eps",),
+    "sgd": ("momentum",),
+}
+"""Which of the settings that are not every optimizer's each one reads."""
+Betas = Annotated[list[float], Field(min_length=2, max_length=2)]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-    name: Literal["adamw"] = "adamw"
+
+class OptimizerGroup(Section):
+    """Settings of the parameters that a pattern matches; those that are not given are the optimizer's."""
+
+    lr_factor: NonNegativeFloat = 1.0
+    """Learning rate as a factor of ``optimizer.lr`` and its schedule."""
+    weight_decay: NonNegativeFloat | None = None
+    """Where given, of all that matches, norms and biases too."""
+    betas: Betas | None = None
+    eps: PositiveFloat | None = None
+    momentum: Momentum | None = None
+
+
+def _from_pairs(value: Any) -> Any:
+    """Read [[pattern, settings], ...] as a mapping."""
+    if isinstance(value, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
+        return dict(value)
+    return value
+
+
+def _to_pairs(value: Any, dump: Callable[[Any], dict[str, Any]]) -> list[tuple[str, Any]]:
+    """Write a mapping as pairs: plans sort their keys, and the order of patterns counts."""
+    return list(dump(value).items())
+
+
+Groups = Annotated[
+    dict[Annotated[str, Field(min_length=1)], OptimizerGroup],
+    BeforeValidator(_from_pairs),
+    WrapSerializer(_to_pairs),
+]
+
+
+class OptimizerSpec(Section):
+    """What updates the weights; docs/optimizers.md has the formulas."""
+
+    name: OptimizerName = "adamw"
+    """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
+    12 (2011); sgd: with momentum. Weight decay is apart from the gradient (decoupled) in all of them."""
     lr: PositiveFloat = 3e-4
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: Betas = [0.9, 0.95]
+    """Of adamw: how slowly its two moments change. Of lion: weight of the momentum in a step, and how slowly it
+    changes."""
+    momentum: Momentum = 0.9
+    """Of sgd: how much of the last step's direction is kept; 0: none."""
     eps: PositiveFloat = 1e-8
+    """Of adamw and adagrad: added to what they divide by."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied to matrices, not to norms and biases."""
+    groups: Groups = {}
+    """Settings by glob pattern of parameters, such as ``embed.*``; the first that matches a parameter counts."""
     clip: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: LrSchedule = LrSchedule()

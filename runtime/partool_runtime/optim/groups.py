@@ -1,0 +1,68 @@
+"""From the spec's optimizer and the names of parameters to groups that are updated alike, and to what a step does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from partool.layout.parameters import group_of
+from partool.spec.training import OptimizerGroup, OptimizerSpec
+from partool_kernels.host import MOMENTS, Kind, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Settings that some parameters share; see :class:`partool_kernels.host.Rule`."""
+
+    lr_factor: float
+    beta1: float
+    """Of sgd: its momentum."""
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All groups of a spec, the same and in the same order on all ranks, and which of them each parameter is in."""
+
+    kind: Kind
+    groups: tuple[Group, ...]
+    of: Mapping[str, int]
+    """By the parameter's name: its group's place in ``groups``, and so in :meth:`rules`."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """What is kept per element beside the weight, by the names that checkpoints give it."""
+        return MOMENTS[self.kind]
+
+    def rules(self, lr: float, step: int, scale: float) -> list[Rule]:
+        """Return what a step does to each group: the step counts from 1, gradients are multiplied with ``scale``."""
+        return [
+            Rule(self.kind, lr * g.lr_factor, g.beta1, g.beta2, g.eps, g.weight_decay, step, scale) for g in self.groups
+        ]
+
+
+def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> Groups:
+    """Return the groups of parameters, which are given by name with the number of their dimensions.
+
+    The first pattern that matches a name counts; its settings replace the optimizer's. Where neither says otherwise,
+    weights of two dimensions or more decay, norms and biases do not. A rank's part of a parameter has as many
+    dimensions as the whole.
+    """
+    places: dict[Group, int] = {}
+    by_pattern = {
+        (pattern, matrix): places.setdefault(_group(spec, settings, matrix=matrix), len(places))
+        for pattern, settings in (*spec.groups.items(), (None, OptimizerGroup()))
+        for matrix in (True, False)
+    }
+    of = {name: by_pattern[group_of(name, spec.groups), count >= 2] for name, count in dimensions.items()}
+    return Groups(spec.name, tuple(places), of)
+
+
+def _group(spec: OptimizerSpec, settings: OptimizerGroup, *, matrix: bool) -> Group:
+    beta1, beta2 = spec.betas if settings.betas is None else settings.betas
+    if spec.name == "sgd":
+        beta1 = spec.momentum if settings.momentum is None else settings.momentum
+    decay = (spec.weight_decay if matrix else 0.0) if settings.weight_decay is None else settings.weight_decay
+    return Group(settings.lr_factor, beta1, beta2, spec.eps if settings.eps is None else settings.eps, decay)
