@@ -14,6 +14,7 @@ from partool.diagnostics import (
     _texts_kernels,
     _texts_launch,
     _texts_machines,
+    _texts_offload,
     _texts_partition,
     _texts_pipeline,
     _texts_planner,
@@ -31,7 +32,7 @@ from partool.spec import load_text
 ROOT = Path(__file__).parents[2]
 TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
           _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor,
-          _texts_sequence, _texts_kernels)  # fmt: skip
+          _texts_sequence, _texts_kernels, _texts_offload)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]

@@ -1,0 +1,69 @@
+"""Rules about what is kept in host memory and on disks while training (PT660 to PT680); examples to be read."""
+
+from __future__ import annotations
+
+from partool.diagnostics._rule import Rule
+
+
+def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
+    return Rule(code, title, reason, bad, good, "command")
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT667",
+        "The folder for state on disks is not there",
+        "It is not made, so that a disk that is not mounted does not fill the one it would be mounted on.",
+        "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a machine without /nvme",
+        "mkdir -p /data/nvme && partool launch mine.yaml   # parallel: {offload: {optimizer: nvme, dir: /data/nvme}}",
+    ),
+    _rule(
+        "PT668",
+        "The folder for state on disks cannot be written",
+        "Every rank keeps its part of the state in a file there.",
+        "mount -o ro /dev/nvme0n1 /nvme && partool launch mine.yaml",
+        "mount -o rw /dev/nvme0n1 /nvme && partool launch mine.yaml",
+    ),
+    _rule(
+        "PT669",
+        "The disk has no room for the state",
+        "The room is taken before training begins, so that it cannot run out later.",
+        "parallel: {offload: {optimizer: nvme, dir: /small}}   # 96 GB of masters and moments, 50 GB free",
+        "parallel: {offload: {optimizer: nvme, dir: /large}}",
+    ),
+    _rule(
+        "PT670",
+        "A disk that state is kept on became full or read-only",
+        "What should be kept could not be, so the run ends; checkpoints are untouched.",
+        "chattr +i, a quota, or a remount of /nvme while a run uses it",
+        "partool launch mine.yaml --resume   # once the folder can be written to again",
+    ),
+    _rule(
+        "PT671",
+        "A disk that state is kept on fails",
+        "A transfer ended with an error of the device; the run does not go on with numbers that may be wrong.",
+        "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a drive that dmesg complains about",
+        "partool launch mine.yaml --resume   # dir: on another drive",
+    ),
+    _rule(
+        "PT672",
+        "A file of state is shorter than what was written to it",
+        "Something cut it off, or the disk lost a part of it.",
+        "truncate -s 1G /proc/PID/fd/N   # of a run",
+        "partool launch mine.yaml --resume   # the state comes from the last checkpoint",
+    ),
+    _rule(
+        "PT673",
+        "State that was read from a disk is not what was written",
+        "Every block's checksum is kept in memory and compared; a bit has flipped, or a write was lost.",
+        "parallel: {offload: {optimizer: nvme, dir: /nvme}}   # a drive that corrupts data",
+        "partool launch mine.yaml --resume   # dir: on another drive; the state comes from the last checkpoint",
+    ),
+    _rule(
+        "PT674",
+        "The host has no memory for the buckets of a state on disks",
+        "parallel.offload.buffers buckets are in memory at once, each with masters and moments.",
+        "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 64, bucket_mib: 4096}}",
+        "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 3, bucket_mib: 32}}",
+    ),
+)
