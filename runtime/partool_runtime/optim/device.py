@@ -1,0 +1,172 @@
+"""The optimizer whose state is where its parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from partool.spec.training import OptimizerSpec
+from partool_kernels.adamw.op import Tensors, Update, adamw, takes
+from partool_kernels.host import Part, Pass, Pool, Rule, update
+from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
+from partool_runtime.optim.groups import Group, grouped
+from partool_runtime.optim.steps import Shards, step
+from partool_runtime.torch_internals import local
+
+
+class DeviceOptimizer:
+    """Updates this rank's shards by the spec's optimizer; see :class:`partool_runtime.optim.types.Optimizer`.
+
+    Parameters without a gradient in a step are taken to have a gradient of zero: their moments decay, so a step does
+    not depend on how the model is spread. Moments have the type and the placement of their parameter.
+
+    ``copies`` names parameters that another rank holds too, with the same gradient: both make the same update. A
+    parameter may be a tensor rank's part of a larger one, which has as many dimensions: these decide on the decay.
+
+    ``kernels`` is the mode of partool's own kernels. On GPUs one makes a step of adamw in one launch where parameters
+    and moments are float32; unless told, torch's fused one does. On CPUs ``native`` is the compiled pass that
+    offloaded states have too, so that steps have the same bits with and without offload; else torch's operators.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        spec: OptimizerSpec,
+        copies: Collection[str] = (),
+        *,
+        kernels: str = "torch",
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._copies = frozenset(copies)
+        self._kernels = kernels
+        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
+        with torch.no_grad():
+            self._moments = {
+                kind: {name: torch.zeros_like(p, requires_grad=False) for name, p in parameters.items()}
+                for kind in self._groups.moments
+            }
+        self._device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+        self._pool: Pool | None = None
+        self._held: list[list[str]] = [[] for _ in self._groups.groups]
+        for name, parameter in parameters.items():
+            if local(parameter).numel() > 0:  # a rank may hold no row of a parameter
+                self._held[self._groups.of[name]].append(name)
+        self._launches = _alike({place: group for place, group in enumerate(self._groups.groups) if self._held[place]})
+        self.updates = 0
+        """Steps made, skipped ones not counted; checkpoints hold it."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the moments as ``<kind>.<parameter>``, such as ``exp_avg.embed.weight``: the live tensors."""
+        return {f"{kind}.{name}": tensor for kind, of in self._moments.items() for name, tensor in of.items()}
+
+    def gradients(self, *, copies: bool = True) -> list[torch.Tensor]:
+        """Return this rank's shards of all gradients, empty ones left out; copies only where they are asked for."""
+        grads = (p.grad for name, p in self._parameters.items() if copies or name not in self._copies)
+        return [shard for grad in grads if grad is not None and (shard := local(grad)).numel() > 0]
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def begin(self, lr: float, scale: float) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        self.clear_gradients()
+
+    def sums(self, mode: Mode) -> LocalSums:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        return local_sums(self.gradients(copies=False), self._device, mode)
+
+    def skip(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: nothing was done yet."""
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they are the parameters."""
+        return {}
+
+    def settle(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they always are."""
+
+    def loaded(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`: they are the live tensors."""
+
+    def close(self) -> None:
+        """See :class:`partool_runtime.optim.types.Optimizer`."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Update with gradients times ``scale``, which may scale the gradients in place."""
+        self.updates += 1
+        rules = self._groups.rules(lr, self.updates, scale)
+        if self._kernels == "native" and self._device.type == "cpu":
+            self._in_one_pass(rules)
+            return
+        for places in self._launches:
+            if not self._in_one_launch(places, rules):
+                for place in places:
+                    step(self._shards(self._held[place]), rules[place])
+
+    def _in_one_pass(self, rules: list[Rule]) -> None:
+        """Step with the compiled pass for host memory."""
+        names = [(place, name) for place, held in enumerate(self._held) for name in held]
+        if not names:
+            return
+        if self._pool is None:
+            self._pool = Pool(torch.get_num_threads())
+        shards = self._shards([name for _, name in names])
+        parts = [
+            Part(weight.view(-1), tuple(moment.view(-1) for moment in moments), place)
+            for (place, _), weight, *moments in zip(names, shards.weights, *shards.moments, strict=True)
+        ]
+        gradients = [gradient.contiguous().view(-1) for gradient in shards.gradients]
+        update(parts, step=Pass(gradients, rules), pool=self._pool, mode="native")
+
+    def _in_one_launch(self, places: tuple[int, ...], rules: list[Rule]) -> bool:
+        """Let partool's kernel step groups that are alike but for the decay, and tell whether it could."""
+        if self._kernels == "torch" or self._groups.kind != "adamw":
+            return False
+        shards = self._shards([name for place in places for name in self._held[place]])
+        decays = [rules[place].weight_decay != 0.0 for place in places for _ in self._held[place]]
+        first, second = shards.moments
+        tensors = Tensors(shards.weights, shards.gradients, first, second, decays)
+        if not takes(tensors, self._kernels):
+            return False
+        rule = rules[places[0]]
+        decay = max(rules[place].weight_decay for place in places)
+        numbers = Update(rule.lr, rule.beta1, rule.beta2, rule.eps, decay, rule.scale, rule.step)
+        adamw(tensors, numbers, self._kernels)
+        return True
+
+    def _shards(self, names: Iterable[str]) -> Shards:
+        names = list(names)
+        return Shards(
+            [local(self._parameters[name]) for name in names],
+            [_gradient(self._parameters[name]) for name in names],
+            [[local(of[name]) for name in names] for of in self._moments.values()],
+        )
+
+
+def _alike(groups: Mapping[int, Group]) -> list[tuple[int, ...]]:
+    """Return the places of groups that one launch can update: all the same, but some of them without decay."""
+    found: dict[Group, dict[float, list[int]]] = {}
+    for place, group in groups.items():
+        found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)
+    launches = []
+    for by_decay in found.values():
+        without = by_decay.pop(0.0, [])
+        for places in by_decay.values() or [[]]:
+            launches.append((*places, *without))
+            without = []
+    return launches
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(local(parameter))
+    return local(parameter.grad)

@@ -1,0 +1,79 @@
+"""A step of each optimizer by torch's own operators, on the shards of one group of parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from partool_kernels.host import Rule
+from partool_runtime.torch_internals import fused_adamw
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Tensors of one place in each list belong together; all are on one device and none is empty."""
+
+    weights: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    moments: Sequence[list[torch.Tensor]]
+    """As :data:`partool_kernels.host.MOMENTS` says."""
+
+
+def step(shards: Shards, rule: Rule) -> None:
+    """Update weights and moments in place; gradients are scaled in place.
+
+    See :class:`partool_kernels.host.Rule` for what each optimizer does. The operators and their order are those of the
+    host's passes through torch, so both give the same bits, except for adamw, which is torch's fused one.
+    """
+    if rule.scale != 1.0:
+        torch._foreach_mul_(shards.gradients, rule.scale)
+    if rule.kind == "adamw":
+        return _adamw(shards, rule)
+    if rule.weight_decay:
+        torch._foreach_mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
+    {"lion": _lion, "adagrad": _adagrad, "sgd": _sgd}[rule.kind](shards, rule)
+    return None
+
+
+def _adamw(shards: Shards, rule: Rule) -> None:
+    # Filled on the device: a copy from the host would wait for all work before it.
+    count = torch.full((), float(rule.step), dtype=torch.float32, device=shards.weights[0].device)
+    first, second = shards.moments
+    fused_adamw(
+        shards.weights,
+        shards.gradients,
+        first,
+        second,
+        count,
+        lr=rule.lr,
+        betas=(rule.beta1, rule.beta2),
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+    )
+
+
+def _lion(shards: Shards, rule: Rule) -> None:
+    (momentum,) = shards.moments
+    directions = torch._foreach_mul(momentum, rule.beta1)
+    torch._foreach_add_(directions, shards.gradients, alpha=1.0 - rule.beta1)
+    torch._foreach_sign_(directions)
+    torch._foreach_add_(shards.weights, directions, alpha=-rule.lr)
+    torch._foreach_mul_(momentum, rule.beta2)
+    torch._foreach_add_(momentum, shards.gradients, alpha=1.0 - rule.beta2)
+
+
+def _adagrad(shards: Shards, rule: Rule) -> None:
+    (sums,) = shards.moments
+    torch._foreach_addcmul_(sums, shards.gradients, shards.gradients)
+    roots = torch._foreach_sqrt(sums)
+    torch._foreach_add_(roots, rule.eps)
+    torch._foreach_addcdiv_(shards.weights, shards.gradients, roots, value=-rule.lr)
+
+
+def _sgd(shards: Shards, rule: Rule) -> None:
+    (momentum,) = shards.moments
+    torch._foreach_mul_(momentum, rule.beta1)
+    torch._foreach_add_(momentum, shards.gradients)
+    torch._foreach_add_(shards.weights, momentum, alpha=-rule.lr)
