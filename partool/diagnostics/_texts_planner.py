@@ -26,6 +26,14 @@ RULES: tuple[Rule, ...] = (
         "per_node: 3}\n" + _DATA + "training: {global_batch: 6}\nparallel: {tensor: 3}\n",
     ),
     Rule(
+        "PT225",
+        "A pattern of optimizer.groups that decides on no parameter",
+        "The first pattern that matches a parameter's name counts. One that matches none, none that is trained, or none "
+        "that an earlier one does not, is misspelt or out of place.",
+        _gpus("optimizer: {groups: {'layers.*': {lr_factor: 0.5}, 'layers.0.*': {lr_factor: 0.1}}}"),
+        _gpus("optimizer: {groups: {'layers.0.*': {lr_factor: 0.1}, 'layers.*': {lr_factor: 0.5}}}"),
+    ),
+    Rule(
         "PT250",
         "No such model preset",
         "Presets are the catalog's models; any other model is given by its config.json or by its fields.",
@@ -190,7 +198,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT274",
         "Offload where device and host share their memory",
-        "On the CPU there is no other memory that state could move to.",
+        "On the CPU there is no other memory that state could move to: cpu saves nothing there and serves for trials; "
+        "nvme does save memory. Devices that share their memory with the host cannot offload at all.",
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: cpu}}\n",
         _MODEL + "hardware: {accelerator: cpu, per_node: 1}\n" + _DATA + "parallel: {offload: {optimizer: none}}\n",
     ),
@@ -306,18 +315,11 @@ RULES: tuple[Rule, ...] = (
         _gpus("name: dense"),
     ),
     Rule(
-        "PT407",
-        "Optimizer states in host memory are planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {offload: {optimizer: cpu}}"),
-        _gpus("parallel: {data: {zero: 1}}"),
-    ),
-    Rule(
         "PT412",
-        "Parameters in host memory are planned, not run yet",
+        "Parameters on disks are planned, not run yet",
         "The plan can be read and compared; launch refuses it.",
+        _gpus("parallel: {data: {zero: 3}, offload: {parameters: nvme, dir: /nvme}}"),
         _gpus("parallel: {data: {zero: 3}, offload: {parameters: cpu}}"),
-        _gpus("parallel: {data: {zero: 3}}"),
     ),
     Rule(
         "PT303",

@@ -175,9 +175,60 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT224",
         "Offload settings that contradict each other",
-        "gpu_fraction splits an offloaded optimizer; parameters go to the host as ZeRO-3 shards, with their optimizer.",
+        "gpu_fraction splits an offloaded optimizer; parameters leave the device as ZeRO-3 shards, with their optimizer.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
+    ),
+    Rule(
+        "PT230",
+        "Disks without a folder",
+        "Files of the optimizer's state, or of parameters, are in a folder of each machine's own disks; partool does not "
+        "guess one, as the wrong disk is slow or full. Each rank writes files of its own there.",
+        BASE + "parallel: {offload: {optimizer: nvme}}\n",
+        BASE + "parallel: {offload: {optimizer: nvme, dir: /nvme}}\n",
+    ),
+    Rule(
+        "PT231",
+        "A folder or buffers for files that nobody writes",
+        "dir and buffers belong to optimizer: nvme and parameters: nvme; with optimizer: auto, dir permits the disks.",
+        BASE + "parallel: {offload: {optimizer: cpu, dir: /nvme}}\n",
+        BASE + "parallel: {offload: {optimizer: auto, dir: /nvme}}\n",
+    ),
+    Rule(
+        "PT232",
+        "Settings of an update on the host that does not take place",
+        "speculate, gradients, moments, bucket_mib and threads say how the host updates parameters.",
+        BASE + "parallel: {offload: {optimizer: none, speculate: true}}\n",
+        BASE + "parallel: {offload: {optimizer: cpu, speculate: true}}\n",
+    ),
+    Rule(
+        "PT233",
+        "Room for copies that nobody makes",
+        "Only speculate: undo copies masters and moments before it changes them. The usual way puts the change off "
+        "until the norm is known, and needs no copies.",
+        BASE + "parallel: {offload: {optimizer: cpu, undo_gib: 4}}\n",
+        BASE + "parallel: {offload: {optimizer: cpu, speculate: undo, undo_gib: 4}}\n",
+    ),
+    Rule(
+        "PT234",
+        "WeiPipe keeps everything on its devices",
+        "Weights go round from device to device while they are used; none of them waits in host memory.",
+        BASE + "parallel: {pipeline: {schedule: weipipe}, offload: {optimizer: cpu}}\n",
+        BASE + "parallel: {pipeline: {schedule: 1f1b}, offload: {optimizer: cpu}}\n",
+    ),
+    Rule(
+        "PT235",
+        "A type on the way to the host that the precision does not have",
+        "Gradients travel as they are computed, or as wide as masters; moments are as wide as masters, or bf16.",
+        BASE + "training: {precision: fp32}\nparallel: {offload: {optimizer: cpu, gradients: bf16}}\n",
+        BASE + "training: {precision: bf16}\nparallel: {offload: {optimizer: cpu, gradients: bf16}}\n",
+    ),
+    Rule(
+        "PT226",
+        "A setting that the optimizer does not read",
+        "adamw reads betas and eps, lion betas, adagrad eps, and sgd momentum; in a group too.",
+        BASE + "optimizer: {name: sgd, betas: [0.8, 0.9]}\n",
+        BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
     ),
     Rule(
         "PT431",

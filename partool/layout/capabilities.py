@@ -108,7 +108,9 @@ def aspects(needs: Needs) -> Iterator[str]:
         "tiles of networks": needs.mlp_tile > 0,
         "tiles of the loss": needs.loss_tile > 0,
         "offload": needs.offload_optimizer != "none",
+        "offload to disks": needs.offload_optimizer == "nvme",
         "offload of parameters": needs.offload_parameters != "none",
+        "offload of parameters to disks": needs.offload_parameters == "nvme",
         "offload of activations": needs.offload_activations != "none",
     }
     yield from (aspect for aspect, applies in wanted.items() if applies)
@@ -151,6 +153,7 @@ _LAYERS = f"{_MODEL}::test_decoder_is_the_reference"
 _STAGES = f"{_ZERO}::test_two_ranks_equal_one_process"
 _LOSSES = f"{_ZERO}::test_losses_of_lower_precision_are_near"
 _RECOMPUTE = f"{_ZERO}::test_recomputation_changes_nothing"
+_OFFLOAD = "tests/parity/test_offload.py"
 _TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
@@ -188,6 +191,11 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability("recompute keep_attention", f"{_TILES}::test_keep_attention_changes_nothing"),
     Capability("tiles of networks", f"{_TILES}::test_training_in_tiles_equals_one_process"),
     Capability("tiles of the loss", f"{_TILES}::test_training_in_tiles_equals_one_process"),
+    *(
+        Capability(name, f"{_OFFLOAD}::test_steps_are_those_without_offload")
+        for name in ("offload", "offload to disks")
+    ),
+    Capability("offload of parameters", f"{_OFFLOAD}::test_parameters_on_the_host"),
     Capability("offload of activations", "tests/parity/test_cuda.py::test_activations_in_host_memory_change_nothing"),
     *(
         Capability(f"schedule {name}", _PIPELINES)
@@ -225,7 +233,6 @@ GAPS: dict[str, Gap] = {
     "expert": Gap("PT404", "expert parallelism", ("parallel", "expert")),
     "moe": Gap("PT405", "mixture-of-experts layers", ("model",)),
     "mla": Gap("PT406", "multi-head latent attention", ("model",)),
-    "offload": Gap("PT407", "optimizer states in host memory", ("parallel", "offload", "optimizer")),
     "fp8 on other architectures": Gap(
         "PT489", "products in fp8 on devices that no kernels are compiled for", _PRECISION
     ),
@@ -236,7 +243,7 @@ GAPS: dict[str, Gap] = {
         "PT489", "products in fp8 on tensor ranks of a model of transformers", _PRECISION
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
-    "offload of parameters": Gap("PT412", "parameters in host memory", ("parallel", "offload", "parameters")),
+    "offload of parameters to disks": Gap("PT412", "parameters on disks", ("parallel", "offload", "parameters")),
 }
 """By aspect; together with the capabilities these are all aspects there are."""
 

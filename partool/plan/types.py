@@ -150,6 +150,11 @@ class Layout(Record):
     """How the host's part of the work is done; of no meaning where nothing is offloaded."""
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything is in host memory or on its disks."""
+        return {self.offload_optimizer, self.offload_parameters, self.offload_activations} != {"none"}
+
+    @property
     def sequence_form(self) -> str:
         """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
         ranks, method = self.mesh.cp, self.sequence_method

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from partool.diagnostics.record import Diagnostic
-from partool.planner import fused, pipeline_checks, tensor_rules, tiles, zero_controls
+from partool.planner import fused, offload_checks, optimizer_checks, pipeline_checks, tensor_rules, tiles, zero_controls
 from partool.planner.hf import check_hf
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.sequence_checks import check_sequence
@@ -57,15 +57,6 @@ def _recompute(problem: Problem) -> Iterator[Diagnostic]:
         message = f"recompute names {len(policies)} policies for {layers} layers"
         help = "name one policy per layer, or write one word for all"
         yield Diagnostic("PT271", message, path=("parallel", "recompute"), help=help)
-
-
-def _offload(problem: Problem) -> Iterator[Diagnostic]:
-    offload = problem.spec.parallel.offload
-    for name in ("optimizer", "parameters", "activations"):
-        if getattr(offload, name) == "cpu" and not problem.host_link:
-            message = f"offload.{name}: cpu, but {problem.devices.accelerator} has no host memory apart from its own"
-            path = ("parallel", "offload", name)
-            yield Diagnostic("PT274", message, path=path, help=f"use {name}: none, or auto")
 
 
 def _position(problem: Problem) -> Iterator[Diagnostic]:
@@ -126,7 +117,8 @@ def _batch(problem: Problem) -> Iterator[Diagnostic]:
 
 SIZES: tuple[Check, ...] = (
     fused.check, *tensor_rules.RULES, pipeline_checks.stages, pipeline_checks.layers, pipeline_checks.lists,
-    check_sequence, _experts, _recompute, _offload, _position, _mesh, zero_controls.check, tiles.check,
+    check_sequence, _experts, optimizer_checks.check, _recompute, offload_checks.check, _position, _mesh,
+    zero_controls.check, tiles.check,
 )  # fmt: skip
 """Rules about single sizes."""
 BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline_checks.micro_batches)

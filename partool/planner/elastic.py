@@ -162,7 +162,7 @@ def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> 
         need, have = memory.total_bytes / _GIB, memory.capacity_bytes / _GIB
         before = plan.prediction.memory.total_bytes / _GIB
         return f"{need:.1f} GiB per rank would be needed ({before:.1f} now), of {have:.1f}: fewer ranks share the state"
-    if "cpu" not in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations):
+    if not layout.offloads:
         return ""
     need, have = host_bytes(job, layout) / _GIB, host_room(job.devices) / _GIB
     return f"{need:.0f} GiB of host memory per node would be needed, of {have:.0f}" if need > have else ""

@@ -47,6 +47,8 @@ def why_not(problem: Problem, part: Fused) -> str:
     model = problem.model
     if part in _OF_BLOCKS and problem.described is not None:
         return "transformers builds the layers"
+    if part == "adamw" and problem.spec.optimizer.name != "adamw":
+        return f"optimizer.name is {problem.spec.optimizer.name}"
     if part == "glu" and not model.gated:
         return f"activation: {model.activation} has no gate"
     if part == "rope" and (model.position != "rope" or model.mla is not None):
@@ -91,7 +93,7 @@ def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[
     """Yield those of the parts that torch computes all the same, and why."""
     if "norm" in parts and inner > 1:
         yield "norm", f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
-    if "adamw" in parts and optimizer == "cpu":
+    if "adamw" in parts and optimizer in ("cpu", "nvme"):
         yield "adamw", "the optimizer's state is in host memory"
 
 

@@ -15,6 +15,7 @@ from partool.cost.kinds import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
+from partool.planner import offload
 from partool.planner.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.sequence_rules import PREFERENCE
@@ -33,7 +34,6 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
     if int(row.pp) > 1:
         wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
-    host = float(row.host_optimizer)
     return Layout(
         mesh=Mesh(
             pp=int(row.pp),
@@ -65,10 +65,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]
         tensor_chunks=int(row.tensor_chunks),
         fused=fused(problem, "block" if row.compiled else "none", inner=int(row.tensor_inner)),
-        offload_optimizer="cpu" if host > 0 else "none",
-        gpu_fraction=round(1.0 - host, 6) if host > 0 else 0.0,
-        offload_parameters="cpu" if row.host_parameters else "none",
-        offload_activations="cpu" if row.host_activations else "none",
+        **offload.fields(problem, row),
         **fields(problem, int(row.zero), int(row.shards), int(row.replicas) * int(row.shards)),
     )
 
@@ -153,7 +150,7 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
     return (
         sum(degree > 1 for degree in degrees),
         mesh.tp > problem.domain,
-        sum(side == "cpu" for side in moved),
+        sum(side != "none" for side in moved),
         layout.zero,
         sum(RECOMPUTE.index(policy) for policy in layout.recompute),
         SCHEDULES.index(layout.schedule) if layout.schedule != "1f1b" else -1,

@@ -24,6 +24,7 @@ from partool.planner.data import resolve_data
 from partool.planner.hf import Description, hf_model, narrowed, unused_weights
 from partool.planner.kernel_checks import absolute, check_kernels, table_hashes, without_missing
 from partool.planner.launching import check_duration, environment, resolve_launch
+from partool.planner.offload_checks import with_folder
 from partool.planner.problem import Problem, needs
 from partool.planner.schedule_file import read_schedule
 from partool.planner.tensor_checks import partition, without_tensor
@@ -70,7 +71,8 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     described = None if model.described is None else Description.model_validate(model.described)
     measured = apply_profile(spec.hardware, hardware.devices, spec.training.precision, base_dir=base_dir)
     lists, unsound = read_schedule(spec, base_dir)
-    narrow = spec if described is None else narrowed(spec, described)
+    narrow = with_folder(spec, base_dir)
+    narrow = narrow if described is None else narrowed(narrow, described)
     if described is not None:
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]

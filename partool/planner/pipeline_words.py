@@ -198,7 +198,7 @@ def _pinned_away(problem: Problem) -> str:
     for name in ("waves", "in_flight"):
         if (value := getattr(parallel.pipeline, name)) != "auto":
             return f"{name}: {value}"
-    if "cpu" in (parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations):
+    if {"cpu", "nvme"} & {parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations}:
         return "offload"
     if parallel.data.zero not in ("auto", 0):
         return f"zero: {parallel.data.zero}"

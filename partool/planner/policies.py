@@ -50,9 +50,9 @@ def policies_of(problem: Problem) -> Policies:
         recompute = [(RECOMPUTE.index(pinned), 1.0)]
     else:
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
-    fractions = GPU_FRACTIONS if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
-    host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     may = problem.host_link
+    fractions = (offload.gpu_fraction,) if offload.gpu_fraction != "auto" else GPU_FRACTIONS if may else (0.0,)
+    host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     optimizer = _open(offload.optimizer, host, may=may)
     activations = _open(offload.activations, [1], may=may)
     parameters = _open(offload.parameters, [1], may=may and parallel.data.zero in ("auto", 3))
@@ -87,7 +87,7 @@ def _open(pinned: str, host: list[Any], *, may: bool) -> list[Any]:
     """Return the shares in host memory to try for something that is pinned to a side or open."""
     if pinned == "none" or (pinned == "auto" and not may):
         return [0]
-    return list(host) if pinned == "cpu" else [0, *host]
+    return [0, *host] if pinned == "auto" else list(host)
 
 
 def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tuple[Any, Any]:

@@ -45,9 +45,7 @@ class Priced:
     @cached_property
     def host_bytes(self) -> int:
         """Of host memory, per node."""
-        layout = self.layout
-        offloaded = "cpu" in (layout.offload_optimizer, layout.offload_parameters, layout.offload_activations)
-        return host_bytes(self.job, layout) if offloaded else 0
+        return host_bytes(self.job, self.layout) if self.layout.offloads else 0
 
     @property
     def fits(self) -> bool:

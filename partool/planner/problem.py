@@ -16,6 +16,7 @@ from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
 from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
+from partool.layout.parameters import count, parameters
 from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
@@ -45,6 +46,8 @@ class Problem:
     """Memory is short: what is open about gathers is chosen to need least of it."""
     tiled: bool = False
     """Memory is so short that open tiles of sequences are taken."""
+    on_disks: bool = False
+    """Host memory is so short that an open optimizer's state goes to the disks that the spec names."""
 
     @property
     def world_size(self) -> int:
@@ -157,6 +160,17 @@ class Problem:
     def domain(self) -> int:
         """Ranks that the fast link joins."""
         return self.job.domain
+
+    @property
+    def optimizer_tier(self) -> Literal["cpu", "nvme"]:
+        """Where the optimizer's state goes that leaves the device."""
+        asked = self.spec.parallel.offload.optimizer
+        return "nvme" if asked == "nvme" or (asked == "auto" and self.on_disks) else "cpu"
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of the model's parameters."""
+        return count(parameters(self.model))
 
     @property
     def host_link(self) -> bool:

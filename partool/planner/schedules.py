@@ -81,8 +81,8 @@ def _excluded(problem: Problem, name: str) -> bool:
         return True
     # Its passes take as long as those of the other two, and it sends less than either.
     alike = parallel.pipeline.schedule == "auto" and name != "weipipe"
-    host = (parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations)
-    return alike or parallel.data.zero not in ("auto", 0) or parallel.recompute not in ("auto", "full") or "cpu" in host
+    moved = {parallel.offload.optimizer, parallel.offload.parameters, parallel.offload.activations} - {"auto", "none"}
+    return alike or parallel.data.zero not in ("auto", 0) or parallel.recompute not in ("auto", "full") or bool(moved)
 
 
 def _layers(problem: Problem, stages: int) -> bool:

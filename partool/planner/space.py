@@ -292,7 +292,7 @@ class _Builder:
         """
         data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
         # Parameters go to the host as ZeRO-3 shards, of one rank too.
-        to_host = self.problem.spec.parallel.offload.parameters == "cpu"
+        to_host = self.problem.spec.parallel.offload.parameters in ("cpu", "nvme")
         zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
         found = []
         for zero in zeros:

@@ -8,7 +8,9 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.duration import duration_s
 from partool.spec.grid_checks import check_grid
 from partool.spec.launch_checks import check_errors
+from partool.spec.optimizer_checks import check_optimizer
 from partool.spec.model import LayerPattern
+from partool.spec.offload_checks import check_offload
 from partool.spec.pipeline_checks import check_pipeline
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
@@ -119,11 +121,8 @@ def _schedule(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT215", message, path=(*path, "decay_steps"), help=help)
 
 
-def _betas(spec: Spec) -> Iterator[Diagnostic]:
-    for index, beta in enumerate(spec.optimizer.betas):
-        if not 0.0 <= beta < 1.0:
-            message = f"betas[{index}] is {beta}, and must lie in [0, 1)"
-            yield Diagnostic("PT216", message, path=("optimizer", "betas", index), help="the usual pair is [0.9, 0.95]")
+def _optimizer(spec: Spec) -> Iterator[Diagnostic]:
+    yield from check_optimizer(spec)
 
 
 def _duration(spec: Spec) -> Iterator[Diagnostic]:
@@ -158,19 +157,7 @@ def _sequence(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _offload(spec: Spec) -> Iterator[Diagnostic]:
-    offload, zero = spec.parallel.offload, spec.parallel.data.zero
-    if offload.gpu_fraction != "auto" and offload.optimizer == "none":
-        message = f"gpu_fraction: {offload.gpu_fraction} splits an optimizer state that offload leaves on the device"
-        path = ("parallel", "offload", "gpu_fraction")
-        yield Diagnostic("PT224", message, path=path, help="set optimizer: cpu, or drop gpu_fraction")
-    if offload.parameters == "cpu" and zero not in ("auto", 3):
-        message = f"parameters can be kept in host memory with zero: 3 only, not with zero: {zero}"
-        path = ("parallel", "offload", "parameters")
-        yield Diagnostic("PT224", message, path=path, help="set data: {zero: 3}, or parameters: none")
-    if offload.parameters == "cpu" and offload.optimizer == "none":
-        message = "parameters cannot be in host memory while the optimizer that updates them is not"
-        path = ("parallel", "offload", "parameters")
-        yield Diagnostic("PT224", message, path=path, help="set optimizer: cpu, or parameters: none")
+    yield from check_offload(spec)
 
 
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
@@ -198,7 +185,7 @@ CHECKS: tuple[Check, ...] = (
     _moe,
     _weights,
     _schedule,
-    _betas,
+    _optimizer,
     _duration,
     _validation,
     _sharding,

@@ -101,7 +101,6 @@ BAD = {
     "norms": (["parallel.tensor={shape: [2, 2], sequence_norms: true}"], "PT457", "shape: [4, 1]"),
     "ring of weights": (["parallel.tensor=2", "parallel.pipeline={stages: 2, schedule: weipipe}"], "PT459", "1f1b"),
     "sequence": (["parallel.sequence=4", "training.sequence_length=3"], "PT265", "use at most 3"),
-    "host": (["hardware.accelerator=cpu", "parallel.offload.optimizer=cpu", "hardware.per_node=1"], "PT274", "none"),
     "zero size": (["training.global_batch=0"], "PT104", ""),
     "negative size": (["model.layers=-1"], "PT104", ""),
     "no bf16": (["hardware.accelerator=v100-32"], "PT263", "fp16"),
