@@ -175,15 +175,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT224",
         "Offload settings that contradict each other",
-        "gpu_fraction splits an offloaded optimizer; parameters leave the device as ZeRO-3 shards, with their optimizer.",
+        "gpu_fraction splits an offloaded optimizer; parameters leave as ZeRO-3 shards, with their optimizer.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
     ),
     Rule(
         "PT230",
         "Disks without a folder",
-        "Files of the optimizer's state, or of parameters, are in a folder of each machine's own disks; partool does not "
-        "guess one, as the wrong disk is slow or full. Each rank writes files of its own there.",
+        "Files of the optimizer's state, or of parameters, are in a folder of each machine's own disks; partool does "
+        "not guess one, as the wrong disk is slow or full. Each rank writes files of its own there.",
         BASE + "parallel: {offload: {optimizer: nvme}}\n",
         BASE + "parallel: {offload: {optimizer: nvme, dir: /nvme}}\n",
     ),

@@ -8,9 +8,9 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.duration import duration_s
 from partool.spec.grid_checks import check_grid
 from partool.spec.launch_checks import check_errors
-from partool.spec.optimizer_checks import check_optimizer
 from partool.spec.model import LayerPattern
 from partool.spec.offload_checks import check_offload
+from partool.spec.optimizer_checks import check_optimizer
 from partool.spec.pipeline_checks import check_pipeline
 from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
