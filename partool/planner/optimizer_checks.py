@@ -1,0 +1,48 @@
+"""Patterns of ``optimizer.groups`` that decide on no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from partool.diagnostics.record import Diagnostic
+from partool.layout.parameters import is_frozen, parameters
+from partool.layout.tensor.cutting import collapsed_name
+
+if TYPE_CHECKING:
+    from partool.planner.problem import Problem
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Find patterns that match nothing, or nothing but what is frozen or belongs to an earlier one."""
+    groups = problem.spec.optimizer.groups
+    if not groups:
+        return
+    names = _names(problem)
+    left = {name for name in names if not is_frozen(name, problem.spec.model.frozen)}
+    for pattern in groups:
+        matched = {name for name in names if fnmatchcase(name, pattern)}
+        if not matched & left:
+            yield _without_effect(pattern, matched, names, problem.spec.model.frozen)
+        left -= matched
+
+
+def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: list[str]) -> Diagnostic:
+    if not matched:
+        why, near = "matches no parameter", get_close_matches(pattern, sorted({*map(collapsed_name, names)}), 2, 0.5)
+        help = f"nearest: {' or '.join(near)}" if near else f"names are {', '.join(names[:4])}, …"
+    elif all(is_frozen(name, frozen) for name in matched):
+        why, help = "matches only parameters that model.frozen keeps as they are", "drop it, or train some of them"
+    else:
+        why, help = "matches no parameter that an earlier pattern does not", "move it up: the first that matches counts"
+    message = f"optimizer.groups: {pattern!r} {why}"
+    return Diagnostic("PT225", message, path=("optimizer", "groups", pattern), help=help)
+
+
+def _names(problem: Problem) -> list[str]:
+    """Return the names of all parameters, in their order."""
+    if problem.described is not None:
+        return list(problem.described.structure.shapes())
+    return [info.name for info in parameters(problem.model)]

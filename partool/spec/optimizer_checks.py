@@ -1,0 +1,42 @@
+"""Rules about the optimizer and its groups that a spec can break by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.training import READS, OptimizerGroup, OptimizerName, OptimizerSpec
+
+if TYPE_CHECKING:
+    from partool.spec.spec import Spec
+
+Path = tuple[str | int, ...]
+_SETTINGS = ("betas", "momentum", "eps")
+"""Those that not every optimizer reads."""
+
+
+def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
+    """Find weights of moments out of range, and settings that the optimizer does not read."""
+    path: Path = ("optimizer",)
+    optimizer = spec.optimizer
+    for at, settings in ((path, optimizer), *(((*path, "groups", k), g) for k, g in optimizer.groups.items())):
+        yield from _betas(settings.betas, (*at, "betas"))
+        yield from _unread(optimizer.name, settings, at)
+
+
+def _betas(betas: list[float] | None, path: Path) -> Iterator[Diagnostic]:
+    for index, beta in enumerate(betas or ()):
+        if not 0.0 <= beta < 1.0:
+            message = f"betas[{index}] is {beta}, and must lie in [0, 1)"
+            yield Diagnostic("PT216", message, path=(*path, index), help="the usual pair is [0.9, 0.95]")
+
+
+def _unread(name: OptimizerName, settings: OptimizerSpec | OptimizerGroup, path: Path) -> Iterator[Diagnostic]:
+    for setting in _SETTINGS:
+        default = type(settings).model_fields[setting].default
+        if setting not in READS[name] and getattr(settings, setting) != default:
+            reads = " and ".join(READS[name])
+            readers = " or ".join(other for other, read in READS.items() if setting in read)
+            message = f"{setting} is a setting of {readers}; {name} reads {reads}"
+            yield Diagnostic("PT226", message, path=(*path, setting), help=f"drop {setting}, or set {reads}")
