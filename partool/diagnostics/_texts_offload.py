@@ -11,6 +11,13 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _rule(
+        "PT664",
+        "The optimizer is in host memory, and the weights travel between ranks",
+        "Schedules that move weights have no rank whose host memory would keep a parameter's state.",
+        "parallel: {offload: {optimizer: cpu}, pipeline: {stages: 4, schedule: weipipe}}   # a plan changed by hand",
+        "parallel: {offload: {optimizer: cpu}, pipeline: {stages: 4, schedule: 1f1b}}",
+    ),
+    _rule(
         "PT667",
         "The folder for state on disks is not there",
         "It is not made, so that a disk that is not mounted does not fill the one it would be mounted on.",

@@ -18,6 +18,7 @@ from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel import parallelize, parallelize_stages
+from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.sequence.batches import SharedSequences
@@ -25,9 +26,10 @@ from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
 from partool_runtime.parallel.weipipe.ring import open_ring
+from partool_runtime.parallel.zero import travels_narrow
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
-from partool_runtime.torch_internals import gathered_bytes, gradient_bytes
+from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.weights import build, build_parts, freeze, materialise
 
 
@@ -41,12 +43,19 @@ class Prepared:
     """Of the parameters that are held for computation now, besides those that are trained."""
     gradient_bytes: Callable[[], int]
     """Of the gradients that are held now."""
+    sync: GradSync | None = None
+    """What says when a parameter's gradient is reduced; None: they are complete where the passes end."""
+    late: frozenset[str] = frozenset()
+    """Parameters whose gradients are complete where the passes end, whatever is reduced before."""
 
     @classmethod
-    def sharded(cls, model: AnyDecoder, passes: Passes) -> Prepared:
+    def sharded(
+        cls, model: AnyDecoder, passes: Passes, sync: GradSync | None = None, late: frozenset[str] = frozenset()
+    ) -> Prepared:
         """Return a part that FSDP2 gathers and reduces."""
         roots = model.roots()
-        return cls(model, passes, lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots)))
+        gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
+        return cls(model, passes, gathered, gradients, sync, late)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
@@ -65,8 +74,17 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     sync = parallelize(model, plan, ranks)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
+    _widen(model, plan)
     tensor = TensorGradients.of(model, plan, ranks)
-    return Prepared.sharded(model, _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks))
+    passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
+    return Prepared.sharded(model, passes, sync, TensorGradients.names(model))
+
+
+def _widen(model: Decoder | HfDecoder | DecoderParts | HfParts, plan: Plan) -> None:
+    """Keep the sums of gradients as wide as they are without offload, where parameters are held narrow."""
+    if plan.layout.offload_optimizer != "none" and not travels_narrow(plan.layout):
+        for root in model.roots():
+            wide_gradients(root, MASTER_DTYPE[plan.training.precision])
 
 
 def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
@@ -99,6 +117,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     units = parallelize_stages(parts, plan, ranks)
     materialise(parts, ranks.device)
     freeze(parts, plan.frozen)
+    _widen(parts, plan)
     passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
     return Prepared.sharded(parts, _of_shares(passes, plan, ranks))
 
@@ -111,6 +130,9 @@ def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
 def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     if ranks.cp.size() > 1:
         raise ConfigurationError("PT650", f"{schedule.name} keeps whole sequences on a rank", "Plan it again.")
+    if plan.layout.offload_optimizer != "none":
+        message = f"{schedule.name} moves weights from rank to rank: an optimizer in host memory has none of them"
+        raise ConfigurationError("PT664", message, "another schedule, or parallel.offload.optimizer: none")
     rank = ranks.pp.get_local_rank()
     with torch.device("meta"):
         model = RingDecoder(plan.model, plan.layout.stages, schedule.on_rank(rank))

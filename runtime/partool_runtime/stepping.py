@@ -125,7 +125,7 @@ class Stepper:
         kernels: Mode = "auto",
     ) -> None:
         self._passes = passes
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._scaler = scaler
         self._ranks = ranks
         self._training = training
@@ -144,17 +144,17 @@ class Stepper:
             # The ranks of a pipeline share their batch: each data-parallel group counts all of it.
             tokens = sum_over(self._count(batch), self._ranks.dp.get_group())
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
-            self._optimizer.begin(lr, 1.0 / self._scaler.scale)
+            self.optimizer.begin(lr, 1.0 / self._scaler.scale)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
         with timer("optimizer"):
-            check = check_gradients(self._optimizer.sums(self._kernels), loss_sum, self._ranks)
+            check = check_gradients(self.optimizer.sums(self._kernels), loss_sum, self._ranks)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
             scale = self._scaler.scale
             norm = check.norm / scale
             if check.finite:
-                self._optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
+                self.optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
             else:
-                self._optimizer.skip()
+                self.optimizer.skip()
             self._scaler.update(check.finite)
         self._count_nonfinite(step, check.finite)
         return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)

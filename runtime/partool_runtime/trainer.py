@@ -16,9 +16,8 @@ from partool_runtime.data import Batches, open_data
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, Preempted
 from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.offload.install import open_optimizer
 from partool_runtime.parallel.comm import maximum_over
-from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.saving import Saver
@@ -51,6 +50,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
         data.close()
         saver.close()
+        stepper.optimizer.close()
         prepared.passes.close()
         _report_write(saver, recorder)
         stopped = done < plan.training.steps
@@ -152,8 +152,7 @@ def _open(
 ) -> tuple[Stepper, Saver, int]:
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
-    kernels = plan.kernels.mode if "adamw" in plan.layout.fused else "torch"
-    optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
+    optimizer = open_optimizer(plan, prepared, ranks)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
     recorder.probe_memory("gathered", prepared.gathered_bytes)

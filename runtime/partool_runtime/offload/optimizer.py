@@ -23,6 +23,7 @@ class HostOptimizer:
 
     ``parameters`` are sharded, on the device and in the type of computation, in the order in which their gradients are
     expected. Masters are of ``master`` type. ``accumulates`` says that gradients come once per micro-batch, of several.
+    ``frozen`` parameters have masters, too: what is read in and saved is not what a narrow type has left of it.
     """
 
     def __init__(
@@ -31,13 +32,17 @@ class HostOptimizer:
         spec: OptimizerSpec,
         copies: Collection[str] = (),
         *,
+        frozen: Mapping[str, nn.Parameter] | None = None,
         work: HostWork,
         master: torch.dtype,
         accumulates: bool,
+        pool: Pool | None = None,
         mode: Mode = "auto",
     ) -> None:
         self._parameters, self._spec, self._copies = dict(parameters), spec, frozenset(copies)
         self._device = next(iter(parameters.values())).device
+        self._frozen = dict(frozen or {})
+        self._kept = {name: torch.zeros(local(p).shape, dtype=master) for name, p in self._frozen.items()}
         held = {name: p for name, p in parameters.items() if local(p).numel() > 0}
         wire = master if work.gradients == "master" else next(iter(parameters.values())).dtype
         most = max(2**16, work.bucket_bytes // wire.itemsize)
@@ -59,7 +64,7 @@ class HostOptimizer:
             targets,
             self._store,
             lanes=open_lanes(self._device),
-            pool=Pool(work.threads),
+            pool=pool or Pool(work.threads),
             buffers=buffers,
             speculation="deferred" if work.speculate == "deferred" else "none",
             mode=mode,
@@ -112,7 +117,8 @@ class HostOptimizer:
 
     def masters(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
-        return {name: self._placed(name, self._store.flat()[0]) for name in self._parameters}
+        masters = {name: self._placed(name, self._store.flat()[0]) for name in self._parameters}
+        return masters | {name: placed_like(self._frozen[name], kept) for name, kept in self._kept.items()}
 
     def _placed(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """Return a parameter's part of a flat array of all, placed as the parameter is."""
@@ -128,6 +134,9 @@ class HostOptimizer:
         """See ``Optimizer``."""
         self._store.written()
         self._engine.rebuild()
+        with torch.no_grad():
+            for name, kept in self._kept.items():
+                local(self._frozen[name]).copy_(kept)
 
     def close(self) -> None:
         """See ``Optimizer``."""

@@ -25,6 +25,7 @@ from partool_runtime.parallel.tensor.apply import apply_tensor
 from partool_runtime.parallel.tensor.hf import apply_to_transformers
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
 from partool_runtime.parallel.zero import shard, shard_stages
+from partool_runtime.precision import COMPUTE_DTYPE
 
 
 def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
@@ -49,6 +50,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
     _offload(blocks, plan, ranks)
+    _narrow(model, plan)
     return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
@@ -72,6 +74,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
     _offload(blocks, plan, ranks)
+    _narrow(parts, plan)
     return shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
@@ -86,6 +89,14 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks) -> None:
     """Let layers keep what they save in host memory; outside of all that decides what that is."""
     if plan.layout.offload_activations == "cpu":
         Activations(ranks.device).put(blocks, last=plan.model.layers - 1)
+
+
+def _narrow(model: nn.Module, plan: Plan) -> None:
+    """Let the device hold parameters in the type of computation where masters are in host memory."""
+    if plan.layout.offload_optimizer == "none":
+        return
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])
 
 
 def _draws(model: AnyDecoder) -> bool:

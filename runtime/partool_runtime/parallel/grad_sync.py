@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,21 +22,41 @@ class GradSync:
     3      after each             after the last               after each, and after each block's forward
     =====  =====================  ===========================  =========================
 
-    Gradients that are not yet reduced accumulate whole, in the reduction's type (fp32 or wider).
+    Gradients that are not yet reduced accumulate whole, in the reduction's type (fp32 or wider). With ``reduce_each``
+    they are reduced after each micro-batch in all stages: where the optimizer takes them to the host at once, and no
+    other rank has a part of them, a reduction costs nothing.
     """
 
     def __init__(
-        self, modules: Sequence[FSDPModule], *, zero: ZeroStage, replicas: int, persistent: Persistent | None = None
+        self,
+        modules: Sequence[FSDPModule],
+        *,
+        zero: ZeroStage,
+        replicas: int,
+        persistent: Persistent | None = None,
+        reduce_each: bool = False,
     ) -> None:
         self._modules = modules
         self._persistent = persistent or Persistent([])
-        self._reduce_each = zero >= 2
+        self._reduce_each = zero >= 2 or reduce_each
         self._release_each = zero == 3
         self._replicas = replicas
         self._last: bool | None = None
+        self._told: Callable[[bool], None] | None = None
+
+    @property
+    def comes_each(self) -> bool:
+        """Whether every micro-batch leaves reduced gradients, and not the last alone."""
+        return self._reduce_each and self._replicas == 1
+
+    def tell(self, told: Callable[[bool], None]) -> None:
+        """Call ``told`` before each micro-batch with whether it is the step's last."""
+        self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:
         """Prepare one forward and backward pass; ``last`` says whether it ends the step's accumulation."""
+        if self._told is not None:
+            self._told(last)
         if self._last is not False:
             self._persistent.refresh()  # the optimizer has changed the weights since
         if last is self._last:

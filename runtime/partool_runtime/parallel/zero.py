@@ -37,12 +37,19 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
 
     Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
     """
-    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), _leaves(model, layout, everywhere=True))
+    policy = _policy(precision, narrow=travels_narrow(layout))
+    sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True))
     layers = [sharding.layer(group) for group in _own_groups(model.groups())]
     # The root holds what runs last, which the backward pass needs at once.
     root = sharding.root(model, layers)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return GradSync(modules, zero=layout.zero, replicas=ranks.replicas, persistent=sharding.tune(layers, root))
+    return GradSync(
+        modules,
+        zero=layout.zero,
+        replicas=ranks.replicas,
+        persistent=sharding.tune(layers, root),
+        reduce_each=layout.offload_optimizer != "none" and reduces_alone(layout),
+    )
 
 
 def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Precision, ranks: Ranks) -> list[Unit]:
@@ -160,12 +167,24 @@ def _mesh(ranks: Ranks) -> DeviceMesh:
     return ranks.state if ranks.replicas > 1 else ranks.state["dp_shard"]
 
 
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
+def _policy(precision: Precision, *, narrow: bool = False) -> MixedPrecisionPolicy:
+    """Return the types of a precision; ``narrow`` leaves gradients in the one of computation: nothing is summed."""
     if precision in ("fp32", "fp64"):
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    reduced = None if narrow else torch.float32
+    return MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE[precision], reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+def reduces_alone(layout: Layout) -> bool:
+    """Return whether no other rank has a part of a rank's gradients, and the model runs as a whole."""
+    mesh = layout.mesh
+    return mesh.dp * mesh.cp == 1 and mesh.pp == 1
+
+
+def travels_narrow(layout: Layout) -> bool:
+    """Return whether gradients reach the host as a backward pass has made them: no rank and no pass adds to them."""
+    alone = reduces_alone(layout) and layout.mesh.tp == 1
+    return layout.offload_optimizer != "none" and layout.host.gradients == "compute" and alone
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:

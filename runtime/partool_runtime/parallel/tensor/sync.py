@@ -46,6 +46,11 @@ class TensorGradients:
                 by_set.setdefault(placement.shared_by, []).append(parameter)
         return cls([(groups[members], by_set[members]) for members in sets if members in by_set])
 
+    @staticmethod
+    def names(model: AnyDecoder) -> frozenset[str]:
+        """Return the parameters whose gradients are summed, of those that this rank holds."""
+        return frozenset(name for name, placement in model.placements.items() if placement.shared_by)
+
     @torch.no_grad()
     def add_up(self) -> None:
         """Sum the gradients of a step, in place."""

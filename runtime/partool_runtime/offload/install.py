@@ -1,0 +1,119 @@
+"""From a plan and a prepared model to the optimizer that trains it, on the device or in host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from partool.plan.types import Plan
+from partool_kernels.host import Pool
+from partool_runtime.hf.model import HfDecoder
+from partool_runtime.mesh import Ranks
+from partool_runtime.model import Decoder
+from partool_runtime.offload.optimizer import HostOptimizer
+from partool_runtime.optim.device import DeviceOptimizer
+from partool_runtime.optim.types import Optimizer
+from partool_runtime.parallel.zero import trained_parameters
+from partool_runtime.precision import MASTER_DTYPE
+
+if TYPE_CHECKING:
+    from partool_runtime.preparation import Prepared
+
+
+def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
+    """Return the plan's optimizer of a rank's part of the model, which has memory and was not run yet.
+
+    It holds nothing yet: fill the model, or ``masters()`` and ``state()``, and call ``loaded()``. One in host memory
+    takes gradients as backward passes leave them, and all of its own memory now: pinning memory waits for the device,
+    which must not wait for another rank then.
+    """
+    if plan.layout.offload_optimizer == "none":
+        kernels = plan.kernels.mode if "adamw" in plan.layout.fused else "torch"
+        model = prepared.model
+        return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
+    return _on_host(plan, prepared, ranks)
+
+
+def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
+    model, sync = prepared.model, prepared.sync
+    trained = trained_parameters(model)
+    late = frozenset(trained) if sync is None else prepared.late
+    order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
+    comes_each = sync is not None and sync.comes_each and plan.layout.accumulation > 1
+    optimizer = HostOptimizer(
+        {name: trained[name] for name in order},
+        plan.optimizer,
+        model.copies,
+        frozen={name: p for name, p in model.named_parameters() if name not in trained},
+        work=plan.layout.host,
+        master=MASTER_DTYPE[plan.training.precision],
+        accumulates=comes_each,
+        pool=Pool(plan.layout.host.threads, _cores(plan, ranks.device)),
+        mode=plan.kernels.mode,
+    )
+    for name, parameter in trained.items():
+        if name not in late:
+            parameter.register_post_accumulate_grad_hook(partial(_leave, optimizer, name))  # type: ignore[no-untyped-call]
+    if comes_each and sync is not None:
+        sync.tell(lambda last: optimizer.micro_batch(last=last))
+    return optimizer
+
+
+def _leave(optimizer: HostOptimizer, name: str, parameter: torch.Tensor) -> None:
+    """Hand a gradient over: the device keeps it until it was copied, and no longer."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        optimizer.arrive(name, gradient)
+
+
+def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], late: Collection[str]) -> list[str]:
+    """Return the names of parameters in the order in which their gradients are complete.
+
+    Layers are reduced from the last to the first. The root, with what runs last, and what runs before all layers are
+    reduced where the backward pass ends: no gradient flows into them. What is collected behind all passes comes last.
+    """
+    groups, layers = model.groups(), len(model.layers)
+    before, blocks, root = groups[: -layers - 1], groups[-layers - 1 : -1], groups[-1]
+    names = {id(parameter): name for name, parameter in trained.items()}
+    units = [*reversed(blocks), root, *before]
+    reduced = (names.get(id(p)) for unit in units for module in unit for p in module.parameters())
+    found = dict.fromkeys(name for name in reduced if name is not None and name not in late)
+    return [*found, *(name for name in trained if name not in found)]
+
+
+def _cores(plan: Plan, device: torch.device) -> Sequence[int]:
+    """Split this rank's cores: training stays with the first ones, the optimizer's threads get the rest, returned.
+
+    Without an accelerator both need all of them, at different times; nothing is split then.
+    """
+    if device.type == "cpu":
+        return ()
+    allowed = sorted(os.sched_getaffinity(0))
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    training, optimizer = split_cores(allowed, plan.devices.per_node, place, plan.layout.host.threads)
+    if training:
+        os.sched_setaffinity(0, training)
+    return optimizer
+
+
+def split_cores(
+    allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Return the cores of a rank's training and those of its optimizer, of which none is another rank's.
+
+    ``allowed`` are the rank's cores, of ``machine`` in all: where ranks are bound to memory nodes, those beside it have
+    the same ones. Both lists are empty where there are too few to tell them apart.
+    """
+    machine = machine or os.cpu_count() or len(allowed)
+    sharers = max(1, -(-per_node * len(allowed) // machine))
+    each = len(allowed) // sharers
+    if each <= threads:
+        return [], []
+    first = local_rank % sharers * each
+    own = list(allowed[first : first + each])
+    return own[:-threads], own[-threads:]
