@@ -207,6 +207,14 @@ RULES: tuple[Rule, ...] = (
         "partool launch --resume last",
     ),
     _rule(
+        "PT679",
+        "The checkpoint is of a run with another optimizer",
+        "What one optimizer keeps beside the weights means nothing to another one. Learning rate, groups and other "
+        "settings may change.",
+        "partool launch --resume last --set optimizer.name=lion",
+        "partool launch --resume last --set optimizer.lr=1e-4",
+    ),
+    _rule(
         "PT620",
         "The weights folder cannot be read",
         "It must hold a Hugging Face configuration and safetensors files, or a partool checkpoint.",

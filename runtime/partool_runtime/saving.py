@@ -66,12 +66,13 @@ class Saver:
     def resume(self) -> int:
         """Load the newest checkpoint and return the number of steps it holds; 0 if there is none.
 
-        Raises ConfigurationError PT612 if it is of another model, PT616 if it was trained on other data.
+        Raises ConfigurationError PT612 if it is of another model, PT616 if it was trained on other data, PT679 if it
+        was by another optimizer.
         """
         step = self._checkpointer.latest()
         if step is None:
             return 0
-        extra = self._checkpointer.load(step, self._state)
+        extra = self._checkpointer.load(step, self._state, lambda extra: self._accept(step, extra))
         if extra["model"] != self._plan.model.model_dump(mode="json"):
             raise ConfigurationError("PT612", f"the checkpoint of step {step} is of another model", _same_help("model"))
         if extra["data"] != self._fingerprint:
@@ -82,6 +83,16 @@ class Saver:
         self._stepper.nonfinite_in_row = extra["nonfinite_in_row"]
         self._saved_step = step
         return step
+
+    def _accept(self, step: int, extra: dict[str, Any]) -> None:
+        """Refuse another optimizer's moments; some have the same names and mean other things."""
+        name, saved = self._plan.optimizer.name, extra.get("optimizer", "adamw")  # once there was no other
+        if saved != name:
+            message = f"the checkpoint of step {step} was trained with {saved}, and optimizer.name is {name}"
+            help = (
+                f"{_same_help('optimizer')}; a new run can have its weights: model: {{weights: {{source: checkpoint}}}}"
+            )
+            raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
         """Return True, on all ranks alike, if the state after ``step`` steps is to be saved."""
@@ -100,6 +111,7 @@ class Saver:
             "step": step,
             "model": self._plan.model.model_dump(mode="json"),
             "data": self._fingerprint,
+            "optimizer": self._plan.optimizer.name,
             "updates": self._optimizer.updates,
             "scaler": self._scaler.state(),
             "nonfinite_in_row": self._stepper.nonfinite_in_row,

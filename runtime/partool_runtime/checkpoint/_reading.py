@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,18 @@ def tensor_shapes(path: Path) -> Entries:
 
 
 def load_folder(
-    path: Path, state: State, ranks: Ranks | None = None, run: str = "last", *, cast: bool = False
+    path: Path,
+    state: State,
+    ranks: Ranks | None = None,
+    run: str = "last",
+    *,
+    cast: bool = False,
+    accept: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types.
+    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types. ``accept`` raises what
+    speaks against a checkpoint with this ``extra``, before anything is filled.
 
     The ranks may hold different names. Together they may leave out whole groups of names (a group is what stands
     before the first dot), but not parts of one.
@@ -55,6 +62,8 @@ def load_folder(
         manifest = _checked_manifest(path, ranks)
     except ConfigurationError as error:
         raise _with_older(path, error, ranks, run) from error
+    if accept is not None:
+        accept(manifest.extra)  # the same on all ranks
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     saved = _shapes(metadata)
     own = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -110,13 +111,14 @@ class Checkpointer:
         self.wait()
         return self._ranks.on_first(lambda: newest_step(self._folder))
 
-    def load(self, step: int, state: State) -> dict[str, Any]:
+    def load(self, step: int, state: State, accept: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         """Fill ``state`` in place from the checkpoint of ``step``, saved from any layout, and return its ``extra``.
 
+        ``accept`` raises what speaks against a checkpoint with this ``extra``, before anything is filled.
         Raises ConfigurationError PT610 (none there), PT611 (damaged) or PT612 (of another model); deletes nothing.
         """
         self.wait()
-        return load_folder(step_folder(self._folder, step), state, self._ranks, self._run)
+        return load_folder(step_folder(self._folder, step), state, self._ranks, self._run, accept=accept)
 
     def close(self) -> None:
         """Wait for the write under way and release the folder; raises what :meth:`wait` raises."""
