@@ -18,11 +18,15 @@ _SETTINGS = ("betas", "momentum", "eps")
 
 def check_optimizer(spec: Spec) -> Iterator[Diagnostic]:
     """Find weights of moments out of range, and settings that the optimizer does not read."""
-    path: Path = ("optimizer",)
     optimizer = spec.optimizer
-    for at, settings in ((path, optimizer), *(((*path, "groups", k), g) for k, g in optimizer.groups.items())):
-        yield from _betas(settings.betas, (*at, "betas"))
-        yield from _unread(optimizer.name, settings, at)
+    yield from _settings(optimizer.name, optimizer, ("optimizer",))
+    for pattern, group in optimizer.groups.items():
+        yield from _settings(optimizer.name, group, ("optimizer", "groups", pattern))
+
+
+def _settings(name: OptimizerName, settings: OptimizerSpec | OptimizerGroup, path: Path) -> Iterator[Diagnostic]:
+    yield from _betas(settings.betas, (*path, "betas"))
+    yield from _unread(name, settings, path)
 
 
 def _betas(betas: list[float] | None, path: Path) -> Iterator[Diagnostic]:
