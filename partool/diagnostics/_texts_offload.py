@@ -11,6 +11,13 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     _rule(
+        "PT660",
+        "Pinned memory does not hold a step's gradients",
+        "All gradients of a step wait in host memory until their norm is known, and the device writes them there.",
+        "parallel: {offload: {optimizer: cpu, pinned_gib: 4}}   # 7 billion parameters on one rank",
+        "parallel: {offload: {optimizer: cpu, pinned_gib: 16}}",
+    ),
+    _rule(
         "PT664",
         "The optimizer is in host memory, and the weights travel between ranks",
         "Schedules that move weights have no rank whose host memory would keep a parameter's state.",

@@ -1,0 +1,117 @@
+"""The host memory that gradients and weights pass through on their way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.offload.buckets import Bucket
+from partool_runtime.offload.lanes import Mark
+from partool_runtime.offload.memory import HostMemory
+
+SPARE = 2
+"""Buffers for gradients beside those that a step holds: one fills while another is worked on."""
+WEIGHTS = 2
+"""Buffers for weights: one is written while another is copied to the device."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """A buffer of weights, and what reads it."""
+
+    tensor: torch.Tensor
+    mark: Mark | None = None
+
+
+class Buffers:
+    """The engine's host memory besides the state, all of it taken at the start.
+
+    With one micro-batch a step holds all of its gradients until their norm is known: that takes a buffer per bucket.
+    ``spare`` ones come on top as far as ``pinned_bytes`` allows, 0 being no limit. With ``totals``, of that type, the
+    gradients of several micro-batches are added up in memory that no device reaches, and ``spare`` buffers do.
+
+    ``memory`` is what all pinned memory of a rank comes from; without it there is one of its own.
+
+    Raises ConfigurationError PT660 if ``pinned_bytes`` does not hold what a step needs.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        gradients: torch.dtype,
+        weights: torch.dtype,
+        totals: torch.dtype | None,
+        pinned: bool = False,
+        memory: HostMemory | None = None,
+        spare: int = SPARE,
+        pinned_bytes: int = 0,
+    ) -> None:
+        self._most = max((bucket.elements for bucket in buckets), default=0)
+        self._gradients = gradients
+        self._memory = memory or HostMemory(pinned=pinned)
+        self.accumulates = totals is not None
+        """Whether a step has several micro-batches, whose gradients are added up here."""
+        least = min(len(buckets), 1) if self.accumulates else len(buckets)
+        count = self._affordable(least, spare if self.accumulates else least + spare, weights, pinned_bytes)
+        self._lock = threading.Lock()
+        self._free = [self._memory.tensor(self._most, gradients, "gradients") for _ in range(count)]
+        self._weights = [Ready(self._memory.tensor(self._most, weights, "weights")) for _ in range(WEIGHTS)]
+        self._totals = [torch.empty(b.elements, dtype=totals) for b in buckets] if totals is not None else []
+        self._turn = 0
+        self._late: set[int] = set()
+
+    def _affordable(self, least: int, wanted: int, weights: torch.dtype, pinned_bytes: int) -> int:
+        """Return how many buffers for gradients there are to be."""
+        if pinned_bytes == 0 or self._most == 0:
+            return wanted
+        each, fixed = self._most * self._gradients.itemsize, WEIGHTS * self._most * weights.itemsize
+        if fixed + least * each > pinned_bytes:
+            raise ConfigurationError(
+                "PT660",
+                f"{pinned_bytes / 2**30:.2f} GiB of pinned memory do not hold {least} buckets of gradients and "
+                f"{WEIGHTS} of weights: they are {(fixed + least * each) / 2**30:.2f} GiB",
+                "a larger parallel.offload.pinned_gib, or a smaller bucket_mib",
+            )
+        return min(wanted, (pinned_bytes - fixed) // each)
+
+    @property
+    def spare(self) -> bool:
+        """Whether there is a buffer that nothing uses."""
+        return bool(self._free)
+
+    def take(self) -> torch.Tensor | None:
+        """Return a buffer for a bucket's gradients, if there is one."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def make(self) -> torch.Tensor:
+        """Return one more buffer. It is not pinned, so copies to it make the host wait: slow, but never for ever."""
+        with torch.inference_mode(False):
+            buffer = torch.empty(self._most, dtype=self._gradients)
+        self._late.add(buffer.data_ptr())
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        """Take a buffer, or the part of it that was used, back."""
+        if len(buffer) != self._most:
+            buffer = buffer.as_strided((self._most,), (1,))
+        with self._lock:
+            # Those made late are the last to be taken again.
+            self._free.insert(0 if buffer.data_ptr() in self._late else len(self._free), buffer)
+
+    def total(self, bucket: int) -> torch.Tensor:
+        """Return where a bucket's gradients are added up."""
+        return self._totals[bucket]
+
+    def weights(self) -> Ready:
+        """Return a buffer for a bucket's weights, behind the copy that reads it."""
+        self._turn = (self._turn + 1) % len(self._weights)
+        ready = self._weights[self._turn]
+        if ready.mark is not None:
+            ready.mark.wait()
+        return ready

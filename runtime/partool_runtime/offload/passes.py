@@ -1,0 +1,255 @@
+"""What is done with a bucket whose gradients have arrived: one pass over its state after the other.
+
+With ``deferred`` speculation a step's pass commits the step before, whose coefficient is known by now, and computes
+this step in registers with the coefficient that is expected, of which only weights are written. A verdict that says
+otherwise costs one more pass for the weights; masters and moments were never touched: nothing has to be undone, no
+infinity gets in. With ``undo`` the pass does the whole step, behind a copy of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from partool_kernels.host import Part, Pass, Pool, Rule, Sums, accumulate, sums, update
+from partool_kernels.host.types import Mode
+from partool_runtime.offload.buckets import Bucket
+from partool_runtime.offload.buffers import Buffers
+from partool_runtime.offload.figures import Figures
+from partool_runtime.offload.lanes import Lane, Mark
+from partool_runtime.offload.store import Store
+from partool_runtime.offload.undo import Undo
+
+Speculation = Literal["none", "deferred", "undo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the weights of a parameter's shard are read by compute."""
+
+    weights: torch.Tensor
+    """Flat and contiguous, on the device or in host memory."""
+    group: int
+    """Of the rules."""
+    in_host: bool = False
+    """Compute streams them from host memory: passes write them there themselves."""
+
+
+@dataclass(slots=True)
+class Arriving:
+    """A bucket's gradients on their way."""
+
+    bucket: Bucket
+    staging: torch.Tensor
+    gradients: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """By parameter and start: kept until the copies are done."""
+    mark: Mark | None = None
+
+
+@dataclass(slots=True)
+class BucketStep:
+    """What is known of a bucket between its gradient's arrival and its commit."""
+
+    gradients: torch.Tensor | None = None
+    """Flat; None: nothing came since the last commit."""
+    pending: Sequence[Rule] | None = None
+    """Speculated on and verified, but not in masters and moments yet."""
+    ahead: Speculation = "none"
+    """How this step, of which the verdict is not known, was speculated on."""
+
+
+class BucketPasses:
+    """Does the passes; called by one thread at a time."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        targets: Mapping[str, Target],
+        store: Store,
+        *,
+        up: Lane,
+        pool: Pool,
+        buffers: Buffers,
+        undo: Undo | None,
+        figures: Figures,
+        mode: Mode,
+    ) -> None:
+        self._targets, self._store, self._up = targets, store, up
+        self._pool, self._buffers, self._undo, self._figures, self._mode = pool, buffers, undo, figures, mode
+        self.steps = [BucketStep() for _ in buckets]
+        """By bucket."""
+        self.sums: dict[tuple[str, int], tuple[Sequence[float], bool]] = {}
+        """Of the step's gradients, by parameter and start: squares by block, and whether all are finite."""
+        self.sent: Mark | None = None
+        """Behind the weights that were sent last."""
+
+    def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[Rule], speculation: Speculation) -> None:
+        """Take a bucket's gradients, complete for this micro-batch, and make the step if it is the last."""
+        bucket, staging = arriving.bucket, arriving.staging
+        if arriving.mark is not None:
+            arriving.mark.wait()
+        for member in bucket.members:
+            if (member.name, member.start) not in arriving.gradients:
+                staging[member.offset : member.offset + member.elements].zero_()
+        arriving.gradients.clear()
+        step = self.steps[bucket.index]
+        with self._figures.passing():
+            if self._buffers.accumulates:
+                self._add(bucket, step, staging)
+                if not last:
+                    return
+            self._step(bucket, step, staging, rules, speculation)
+
+    def _add(self, bucket: Bucket, step: BucketStep, staging: torch.Tensor) -> None:
+        """Add a micro-batch's gradients to the bucket's; the first one needs the last step's to be done with."""
+        self.commit(bucket)
+        first = step.gradients is None
+        if step.gradients is None:
+            step.gradients = self._buffers.total(bucket.index)
+        accumulate([step.gradients], [staging[: bucket.elements]], first=first, pool=self._pool, mode=self._mode)
+        self._buffers.give_back(staging)
+
+    def _step(
+        self,
+        bucket: Bucket,
+        step: BucketStep,
+        staging: torch.Tensor,
+        rules: Sequence[Rule],
+        speculation: Speculation,
+    ) -> None:
+        before = None if self._buffers.accumulates else step.gradients
+        gradients = step.gradients if self._buffers.accumulates else staging[: bucket.elements]
+        assert gradients is not None
+        taken, found, ahead = _pass(bucket, gradients, rules), None, speculation
+        if speculation == "deferred":
+            pending = step.pending
+            commit = _pass(bucket, before, pending) if before is not None and pending is not None else None
+            found = self._pass(bucket, commit, taken, keep=False, wants_sums=True)
+            if before is not None:
+                self._buffers.give_back(before)
+        else:
+            self.commit(bucket)
+            if speculation == "undo":
+                found = self._ahead(bucket, taken)
+                ahead = "none" if found is None else "undo"
+            if found is None:
+                found = sums(taken.gradients, pool=self._pool, mode=self._mode)
+        assert found is not None
+        for member, squares, finite in zip(bucket.members, found.squares, found.finite, strict=True):
+            self.sums[member.name, member.start] = (squares, finite)
+        step.gradients, step.pending, step.ahead = gradients, None, ahead
+
+    def _ahead(self, bucket: Bucket, step: Pass) -> Sums | None:
+        """Make a whole step that can be undone; None if there is no room for the copy it takes."""
+        assert self._undo is not None
+        with self._store.open(bucket.index, write=True) as state:
+            if not self._undo.keep(bucket, state):
+                self._figures.put_off += 1
+                return None
+            return self._over(bucket, state, None, step, keep=True, wants_sums=True)
+
+    def accept(self, bucket: Bucket, rules: Sequence[Rule]) -> bool:
+        """Take a verdict that agrees with what was speculated on; False where this was not."""
+        step = self.steps[bucket.index]
+        if step.ahead == "none":
+            return False
+        if step.ahead == "undo":
+            self._drop(step)
+        else:
+            step.pending = rules
+        step.ahead = "none"
+        return True
+
+    def settle(self, bucket: Bucket, rules: Sequence[Rule] | None) -> None:
+        """Do what a verdict asks for: step by other rules than were speculated on, step now, or leave it."""
+        step = self.steps[bucket.index]
+        assert step.gradients is not None
+        with self._figures.passing():
+            if step.ahead == "undo":
+                assert self._undo is not None
+                with self._store.open(bucket.index, write=True) as state:
+                    self._undo.restore(bucket, state)
+            if rules is not None:
+                keep = step.ahead != "deferred"
+                self._pass(bucket, None, _pass(bucket, step.gradients, rules), keep=keep)
+            elif step.ahead != "none":
+                self._pass(bucket, None, None, keep=False)
+        if rules is not None and step.ahead == "deferred":
+            step.pending = rules
+        else:
+            self._drop(step)
+        step.ahead = "none"
+
+    def commit(self, bucket: Bucket) -> None:
+        """Bring a bucket's state up to date."""
+        step = self.steps[bucket.index]
+        if step.pending is None or step.gradients is None:
+            return
+        commit = _pass(bucket, step.gradients, step.pending)
+        with self._store.open(bucket.index, write=True) as state:
+            update(self._parts(bucket, state), commit=commit, pool=self._pool, mode=self._mode)
+        self._drop(step)
+
+    def rebuild(self, bucket: Bucket) -> None:
+        """Write a bucket's weights from its masters."""
+        self._pass(bucket, None, None, keep=False)
+
+    def _drop(self, step: BucketStep) -> None:
+        if step.gradients is not None and not self._buffers.accumulates:
+            self._buffers.give_back(step.gradients)
+        step.gradients, step.pending = None, None
+
+    def _pass(
+        self, bucket: Bucket, commit: Pass | None, step: Pass | None, *, keep: bool, wants_sums: bool = False
+    ) -> Sums | None:
+        """Pass over a bucket's state and send the weights up."""
+        writes = commit is not None or (keep and step is not None)
+        with self._store.open(bucket.index, write=writes) as state:
+            return self._over(bucket, state, commit, step, keep=keep, wants_sums=wants_sums)
+
+    def _over(
+        self,
+        bucket: Bucket,
+        state: Sequence[torch.Tensor],
+        commit: Pass | None,
+        step: Pass | None,
+        *,
+        keep: bool,
+        wants_sums: bool = False,
+    ) -> Sums | None:
+        ready = self._buffers.weights()
+        targets = [self._targets[m.name] for m in bucket.members]
+        places = [t.weights[m.start : m.start + m.elements] for m, t in zip(bucket.members, targets, strict=True)]
+        parts = [
+            place if target.in_host else ready.tensor[m.offset : m.offset + m.elements]
+            for m, target, place in zip(bucket.members, targets, places, strict=True)
+        ]
+        found = update(
+            self._parts(bucket, state),
+            commit=commit,
+            step=step,
+            keep=keep,
+            weights=parts,
+            wants_sums=wants_sums,
+            pool=self._pool,
+            mode=self._mode,
+        )
+        for target, place, part in zip(targets, places, parts, strict=True):
+            if not target.in_host:
+                self.sent = ready.mark = self._up.copy(place, part)
+                self._figures.bytes_up += part.nbytes
+        return found
+
+    def _parts(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> list[Part]:
+        parts = []
+        for m in bucket.members:
+            master, *moments = (tensor[m.offset : m.offset + m.elements] for tensor in state)
+            parts.append(Part(master, tuple(moments), self._targets[m.name].group))
+        return parts
+
+
+def _pass(bucket: Bucket, flat: torch.Tensor, rules: Sequence[Rule]) -> Pass:
+    return Pass([flat[m.offset : m.offset + m.elements] for m in bucket.members], rules)

@@ -1,0 +1,152 @@
+"""Optimizer states that stay on the device beside those in host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from partool_kernels.host import Part, Pass, Pool, Rule, accumulate, reference, sums, update
+from partool_kernels.host.types import Mode
+from partool_runtime.offload.lanes import Lanes, Mark
+from partool_runtime.offload.passes import Target
+from partool_runtime.torch_internals import fused_adamw
+
+
+def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
+    """Return which shards, (name, elements), stay on the device: those whose gradients come last.
+
+    They come in the order in which their gradients are expected. What is left to do after the last gradient would
+    otherwise be their way to the host, their pass, and the way back. Whole shards, of together as near to ``fraction``
+    of all elements as whole ones come.
+    """
+    wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
+    for name, elements in reversed(shards):
+        if held + elements / 2 > wanted:
+            break
+        held += elements
+        names.append(name)
+    return frozenset(names) if fraction > 0 else frozenset()
+
+
+class Resident:
+    """Masters and moments of some shards, on the device; steps when the verdict is known.
+
+    Where the device is a CPU it steps by the passes of host memory, with their bits; elsewhere AdamW is torch's fused
+    one and the other kinds are torch's elementwise operations.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        dtypes: Sequence[torch.dtype],
+        *,
+        lanes: Lanes,
+        pool: Pool,
+        accumulates: bool,
+        mode: Mode = "auto",
+    ) -> None:
+        self._targets, self._lanes, self._pool = dict(targets), lanes, pool
+        self._accumulates, self._mode = accumulates, mode
+        self._states = {
+            name: tuple(torch.zeros_like(target.weights, dtype=dtype) for dtype in dtypes)
+            for name, target in targets.items()
+        }
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._mark: Mark | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._targets
+
+    def state(self, name: str) -> tuple[torch.Tensor, ...]:
+        """Return a shard's master and moments, flat: the live tensors."""
+        return self._states[name]
+
+    def begin(self) -> None:
+        """Drop all gradients."""
+        self._gradients.clear()
+
+    @torch.no_grad()
+    def arrive(self, name: str, gradient: torch.Tensor) -> None:
+        """Take a gradient, flat, which the caller must not change any more."""
+        if not self._accumulates:
+            self._gradients[name] = gradient
+        elif (total := self._gradients.get(name)) is None:
+            self._gradients[name] = gradient.to(self._states[name][0].dtype, copy=True)
+        else:
+            self._add(total, gradient)
+        self._mark = self._lanes.now()
+
+    def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
+        """Return sums of squares of the gradients, and whether all are finite. Waits for the device."""
+        if self._mark is not None:
+            self._mark.before_compute()
+        grads = [grad for name, grad in self._gradients.items() if name not in leaving_out]
+        on_host = [grad for grad in grads if grad.device.type == "cpu"]
+        found = sums(on_host, pool=self._pool, mode=self._mode)
+        blocks, finite = [block for part in found.squares for block in part], all(found.finite)
+        elsewhere = [grad for grad in grads if grad.device.type != "cpu"]
+        if elsewhere:
+            wide = [torch.promote_types(grad.dtype, torch.float32) for grad in elsewhere]
+            norms = [torch.linalg.vector_norm(g, dtype=dtype) for g, dtype in zip(elsewhere, wide, strict=True)]
+            squares = torch.stack(norms).double().square().tolist()
+            blocks, finite = blocks + squares, finite and all(map(math.isfinite, squares))
+        return blocks, finite
+
+    @torch.no_grad()
+    def settle(self, rules: Sequence[Rule] | None) -> None:
+        """End the step: by these rules, or not at all."""
+        if rules is not None:
+            for name, target in self._targets.items():
+                gradient = self._gradients.pop(name, None)
+                if gradient is None:
+                    gradient = torch.zeros_like(self._states[name][0])
+                elif gradient.device.type != "cpu":
+                    # Made on the stream of the reductions and read on that of compute.
+                    gradient.record_stream(torch.accelerator.current_stream(gradient.device))
+                self._step(target, self._states[name], gradient, rules)
+        self._gradients.clear()
+
+    @torch.no_grad()
+    def rebuild(self) -> None:
+        """Write all weights from the masters."""
+        for name, target in self._targets.items():
+            target.weights.copy_(self._states[name][0])
+
+    def _add(self, total: torch.Tensor, gradient: torch.Tensor) -> None:
+        if total.device.type == "cpu":
+            accumulate([total], [gradient], first=False, pool=self._pool, mode=self._mode)
+        else:
+            total.add_(gradient)
+
+    def _step(
+        self, target: Target, state: tuple[torch.Tensor, ...], gradient: torch.Tensor, rules: Sequence[Rule]
+    ) -> None:
+        master, *moments = state
+        part, taken = Part(master, tuple(moments), target.group), Pass([gradient], rules)
+        rule = rules[target.group]
+        if master.device.type == "cpu":
+            update([part], step=taken, weights=[target.weights], pool=self._pool, mode=self._mode)
+        elif rule.kind == "adamw" and all(moment.dtype == master.dtype for moment in moments):
+            _fused(part, gradient, rule)
+            target.weights.copy_(master)
+        else:
+            weights = [target.weights]
+            reference.update([part], None, taken, keep=True, weights=weights, wants_sums=False)
+
+
+def _fused(part: Part, gradient: torch.Tensor, rule: Rule) -> None:
+    # Filled on the device: a copy from the host would wait for all work before it.
+    count = torch.full((), float(rule.step), dtype=torch.float32, device=part.master.device)
+    fused_adamw(
+        [part.master],
+        [gradient.to(part.master.dtype).mul(rule.scale)],
+        [part.moments[0]],
+        [part.moments[1]],
+        count,
+        lr=rule.lr,
+        betas=(rule.beta1, rule.beta2),
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+    )

@@ -1,0 +1,52 @@
+"""Copies of states that were stepped on before it was known whether they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from partool_kernels.host import Pool, accumulate
+from partool_kernels.host.types import Mode
+from partool_runtime.offload.buckets import ALIGNED, Bucket
+
+
+class Undo:
+    """Holds the states of as many buckets as fit into ``arena_bytes``; those beyond wait.
+
+    Copies, not inverted steps: a step backwards through Adam's arithmetic does not give the bits of before, and nothing
+    comes back from an infinity.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], arena_bytes: int, *, pool: Pool, mode: Mode) -> None:
+        self._most, self._arena_bytes = sum(bucket.elements for bucket in buckets), arena_bytes
+        self._arena: list[torch.Tensor] = []
+        self._pool, self._mode = pool, mode
+        self._used = 0
+        self._kept: dict[int, slice] = {}
+
+    def keep(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> bool:
+        """Copy a bucket's state if there is room for it, and tell whether there was."""
+        if not self._arena:
+            each = sum(tensor.itemsize for tensor in state)
+            room = min(self._most, self._arena_bytes // each // ALIGNED * ALIGNED)
+            self._arena = [torch.empty(room, dtype=tensor.dtype) for tensor in state]
+        if self._used + bucket.elements > len(self._arena[0]):
+            return False
+        place = self._kept[bucket.index] = slice(self._used, self._used + bucket.elements)
+        self._used = place.stop
+        self._copy([kept[place] for kept in self._arena], state)
+        return True
+
+    def restore(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
+        """Write a bucket's state as it was kept."""
+        place = self._kept.pop(bucket.index)
+        self._copy(state, [kept[place] for kept in self._arena])
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._used = 0
+        self._kept.clear()
+
+    def _copy(self, to: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
+        accumulate(to, source, first=True, pool=self._pool, mode=self._mode)
