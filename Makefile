@@ -22,7 +22,7 @@ help:
 	@echo "make format       ruff format and import order"
 
 # torch goes first and pinned, so that no other requirement can choose another build of it.
-$(STAMP): pyproject.toml CMakeLists.txt constraints.txt
+$(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/partool_kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton

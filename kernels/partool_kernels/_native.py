@@ -5,11 +5,29 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.resources
+import os
 import sys
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
+ISA_VARIABLE = "PARTOOL_ISA"
+"""Environment variable that names the instruction set to use."""
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+_POINTER, _COUNT, _CODE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_SIGNATURES: dict[str, list[type]] = {
+    "partool_set_isa": [ctypes.c_char_p],
+    "partool_finite_sum_squares": [_POINTER, _COUNT, _CODE, _POINTER, _POINTER],
+    "partool_update": [_POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _CODE, _CODE],
+    "partool_sums": [_POINTER, _POINTER, _COUNT],
+    "partool_convert": [_POINTER, _POINTER, _COUNT],
+    "partool_accumulate": [_POINTER, _POINTER, _COUNT],
+    "partool_zero": [_POINTER, _POINTER, _COUNT],
+}
+"""Functions that return a status, and what they take: the order of ``cpu/partool_cpu.h``."""
+
+
+class InstructionSetError(RuntimeError):
+    """``PARTOOL_ISA`` names what this processor or this library does not have."""
 
 
 def _library_path() -> Path | None:
@@ -20,32 +38,51 @@ def _library_path() -> Path | None:
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Return the compiled library with its functions typed, or None where it is missing or of another version."""
-    path = _library_path()
-    if path is None:
-        return None
+def open_library(path: Path) -> ctypes.CDLL | None:
+    """Return a library with its functions typed, or None where it cannot be opened or is of another version."""
     try:
         lib = ctypes.CDLL(str(path))
         lib.partool_abi_version.restype = ctypes.c_int32
         if lib.partool_abi_version() != ABI_VERSION:
             return None
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(lib, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int32
     except (OSError, AttributeError):
         return None
-    lib.partool_isa.restype = ctypes.c_char_p
-    lib.partool_finite_sum_squares.restype = ctypes.c_int
-    lib.partool_finite_sum_squares.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int32,
-        ctypes.POINTER(ctypes.c_double),
-        ctypes.POINTER(ctypes.c_int32),
-    ]
+    lib.partool_isa.restype = lib.partool_isas.restype = ctypes.c_char_p
+    lib.partool_pool_open.restype = ctypes.c_void_p
+    lib.partool_pool_open.argtypes = [_CODE, _POINTER, _CODE, _POINTER]
+    lib.partool_pool_close.restype = None
+    lib.partool_pool_close.argtypes = [_POINTER]
+    return lib
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled library, or None where it is missing or of another version.
+
+    Raises :class:`InstructionSetError` where ``PARTOOL_ISA`` names an instruction set that is not here.
+    """
+    path = _library_path()
+    lib = None if path is None else open_library(path)
+    wanted = os.environ.get(ISA_VARIABLE)
+    if lib is not None and wanted and lib.partool_set_isa(wanted.encode()) != 0:
+        have = lib.partool_isas().decode().replace(",", ", ")
+        raise InstructionSetError(f"{ISA_VARIABLE}={wanted!r}: this machine and this build have {have}")
     return lib
 
 
 def isa() -> str | None:
-    """Return the instruction set in use (``avx512``, ``avx2``, ``baseline``), or None without the library."""
+    """Return the instruction set in use, or None without the library.
+
+    ``avx512``, ``avx2`` or ``baseline`` (SSE2) on x86-64; ``sve2`` or ``baseline`` (NEON) on aarch64.
+    """
     lib = library()
     return None if lib is None else lib.partool_isa().decode()
+
+
+def isas() -> tuple[str, ...]:
+    """Return the instruction sets that could be used here, widest first."""
+    lib = library()
+    return () if lib is None else tuple(lib.partool_isas().decode().split(","))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
@@ -12,7 +11,6 @@ import partool_kernels
 from partool_kernels import _native
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-CODES = dict(zip(DTYPES, range(4), strict=False)) | {torch.bfloat16: 2, torch.float16: 3}
 MODES = ["torch", "native"] if _native.library() else ["torch"]
 
 
@@ -64,16 +62,13 @@ def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype) -> None:
     lib = _native.library()
     assert lib is not None
     x = torch.randn(10007, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    seen = set()
-    names = {"avx512": ["baseline", "avx2", "avx512"], "avx2": ["baseline", "avx2"]}.get(
-        _native.isa() or "", ["baseline"]
-    )
-    for name in names:
-        function = getattr(lib, f"partool_finite_sum_squares_{name}")
-        total, finite = ctypes.c_double(), ctypes.c_int32()
-        pointer, count = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel())
-        assert function(pointer, count, CODES[dtype], ctypes.byref(total), ctypes.byref(finite)) == 0
-        seen.add(total.value)
+    before, seen = _native.isa() or "", set()
+    try:
+        for name in _native.isas():
+            assert lib.partool_set_isa(name.encode()) == 0
+            seen.add(partool_kernels.finite_sum_squares(x, "native"))
+    finally:
+        lib.partool_set_isa(before.encode())
     assert len(seen) == 1
 
 

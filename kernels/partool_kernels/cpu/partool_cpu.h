@@ -2,14 +2,72 @@
 #pragma once
 #include <cstdint>
 
-#define PARTOOL_ABI_VERSION 1
+#define PARTOOL_ABI_VERSION 2
+#define PARTOOL_BLOCK 65536  // elements whose squares are summed together, and what one thread takes at a time
 
-enum partool_dtype : int32_t { PARTOOL_F32 = 0, PARTOOL_F64 = 1, PARTOOL_BF16 = 2, PARTOOL_F16 = 3 };
+enum partool_dtype : int32_t { PARTOOL_NONE = -1, PARTOOL_F32 = 0, PARTOOL_F64 = 1, PARTOOL_BF16 = 2, PARTOOL_F16 = 3 };
+enum partool_kind : int32_t { PARTOOL_ADAMW = 0, PARTOOL_LION = 1, PARTOOL_ADAGRAD = 2, PARTOOL_SGD = 3 };
+// What functions return: all is well, an argument they do not know, no memory.
+enum partool_status : int32_t { PARTOOL_OK = 0, PARTOOL_INVALID = -1, PARTOOL_NO_MEMORY = -2 };
+
+// One step's rule for a group of parameters.
+struct partool_rule {
+    double lr, beta1, beta2, eps, weight_decay, scale;
+    int64_t step;  // from 1
+    int32_t kind;
+    int32_t unused;
+};
+
+// Contiguous arrays of `count` elements. What is not there is null and of the type PARTOOL_NONE.
+struct partool_part {
+    void* master;  // F32 or F64
+    void* first;   // moments: of the master's type, or BF16
+    void* second;
+    const void* commit;  // gradients
+    const void* step;
+    void* weights;
+    double* squares;  // one number per block, of the step's gradients; null where nobody asks
+    int32_t* finite;  // one per block
+    int64_t count;
+    int32_t master_type, first_type, second_type, commit_type, step_type, weights_type;
+    int32_t group;
+    int32_t unused;
+};
+
+// A source for sums, or a source and where it goes.
+struct partool_span {
+    void* to;
+    const void* from;
+    double* squares;
+    int32_t* finite;
+    int64_t count;
+    int32_t to_type, from_type;
+};
 
 extern "C" {
-const char* partool_isa(void);
 int32_t partool_abi_version(void);
+// The instruction set in use; those that this machine runs, widest first, with commas between them.
+const char* partool_isa(void);
+const char* partool_isas(void);
+// Choose one of them; not while a pass runs. PARTOOL_INVALID for another name.
+int32_t partool_set_isa(const char* name);
+
 // Sum of squares of `count` contiguous elements, accumulated in double, and whether all of them are finite.
-// Returns 0, or -1 for an unknown dtype.
-int partool_finite_sum_squares(const void* data, int64_t count, int32_t dtype, double* sum, int32_t* finite);
+int32_t partool_finite_sum_squares(const void* data, int64_t count, int32_t dtype, double* sum, int32_t* finite);
+
+// Threads, each on its own core where `core_count` is not 0. Null, with errno in `error`, where that cannot be.
+void* partool_pool_open(int32_t threads, const int32_t* cores, int32_t core_count, int32_t* error);
+void partool_pool_close(void* pool);
+
+// Passes over all parts; a null pool is the calling thread. They return when everything is done.
+// update: first commit (null: not), then step (null: not); masters and moments take the step only with `keep`; weights,
+// where a part has them, take the last result.
+int32_t partool_update(void* pool, const partool_part* parts, int64_t count, const partool_rule* commit,
+                       const partool_rule* step, int32_t groups, int32_t keep);
+int32_t partool_sums(void* pool, const partool_span* spans, int64_t count);
+// to = from, or to += from.
+int32_t partool_convert(void* pool, const partool_span* spans, int64_t count);
+int32_t partool_accumulate(void* pool, const partool_span* spans, int64_t count);
+// Write zeros: the first touch of memory decides which node's memory it is.
+int32_t partool_zero(void* pool, const partool_span* spans, int64_t count);
 }

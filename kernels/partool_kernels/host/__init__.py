@@ -2,6 +2,19 @@
 
 from partool_kernels.host.pool import Pool
 from partool_kernels.host.types import MOMENTS, HostKernelError, Kind, Part, Pass, Rule, Sums
-from partool_kernels.host.update import accumulate, sums, update
+from partool_kernels.host.update import accumulate, sums, update, zero
 
-__all__ = ["MOMENTS", "HostKernelError", "Kind", "Part", "Pass", "Pool", "Rule", "Sums", "accumulate", "sums", "update"]
+__all__ = [
+    "MOMENTS",
+    "HostKernelError",
+    "Kind",
+    "Part",
+    "Pass",
+    "Pool",
+    "Rule",
+    "Sums",
+    "accumulate",
+    "sums",
+    "update",
+    "zero",
+]

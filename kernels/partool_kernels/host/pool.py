@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import weakref
 from collections.abc import Sequence
+
+from partool_kernels import _native
+from partool_kernels.host.types import HostKernelError
 
 
 class Pool:
-    """Threads of the compiled library, one per core where cores are named; results do not depend on their number."""
+    """Threads of the compiled library, one per core where cores are named; results do not depend on their number.
+
+    Any thread may make passes on a pool; they are made one after the other. One thread without a core of its own is
+    the caller's. Raises :class:`HostKernelError` for cores that this process may not use.
+    """
 
     def __init__(self, threads: int = 1, cores: Sequence[int] = ()) -> None:
         if threads < 1:
-            raise ValueError(f"a pool needs a thread, not {threads}")
+            raise HostKernelError(f"a pool needs a thread, not {threads}")
+        if any(core < 0 for core in cores):
+            raise HostKernelError(f"cores are counted from 0: {list(cores)}")
         self.threads, self.cores = threads, tuple(cores)
+        self._handle: int | None = None
+        lib = _native.library()
+        if lib is None or (threads == 1 and not cores):
+            return
+        named, error = (ctypes.c_int32 * len(cores))(*cores), ctypes.c_int32()
+        self._handle = lib.partool_pool_open(threads, named, len(cores), ctypes.byref(error))
+        if self._handle is None:
+            why = os.strerror(error.value)
+            raise HostKernelError(f"cannot start {threads} threads on cores {list(cores) or 'of any number'}: {why}")
+        self._end = weakref.finalize(self, lib.partool_pool_close, self._handle)
+
+    @property
+    def handle(self) -> int | None:
+        """What the library knows the threads by; None: passes are made by the thread that calls."""
+        return self._handle
 
     def close(self) -> None:
-        """End the threads; the pool is not used any more."""
+        """End the threads; what is passed on the pool later runs in the caller's thread."""
+        if self._handle is not None:
+            self._handle = None
+            self._end()

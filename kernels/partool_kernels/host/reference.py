@@ -43,6 +43,12 @@ def sums(gradients: Sequence[torch.Tensor]) -> Sums:
     return Sums(tuple(squares for squares, _ in found), tuple(finite for _, finite in found))
 
 
+def accumulate(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], *, first: bool) -> None:
+    """See :func:`partool_kernels.host.accumulate`."""
+    for total, gradient in zip(into, gradients, strict=True):
+        total.copy_(gradient) if first else total.add_(gradient)
+
+
 def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: Rule) -> None:
     """Update a master and its moments in place; moments that are kept narrow are rounded once, at the end."""
     wide = [moment.to(master.dtype) for moment in moments]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from partool_kernels.host import reference
+from partool_kernels import _native
+from partool_kernels.host import native, reference
 from partool_kernels.host.types import Mode, Part, Pass, Sums
+from partool_kernels.reductions import KernelUnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +39,17 @@ def update(
     Raises :class:`HostKernelError` for arguments that do not fit, before anything is touched, and
     :class:`partool_kernels.KernelUnavailableError` where ``mode`` is native and there is no compiled library.
     """
-    return reference.update(parts, commit, step, keep=keep, weights=weights, wants_sums=wants_sums)
+    lib = _library(mode)
+    if lib is None:
+        native.checked_parts(parts, commit, step, keep=keep, weights=weights)
+        return reference.update(parts, commit, step, keep=keep, weights=weights, wants_sums=wants_sums)
+    return native.update(lib, parts, commit, step, keep=keep, weights=weights, wants_sums=wants_sums, pool=pool)
 
 
 def sums(gradients: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> Sums:
-    """Return the sums of squares of gradients and whether they are finite."""
-    return reference.sums(gradients)
+    """Return the sums of squares of gradients and whether they are finite. Raises as :func:`update` does."""
+    lib = _library(mode)
+    return reference.sums(gradients) if lib is None else native.sums(lib, gradients, pool)
 
 
 def accumulate(
@@ -52,6 +60,34 @@ def accumulate(
     pool: Pool | None = None,
     mode: Mode = "auto",
 ) -> None:
-    """Add gradients to ``into``, of a type at least as wide; with ``first`` replace what is there."""
-    for total, gradient in zip(into, gradients, strict=True):
-        total.copy_(gradient) if first else total.add_(gradient)
+    """Add gradients to ``into``, of a type at least as wide; with ``first`` replace what is there.
+
+    With ``first`` any type becomes any other, rounded to nearest even. Raises as :func:`update` does.
+    """
+    told = native.spans(into, gradients)
+    lib = _library(mode)
+    if lib is None:
+        reference.accumulate(into, gradients, first=first)
+    else:
+        native.accumulate(lib, told, first=first, pool=pool)
+
+
+def zero(tensors: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> None:
+    """Write zeros, each thread of the pool where passes over the same tensors will find it.
+
+    Memory belongs to the node of the thread that touches it first. Raises as :func:`update` does.
+    """
+    told = native.spans(tensors, None)
+    lib = _library(mode)
+    if lib is None:
+        for tensor in tensors:
+            tensor.zero_()
+    else:
+        native.zero(lib, told, pool=pool)
+
+
+def _library(mode: Mode) -> ctypes.CDLL | None:
+    lib = None if mode == "torch" else _native.library()
+    if lib is None and mode == "native":
+        raise KernelUnavailableError("the compiled CPU library is missing; install where a C++ compiler is present")
+    return lib

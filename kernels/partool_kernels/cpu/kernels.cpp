@@ -1,0 +1,208 @@
+// Work on one block. Compiled once per instruction set (PARTOOL_ISA).
+#include "block.h"
+#include "formats.h"
+#include "rules.h"
+#include "squares.h"
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+
+namespace partool {
+namespace {
+
+constexpr int64_t TILE = 512;  // elements that stay in the first cache while types are converted around the step
+
+template <class To, class From>
+void convert(typename To::Stored* __restrict to, const typename From::Stored* __restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = To::store(From::load(from[i]));
+}
+
+// The sum is made in the wider of the two, narrow ones in float.
+template <class To, class From>
+void accumulate(typename To::Stored* __restrict to, const typename From::Stored* __restrict from, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = To::store(To::load(to[i]) + From::load(from[i]));
+}
+
+#define PAIR(function, To, From) \
+    return function<To, From>(static_cast<To::Stored*>(to), static_cast<const From::Stored*>(from), count)
+#define BY_SOURCE(function, To)                             \
+    switch (from_type) {                                    \
+        case PARTOOL_F32: PAIR(function, To, F32);          \
+        case PARTOOL_F64: PAIR(function, To, F64);          \
+        case PARTOOL_BF16: PAIR(function, To, BF16);        \
+        default: PAIR(function, To, F16);                   \
+    }
+#define BY_TYPES(function)                                  \
+    switch (to_type) {                                      \
+        case PARTOOL_F32: BY_SOURCE(function, F32)          \
+        case PARTOOL_F64: BY_SOURCE(function, F64)          \
+        case PARTOOL_BF16: BY_SOURCE(function, BF16)        \
+        default: BY_SOURCE(function, F16)                   \
+    }
+
+void convert_any(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count) { BY_TYPES(convert) }
+
+void accumulate_any(void* to, int32_t to_type, const void* from, int32_t from_type, int64_t count) {
+    BY_TYPES(accumulate)
+}
+
+void sums(const void* from, int64_t count, int32_t type, double* sum, int32_t* finite) {
+    Squares squares;
+    squares.add(from, count, type);
+    squares.write(sum, finite);
+}
+
+template <class Real>
+struct Arrays {
+    Real* p;
+    Real* m;
+    Real* v;
+    const Real* commit;
+    const Real* step;
+    Real* out;  // the weights after the step; null where p has them
+    int64_t count;
+};
+
+template <class Rule, class Real, bool COMMIT, bool STEP, bool KEEP>
+void loop(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real>& now) {
+    Real* __restrict p = a.p;
+    Real* __restrict m = a.m;
+    Real* __restrict v = a.v;
+    const Real* __restrict commit = a.commit;
+    const Real* __restrict step = a.step;
+    Real* __restrict out = a.out;
+    const Numbers<Real> c = before, s = now;
+    for (int64_t i = 0; i < a.count; ++i) {
+        Real weight = p[i], first = m[i], second = Rule::two ? v[i] : Real(0);
+        if (COMMIT) Rule::apply(weight, first, second, commit[i], c);
+        if (STEP && KEEP) Rule::apply(weight, first, second, step[i], s);
+        if (COMMIT || KEEP) {
+            p[i] = weight;
+            m[i] = first;
+            if (Rule::two) v[i] = second;
+        }
+        if (STEP && !KEEP) {
+            Rule::apply(weight, first, second, step[i], s);
+            out[i] = weight;
+        }
+    }
+}
+
+template <class Rule, class Real>
+void apply(const Arrays<Real>& a, const Step* commit, const Step* step, bool keep) {
+    const Numbers<Real> c(commit ? *commit : *step), s(step ? *step : *commit);
+    if (commit && step && keep) loop<Rule, Real, true, true, true>(a, c, s);
+    else if (commit && step) loop<Rule, Real, true, true, false>(a, c, s);
+    else if (commit) loop<Rule, Real, true, false, false>(a, c, s);
+    else if (keep) loop<Rule, Real, false, true, true>(a, c, s);
+    else loop<Rule, Real, false, true, false>(a, c, s);
+}
+
+template <class Real>
+void apply(const Arrays<Real>& a, const Step* commit, const Step* step, bool keep) {
+    switch ((commit ? commit : step)->kind) {
+        case PARTOOL_ADAMW: return apply<AdamW>(a, commit, step, keep);
+        case PARTOOL_LION: return apply<Lion>(a, commit, step, keep);
+        case PARTOOL_ADAGRAD: return apply<Adagrad>(a, commit, step, keep);
+        default: return apply<Sgd>(a, commit, step, keep);
+    }
+}
+
+// An array that is read as Real: in place where it is stored so, otherwise through a tile in the first cache.
+template <class Real>
+class Window {
+   public:
+    Window(void* data, int32_t type, int32_t real) : data_(static_cast<char*>(data)), type_(type), real_(real) {}
+    bool narrow() const { return data_ != nullptr && type_ != real_; }
+    Real* read(int64_t first, int64_t count) {
+        if (data_ == nullptr) return nullptr;
+        char* at = data_ + first * size_of(type_);
+        if (!narrow()) return reinterpret_cast<Real*>(at);
+        convert_any(tile_, real_, at, type_, count);
+        return tile_;
+    }
+    // Round as what is stored is rounded: the next step then begins with what it would have read.
+    void write(int64_t first, int64_t count) {
+        if (!narrow()) return;
+        char* at = data_ + first * size_of(type_);
+        convert_any(at, type_, tile_, real_, count);
+        convert_any(tile_, real_, at, type_, count);
+    }
+
+   private:
+    alignas(64) Real tile_[TILE];
+    char* data_;
+    int32_t type_, real_;
+};
+
+template <class Real>
+class Block {
+   public:
+    Block(const partool_part& part, const Step* commit, const Step* step, bool keep)
+        : part_(part), commit_(commit), step_(step), keep_(keep), real_(part.master_type),
+          first_(part.first, part.first_type, real_), second_(part.second, part.second_type, real_),
+          // Gradients are only read: write() is not called on them.
+          commits_(const_cast<void*>(commit ? part.commit : nullptr), part.commit_type, real_),
+          steps_(const_cast<void*>(step ? part.step : nullptr), part.step_type, real_),
+          apart_(commit && step && (commit->kind != step->kind || first_.narrow() || second_.narrow())) {}
+
+    void tile(int64_t first, int64_t count) {
+        Real* master = static_cast<Real*>(part_.master) + first;
+        Arrays<Real> a{master, first_.read(first, count), second_.read(first, count), commits_.read(first, count),
+                       steps_.read(first, count), out_, count};
+        const Real* result = step_ && !keep_ ? out_ : master;
+        if (apart_) {
+            apply(a, commit_, nullptr, false);
+            write_moments(first, count);
+            apply(a, nullptr, step_, keep_);
+        } else if (commit_ || step_) {
+            apply(a, commit_, step_, keep_);
+        }
+        // A step that is not kept leaves what was read, which writes back as it was.
+        if (apart_ ? keep_ : commit_ || (step_ && keep_)) write_moments(first, count);
+        if (part_.weights)
+            convert_any(static_cast<char*>(part_.weights) + first * size_of(part_.weights_type), part_.weights_type,
+                        result, real_, count);
+    }
+
+   private:
+    void write_moments(int64_t first, int64_t count) {
+        first_.write(first, count);
+        second_.write(first, count);
+    }
+
+    alignas(64) Real out_[TILE];
+    const partool_part& part_;
+    const Step* commit_;
+    const Step* step_;
+    bool keep_;
+    int32_t real_;
+    Window<Real> first_, second_, commits_, steps_;
+    bool apart_;
+};
+
+template <class Real>
+void update_as(const partool_part& part, int64_t first, int64_t count, const Step* commit, const Step* step, bool keep) {
+    Block<Real> block(part, commit, step, keep);
+    Squares squares;
+    const char* gradients = static_cast<const char*>(part.step);
+    const bool wants_sums = step && part.squares;
+    for (int64_t at = first; at < first + count; at += TILE) {
+        const int64_t left = first + count - at, here = left < TILE ? left : TILE;
+        if (wants_sums) squares.add(gradients + at * size_of(part.step_type), here, part.step_type);
+        block.tile(at, here);
+    }
+    if (wants_sums) squares.write(part.squares + first / PARTOOL_BLOCK, part.finite + first / PARTOOL_BLOCK);
+}
+
+void update(const partool_part& part, int64_t first, int64_t count, const Step* commit, const Step* step, bool keep) {
+    if (part.master_type == PARTOOL_F64) return update_as<double>(part, first, count, commit, step, keep);
+    update_as<float>(part, first, count, commit, step, keep);
+}
+
+}  // namespace
+
+extern const Builds PASTE(builds_, PARTOOL_ISA);
+const Builds PASTE(builds_, PARTOOL_ISA) = {update, sums, convert_any, accumulate_any};
+
+}  // namespace partool
