@@ -3,83 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from partool.plan.types import HostWork
 from partool.spec.training import OptimizerSpec
-from partool_kernels.host import MOMENTS, Pool, Rule
-from partool_runtime.offload.buckets import fill_buckets, places
+from partool_kernels.host import Pool
+from partool_runtime.offload.buckets import BLOCK, fill_buckets, places
+from partool_runtime.offload.disk import DiskStore
 from partool_runtime.offload.engine import Buffers, Engine, Target
 from partool_runtime.offload.lanes import open_lanes
-from partool_runtime.offload.store import MemoryStore
+from partool_runtime.offload.memory import HostMemory
+from partool_runtime.offload.resident import Resident, tail
+from partool_runtime.offload.store import MemoryStore, Store
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
+from partool_runtime.optim.groups import grouped
 from partool_runtime.torch_internals import local, placed_like
 
 
-class HostOptimizer:
-    """AdamW in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
+@dataclass(frozen=True, slots=True)
+class HostSetting:
+    """How a rank's host does its part of the work."""
 
-    ``parameters`` are sharded, on the device and in the type of computation, in the order in which their gradients are
-    expected. Masters are of ``master`` type. ``accumulates`` says that gradients come once per micro-batch, of several.
-    ``frozen`` parameters have masters, too: what is read in and saved is not what a narrow type has left of it.
+    work: HostWork
+    device: torch.device
+    """Where compute is; parameters may be in host memory, from where it streams them."""
+    master: torch.dtype
+    compute: torch.dtype
+    accumulates: bool
+    """Gradients come with every micro-batch, of several."""
+    memory: HostMemory
+    pool: Pool
+    resident: float = 0.0
+    """Share of the state that stays on the device."""
+    on_disk: bool = False
+    owner: str = "rank 0"
+    """Whose state it is, for messages."""
+    mode: Mode = "auto"
+
+
+class HostOptimizer:
+    """Updates in host memory; see :class:`partool_runtime.optim.types.Optimizer`.
+
+    ``parameters`` are sharded, in the type of computation, in the order in which their gradients are expected.
+    ``frozen`` ones have masters, too: what is read in and saved is not what a narrow type has left of it. ``copies``
+    names parameters whose gradient another rank counts.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         spec: OptimizerSpec,
-        copies: Collection[str] = (),
-        *,
+        copies: Collection[str],
+        setting: HostSetting,
         frozen: Mapping[str, nn.Parameter] | None = None,
-        work: HostWork,
-        master: torch.dtype,
-        accumulates: bool,
-        pool: Pool | None = None,
-        mode: Mode = "auto",
     ) -> None:
-        self._parameters, self._spec, self._copies = dict(parameters), spec, frozenset(copies)
-        self._device = next(iter(parameters.values())).device
+        self._parameters, self._copies, self._device = dict(parameters), frozenset(copies), setting.device
+        self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
         self._frozen = dict(frozen or {})
-        self._kept = {name: torch.zeros(local(p).shape, dtype=master) for name, p in self._frozen.items()}
-        held = {name: p for name, p in parameters.items() if local(p).numel() > 0}
-        wire = master if work.gradients == "master" else next(iter(parameters.values())).dtype
-        most = max(2**16, work.bucket_bytes // wire.itemsize)
-        self._buckets = fill_buckets(((name, local(p).numel()) for name, p in held.items()), most)
-        self._places = places(self._buckets)
-        moments = torch.bfloat16 if work.moments == "bf16" else master
-        self._store = MemoryStore(self._buckets, (master, *(moments for _ in MOMENTS["adamw"])))
-        self.updates = 0
-        buffers = Buffers(
-            self._buckets,
-            gradients=wire,
-            weights=next(iter(parameters.values())).dtype,
-            totals=master if accumulates else None,
-            pinned=self._device.type == "cuda",
+        self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
+        held = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
+        targets = {
+            name: Target(
+                (part := local(parameters[name].detach())).view(-1),
+                self._groups.of[name],
+                in_host=part.device.type != setting.device.type,
+            )
+            for name, _ in held
+        }
+        staying = tail(held, setting.resident)
+        wire = setting.master if setting.work.gradients == "master" else setting.compute
+        most = max(BLOCK, setting.work.bucket_bytes // wire.itemsize)
+        buckets = fill_buckets((shard for shard in held if shard[0] not in staying), most)
+        self._places = places(buckets)
+        moments = torch.bfloat16 if setting.work.moments == "bf16" else setting.master
+        dtypes = (setting.master, *(moments for _ in self._groups.moments))
+        self._store: Store = MemoryStore(buckets, dtypes)
+        self.notes: tuple[str, ...] = ()
+        """What the run's log should say."""
+        if setting.on_disk:
+            disk = DiskStore(buckets, dtypes, setting.work.folder, buffers=setting.work.buffers, owner=setting.owner)
+            self._store, self.notes = disk, disk.notes
+        lanes = open_lanes(setting.device)
+        self._resident = Resident(
+            {name: target for name, target in targets.items() if name in staying},
+            dtypes,
+            lanes=lanes,
+            pool=setting.pool,
+            accumulates=setting.accumulates,
+            mode=setting.mode,
         )
-        targets = {name: Target(local(p.detach()).view(-1), int(p.ndim < 2)) for name, p in held.items()}
         self._engine = Engine(
-            self._buckets,
-            targets,
+            buckets,
+            {name: target for name, target in targets.items() if name not in staying},
             self._store,
-            lanes=open_lanes(self._device),
-            pool=pool or Pool(work.threads),
-            buffers=buffers,
-            speculation="deferred" if work.speculate == "deferred" else "none",
-            mode=mode,
+            lanes=lanes,
+            pool=setting.pool,
+            buffers=Buffers(
+                buckets,
+                gradients=wire,
+                weights=setting.compute,
+                totals=setting.master if setting.accumulates else None,
+                pinned=setting.memory.pinned,
+                pinned_bytes=setting.work.pinned_bytes,
+            ),
+            speculation=setting.work.speculate,
+            undo_bytes=setting.work.undo_bytes,
+            resident=self._resident if staying else None,
+            mode=setting.mode,
         )
-
-    def _rules(self, lr: float, scale: float) -> list[Rule]:
-        beta1, beta2 = self._spec.betas
-        decays = (self._spec.weight_decay, 0.0)
-        return [Rule("adamw", lr, beta1, beta2, self._spec.eps, d, self.updates + 1, scale) for d in decays]
+        self.figures = self._engine.figures
+        """What the engine counts."""
+        self.updates = 0
+        """See ``Optimizer``."""
 
     def begin(self, lr: float, scale: float) -> None:
         """See ``Optimizer``."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._engine.begin(self._rules(lr, scale))
+        self._engine.begin(self._groups.rules(lr, self.updates + 1, scale))
 
     def micro_batch(self, *, last: bool) -> None:
         """Say that gradients from now on are of another micro-batch."""
@@ -101,8 +145,7 @@ class HostOptimizer:
 
     def step(self, lr: float, scale: float) -> None:
         """See ``Optimizer``."""
-        rules = self._rules(lr, scale)
-        self._engine.settle(rules)
+        self._engine.settle(self._groups.rules(lr, self.updates + 1, scale))
         self.updates += 1
 
     def skip(self) -> None:
@@ -111,20 +154,24 @@ class HostOptimizer:
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
-        _, *moments = self._store.flat()
-        kinds = zip(MOMENTS["adamw"], moments, strict=True)
-        return {f"{kind}.{name}": self._placed(name, flat) for kind, flat in kinds for name in self._parameters}
+        kinds = enumerate(self._groups.moments, start=1)
+        return {f"{kind}.{name}": self._placed(name, place) for place, kind in kinds for name in self._parameters}
 
     def masters(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
-        masters = {name: self._placed(name, self._store.flat()[0]) for name in self._parameters}
+        masters = {name: self._placed(name, 0) for name in self._parameters}
         return masters | {name: placed_like(self._frozen[name], kept) for name, kept in self._kept.items()}
 
-    def _placed(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's part of a flat array of all, placed as the parameter is."""
-        parameter, first = self._parameters[name], self._places.get(name, 0)
+    def _placed(self, name: str, place: int) -> torch.Tensor:
+        """Return a parameter's master, or the moment at ``place``, placed as the parameter is."""
+        parameter = self._parameters[name]
         part = local(parameter.detach())
-        return placed_like(parameter, flat[first : first + part.numel()].view(part.shape))
+        if name in self._resident:
+            flat = self._resident.state(name)[place]
+        else:
+            first = self._places.get(name, 0)
+            flat = self._store.flat()[place][first : first + part.numel()]
+        return placed_like(parameter, flat.view(part.shape))
 
     def settle(self) -> None:
         """See ``Optimizer``."""
