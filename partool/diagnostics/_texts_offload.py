@@ -80,4 +80,18 @@ RULES: tuple[Rule, ...] = (
         "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 64, bucket_mib: 4096}}",
         "parallel: {offload: {optimizer: nvme, dir: /nvme, buffers: 3, bucket_mib: 32}}",
     ),
+    _rule(
+        "PT675",
+        "More host memory is needed for copies than is allowed",
+        "parallel.offload.pinned_gib limits what a rank keeps for copies to and from its device.",
+        "parallel: {offload: {activations: cpu, pinned_gib: 0.5}}   # layers save 3 GiB a rank",
+        "parallel: {offload: {activations: cpu, pinned_gib: 4}}",
+    ),
+    _rule(
+        "PT676",
+        "The system gives no more host memory for copies",
+        "Memory that a device reaches by itself cannot be swapped out; containers and `ulimit -l` limit it.",
+        "docker run --memory 16g --ulimit memlock=65536 ...   # parallel: {offload: {optimizer: cpu}} of 20 GiB",
+        "docker run --memory 64g --ulimit memlock=-1 ...",
+    ),
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import random
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +14,14 @@ from torch import nn
 
 from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder
-from partool_runtime.offload import Activations, Slabs
+from partool_runtime.offload import Activations, HostMemory, Slabs
+from partool_runtime.offload.lanes import Lane, Mark, ThreadLanes
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
 
 CPU = torch.device("cpu")
 LAYERS, LENGTH, HIDDEN = 5, 17, 30
-SLAB_BYTES = 1000
+SLAB_BYTES = 3000
 """Less than most tensors, and no divisor of any."""
 INPUTS_BYTES = 2 * LENGTH * HIDDEN * 8
 
@@ -43,9 +47,33 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def offloaded(model: Decoder, least_bytes: int = 1) -> Activations:
+def slabs(slab_bytes: int) -> Slabs:
+    return Slabs(HostMemory(pinned=False), slab_bytes=slab_bytes)
+
+
+@pytest.fixture(autouse=True)
+def lanes() -> Iterator[ThreadLanes]:
+    """Lanes whose copies come late, by other times in each run: who does not wait for them sees wrong numbers."""
+    lanes = ThreadLanes(Seldom(3))
+    Made.lanes = lanes
+    yield lanes
+    lanes.close()
+
+
+class Seldom(random.Random):
+    """Draws zero most of the time, so that tests do not sleep all the time."""
+
+    def random(self) -> float:
+        return super().random() * 3 if super().random() < 0.02 else 0.0
+
+
+class Made:
+    lanes: ThreadLanes
+
+
+def offloaded(model: Decoder, least_bytes: int = 1, ahead: int = 1) -> Activations:
     """Let all layers but the last leave what they save in host memory."""
-    activations = Activations(CPU, least_bytes=least_bytes, slabs=Slabs(pinned=False, slab_bytes=SLAB_BYTES))
+    activations = Activations(CPU, least_bytes=least_bytes, slabs=slabs(SLAB_BYTES), lanes=Made.lanes, ahead=ahead)
     activations.put(dict(enumerate(model.layers)), last=LAYERS - 1)
     return activations
 
@@ -135,7 +163,7 @@ def test_views_of_one_memory_move_once() -> None:
 
     layer, x = Layer(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     wanted = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    activations = Activations(CPU, least_bytes=1, slabs=Slabs(pinned=False, slab_bytes=64))
+    activations = Activations(CPU, least_bytes=1, slabs=slabs(64), lanes=Made.lanes)
     activations.put({0: layer}, last=5)
     got = torch.autograd.grad(layer(x).square().sum(), x)[0]
     assert torch.equal(got, wanted)
@@ -183,3 +211,107 @@ def test_what_is_not_passed_back_frees_its_memory() -> None:
     with torch.no_grad():
         model(*batch())
     assert activations.moved_bytes == before
+
+
+class Watched:
+    """A lane that notes when a copy is asked for."""
+
+    def __init__(self, lane: Lane, name: str, log: list[str]) -> None:
+        self._lane, self._name, self._log = lane, name, log
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
+        self._log.append(self._name)
+        return self._lane.copy(to, source, after)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_what_was_saved_comes_back_ahead_of_its_use(ahead: int, lanes: ThreadLanes) -> None:
+    model, wanted = decoder(), decoder()
+    recompute(model.layers, ["full"] * LAYERS)
+    asked: list[str] = []
+    lanes.up = Watched(lanes.up, "up", asked)
+    offloaded(model, ahead=ahead)
+    total = model(*batch())
+    copies, last = -(-INPUTS_BYTES // SLAB_BYTES), LAYERS - 2
+    still_there = {last, last - min(ahead, 1)}
+
+    def begins(number: int) -> None:
+        """Its gradients are about to be computed: what it has saved was asked for ``ahead`` layers before."""
+        turned = range(number + 1, LAYERS - 1)
+        wanted = {before for each in turned for before in range(max(0, each - ahead), each + 1)} - still_there
+        assert len(asked) == copies * len(wanted)
+
+    for number, layer in enumerate(model.layers):
+        layer.register_full_backward_pre_hook(lambda *_, number=number: begins(number))
+    total.backward()
+    wanted(*batch()).backward()
+    assert len(asked) == copies * (LAYERS - 1 - len(still_there))
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model), gradients(wanted), strict=True))
+
+
+class SlowAtFirst(random.Random):
+    waits_ms = 400.0
+
+    def random(self) -> float:
+        waits, self.waits_ms = self.waits_ms, 0.0
+        return waits
+
+
+def test_what_comes_back_has_left_before(lanes: ThreadLanes) -> None:
+    late = ThreadLanes(SlowAtFirst())
+    lanes.down = late.down
+    model, wanted = decoder(), decoder()
+    recompute(model.layers, ["full"] * LAYERS)
+    store = slabs(INPUTS_BYTES)
+    Activations(CPU, least_bytes=1, slabs=store, lanes=lanes).put(dict(enumerate(model.layers)), last=LAYERS - 1)
+    model(*batch()).backward()
+    wanted(*batch()).backward()
+    assert all(torch.equal(one, other) for one, other in zip(gradients(model), gradients(wanted), strict=True))
+    late.close()
+
+
+class Awaited:
+    """A mark that notes what compute waits for."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        raise AssertionError("the host need not wait")
+
+    def before_compute(self) -> None:
+        self.waits += 1
+
+
+def test_copies_of_a_pass_that_was_given_up_are_waited_for() -> None:
+    """Nobody else does; where they go would be given to others while they still write there."""
+    store, mark = slabs(64), Awaited()
+    goes_to = torch.empty(100)
+    alive = weakref.ref(goes_to)
+    lent = store.take(100)
+    lent.mark, lent.reads = mark, goes_to
+    store.give_back(lent)
+    del lent, goes_to
+    assert alive() is not None
+    assert mark.waits == 0
+    store.take(128)
+    assert mark.waits == 2
+    assert alive() is None
+    assert store.held_bytes == 128
+
+
+def test_slabs_that_were_reserved_are_all_there_are() -> None:
+    found, memory = [], HostMemory(pinned=False)
+    for reserved in (0, 1):
+        model = decoder()
+        store = Slabs(memory, slab_bytes=SLAB_BYTES)
+        store.reserve(reserved * found[0] if found else 0)
+        held = store.held_bytes
+        memory.freeze()
+        Activations(CPU, least_bytes=1, slabs=store, lanes=Made.lanes).put(dict(enumerate(model.layers)), last=4)
+        late = memory.late_bytes
+        model(*batch()).backward()
+        assert store.held_bytes == memory.purposes["activations"] - (found[0] if reserved else 0)
+        assert (memory.late_bytes > late) is not bool(reserved)
+        assert not reserved or store.held_bytes == held == found[0]
+        found.append(store.held_bytes)

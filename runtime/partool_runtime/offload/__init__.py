@@ -2,5 +2,6 @@
 
 from partool_runtime.offload.activations import Activations
 from partool_runtime.offload.host import Slabs
+from partool_runtime.offload.memory import HostMemory
 
-__all__ = ["Activations", "Slabs"]
+__all__ = ["Activations", "HostMemory", "Slabs"]

@@ -1,17 +1,16 @@
 """Tensors that autograd saves go to host memory, layer by layer, and come back one layer ahead of their use.
 
 The one hook for it: what layers save between their forward and their backward pass, whatever it is (inputs of layers
-that are computed again, or all of it), is packed and unpacked here. On a device copies travel on a stream of their own
-beside compute: out while the next layer computes, in while the layer behind computes its gradients. What a layer saves
-leaves device memory two layers later at the latest, so that no more than two layers' tensors are there (for inputs of
-layers as ALST does, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay.
+that are computed again, or all of it), is packed and unpacked here. Copies travel on lanes of their own beside compute:
+out while the next layer computes, in while the layer behind computes its gradients. What a layer saves leaves device
+memory two layers later at the latest, so that no more than two layers' tensors are there (for inputs of layers as ALST
+does, arXiv 2506.13996, section 3.3). Parameters, and tensors that all layers share, stay.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
@@ -20,7 +19,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from partool_runtime.model.attention import Context
-from partool_runtime.offload.host import Slabs
+from partool_runtime.offload.host import Lent, Slabs
+from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
+from partool_runtime.offload.memory import HostMemory
 
 LEAST_BYTES = 2**20
 """Smaller tensors stay: starting a copy would take longer than the copy."""
@@ -31,14 +32,14 @@ _BEHIND = 1
 class _Stored:
     """The memory behind some saved tensors: in host memory, and at first and at last on the device."""
 
-    def __init__(self, slabs: list[torch.Tensor], there: torch.Tensor) -> None:
-        self.slabs = slabs
+    def __init__(self, lent: Lent, there: torch.Tensor) -> None:
+        self.lent = lent
         self.size_bytes = there.numel()
         self.there: torch.Tensor | None = there
         """Its bytes on the device."""
         self.waiting = 0
         """Tensors that are not unpacked yet."""
-        self.arrived: torch.Event | None = None
+        self.arrived: Mark | None = None
         """Behind the copy to the device."""
 
 
@@ -49,7 +50,7 @@ class _Layer:
         self.before = before
         """The same pass of the layer before."""
         self.stored: list[_Stored] = []
-        self.left: torch.Event | None = None
+        self.left: Mark | None = None
         """Behind the last copy to the host."""
         self.asked = False
         """Its backward pass has begun."""
@@ -68,10 +69,21 @@ class _Packed(NamedTuple):
 class Activations:
     """Keeps in host memory what layers save that :meth:`put` was told of. One for all layers of a rank."""
 
-    def __init__(self, device: torch.device, *, least_bytes: int = LEAST_BYTES, slabs: Slabs | None = None) -> None:
-        self._device, self._least_bytes = device, least_bytes
-        self._stream = torch.Stream(device) if device.type == "cuda" else None
-        self.slabs = slabs or Slabs(pinned=self._stream is not None)
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        least_bytes: int = LEAST_BYTES,
+        slabs: Slabs | None = None,
+        lanes: Lanes | None = None,
+        ahead: int = 1,
+    ) -> None:
+        """``ahead`` is how many layers before its use what a layer has saved starts to come back."""
+        self._device, self._least_bytes, self._ahead = device, least_bytes, ahead
+        self.slabs = slabs or Slabs(HostMemory(pinned=device.type == "cuda"))
+        self._lanes = lanes or open_lanes(device)
+        if lanes is None:
+            finalize(self, self._lanes.close)
         self._latest: WeakValueDictionary[int, _Layer] = WeakValueDictionary()
         """By number of the layer."""
         self._leaving: deque[_Layer] = deque()
@@ -115,9 +127,10 @@ class Activations:
         for stored in layer.stored:
             stored.there = None
 
-    def _await(self, layer: _Layer) -> None:
+    @staticmethod
+    def _await(layer: _Layer) -> None:
         if layer.left is not None:
-            torch.accelerator.current_stream().wait_event(layer.left)
+            layer.left.before_compute()
             layer.left = None
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -129,23 +142,13 @@ class Activations:
         """Start to copy the memory behind a tensor to the host."""
         there = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         stored = _Stored(self.slabs.take(there.numel()), there)
-        finalize(stored, self.slabs.give_back, stored.slabs).atexit = False
-        self._copy((slab, part) for part, slab in self.slabs.beside(there, stored.slabs))
-        layer.left = self._event()
+        finalize(stored, self.slabs.give_back, stored.lent).atexit = False
+        done = self._lanes.now()
+        for part, slab in self.slabs.beside(there, stored.lent):
+            layer.left = self._lanes.down.copy(slab, part, done)
         layer.stored.append(stored)
         self.moved_bytes += stored.size_bytes
         return stored
-
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy from the second to the first of each pair, behind what is queued for the device by now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.accelerator.current_stream())
-        with torch.no_grad(), nullcontext() if self._stream is None else self._stream:
-            for to, source in pairs:
-                to.copy_(source, non_blocking=self._stream is not None)
-
-    def _event(self) -> torch.Event | None:
-        return None if self._stream is None else self._stream.record_event()
 
     def _unpack(self, packed: _Packed | torch.Tensor) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -157,8 +160,8 @@ class Activations:
         self._fetch(stored)
         assert stored.there is not None
         if stored.arrived is not None:
-            torch.accelerator.current_stream().wait_event(stored.arrived)
-            stored.arrived = None
+            stored.arrived.before_compute()
+            stored.arrived = stored.lent.mark = stored.lent.reads = None
         memory = torch.empty(0, dtype=like.dtype, device=self._device).set_(stored.there.untyped_storage())
         tensor = memory.as_strided(like.size(), like.stride(), offset)
         stored.waiting -= 1
@@ -167,15 +170,17 @@ class Activations:
         return tensor
 
     def _turn(self, layer: _Layer) -> None:
-        """Begin a layer's backward pass: bring what it and the layer before have saved, as far as that has left."""
-        wanted = (layer, layer.before)
+        """Begin a layer's backward pass: bring what it and the layers before have saved, as far as that has left."""
+        wanted: list[_Layer] = [layer]
+        while len(wanted) <= self._ahead and (before := wanted[-1].before) is not None:
+            wanted.append(before)
         while self._leaving:
             leaving = self._leaving.popleft()
             self._await(leaving)
             if not any(leaving is each for each in wanted):
                 self._let_go(leaving)
         for each in wanted:
-            for stored in each.stored if each is not None else ():
+            for stored in each.stored:
                 if stored.waiting > 0:
                     self._fetch(stored)
 
@@ -183,10 +188,12 @@ class Activations:
         """Start to copy memory to the device, unless it is there."""
         if stored.there is not None:
             return
-        # From the memory that compute draws on, which it returns to.
+        # From the memory that compute draws on, which it returns to. Compute is behind the copies to the host.
         stored.there = torch.empty(stored.size_bytes, dtype=torch.uint8, device=self._device)
-        self._copy(self.slabs.beside(stored.there, stored.slabs))
-        stored.arrived = self._event()
+        free = self._lanes.now()
+        for part, slab in self.slabs.beside(stored.there, stored.lent):
+            stored.arrived = self._lanes.up.copy(part, slab, free)
+        stored.lent.mark, stored.lent.reads = stored.arrived, stored.there
 
 
 class _Pack:

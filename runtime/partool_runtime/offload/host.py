@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+
+from partool_runtime.offload.lanes import Mark
+from partool_runtime.offload.memory import HostMemory
 
 SLAB_BYTES = 2**26
 """A power of two, as PyTorch's allocator of pinned memory rounds up to: of other sizes up to half is lost."""
 
 
-class Slabs:
-    """Takes and gives back host memory; pinned where a device is to reach it by itself."""
+@dataclass(slots=True, eq=False)
+class Lent:
+    """Slabs that belong together, and what still copies from them."""
 
-    def __init__(self, *, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
-        self._pinned, self._slab_bytes = pinned, slab_bytes
-        self._free: list[torch.Tensor] = []
+    slabs: list[torch.Tensor]
+    mark: Mark | None = None
+    """Behind the copy from them that was started last."""
+    reads: torch.Tensor | None = None
+    """Where that copy goes; kept as long as it may be on its way."""
+
+
+class Slabs:
+    """Lends host memory and takes it back. Takes none from its owner but slabs that are missing."""
+
+    def __init__(self, memory: HostMemory, *, slab_bytes: int = SLAB_BYTES) -> None:
+        self._memory, self._slab_bytes = memory, slab_bytes
+        self._free: list[Lent] = []
+        """One slab each."""
         self.made = 0
         """Slabs there are, in use or not."""
 
@@ -29,21 +45,34 @@ class Slabs:
         """Of this, what is in use."""
         return (self.made - len(self._free)) * self._slab_bytes
 
-    def take(self, size_bytes: int) -> list[torch.Tensor]:
-        """Return slabs, uint8, that together hold so many bytes."""
-        return [self._free.pop() if self._free else self._made() for _ in range(0, size_bytes, self._slab_bytes)]
+    def reserve(self, size_bytes: int) -> None:
+        """Have slabs for so many bytes in all, before the first collective; see :class:`HostMemory`."""
+        missing = -(-size_bytes // self._slab_bytes) - self.made
+        self._free = [Lent([self._made()]) for _ in range(missing)] + self._free
 
-    def give_back(self, slabs: list[torch.Tensor]) -> None:
-        """Take slabs back that nothing reads any more but copies that were started before."""
-        self._free += slabs
+    def take(self, size_bytes: int) -> Lent:
+        """Lend slabs, uint8, that together hold so many bytes. Compute's next work is behind the copies from them."""
+        slabs = []
+        for _ in range(0, size_bytes, self._slab_bytes):
+            if not self._free:
+                slabs.append(self._made())
+                continue
+            free = self._free.pop()
+            if free.mark is not None:
+                free.mark.before_compute()
+            slabs += free.slabs
+        return Lent(slabs)
 
-    def beside(self, memory: torch.Tensor, slabs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def give_back(self, lent: Lent) -> None:
+        """Take slabs back. Copies from them may still be on their way, and copies to them on one lane."""
+        self._free += [Lent([slab], lent.mark, lent.reads) for slab in lent.slabs]
+
+    def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the parts of a memory, uint8, each with the slab, cut to its size, that it goes to or comes from."""
-        for start, slab in zip(range(0, len(memory), self._slab_bytes), slabs, strict=True):
+        for start, slab in zip(range(0, len(memory), self._slab_bytes), lent.slabs, strict=True):
             part = memory[start : start + self._slab_bytes]
             yield part, slab[: len(part)]
 
     def _made(self) -> torch.Tensor:
         self.made += 1
-        with torch.inference_mode(False):
-            return torch.empty(self._slab_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory.take(self._slab_bytes, "activations")

@@ -1,0 +1,127 @@
+"""The one owner of host memory that devices copy to and from: what it is for, how much there is, and its limit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from weakref import finalize
+
+import torch
+
+from partool_runtime.errors import ConfigurationError
+
+PAGE_BYTES = 4096
+"""Where memory begins: what disks transfer directly, and what is pinned as a whole."""
+_MOST_LOST = 1 / 8
+"""Of an allocation. PyTorch's own allocator of pinned memory rounds up to powers of two: of some sizes half is lost."""
+_log = logging.getLogger(__name__)
+
+
+class HostMemory:
+    """Hands out host memory, pinned where a device is to reach it by itself.
+
+    All of it is to be taken before the first collective: while a collective waits for another rank, a rank that pins
+    memory may wait for the collective, as pinning waits for the device. What is taken behind :meth:`freeze` is handed
+    out all the same, but counted and warned of once. Any thread may take. Nothing is given back before :meth:`close`;
+    who needs memory again and again keeps it.
+    """
+
+    def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
+        """``limit_bytes`` is the most that may be held; 0: no limit."""
+        self.pinned, self._limit_bytes = pinned, limit_bytes
+        self._held: Counter[str] = Counter()
+        self._registered: list[torch.Tensor] = []
+        finalize(self, _unregister, self._registered).atexit = False
+        self._frozen = False
+        self._lock = threading.Lock()
+        self.late_bytes = 0
+        """Taken behind :meth:`freeze`."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all purposes."""
+        return sum(self._held.values())
+
+    @property
+    def purposes(self) -> dict[str, int]:
+        """Bytes that are held, by what they are for."""
+        return dict(self._held)
+
+    def take(self, size_bytes: int, what: str) -> torch.Tensor:
+        """Return so many bytes, uint8, that begin at a page and hold anything. ``what`` they are for is counted.
+
+        Raises :class:`ConfigurationError`: PT675 beyond the limit, PT676 where the system refuses.
+        """
+        with self._lock:
+            if self._limit_bytes and self.held_bytes + size_bytes > self._limit_bytes:
+                raise self._beyond(size_bytes, what)
+            self._held[what] += size_bytes
+            if self._frozen:
+                self._late(size_bytes, what)
+        try:
+            return self._made(size_bytes)
+        except RuntimeError as error:
+            with self._lock:
+                self._held[what] -= size_bytes
+            raise self._refused(size_bytes, what) from error
+
+    def tensor(self, elements: int, dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Return a flat tensor in such memory."""
+        return self.take(elements * dtype.itemsize, what).view(dtype)
+
+    def freeze(self) -> None:
+        """Say that collectives begin: all that is taken from now on is late."""
+        self._frozen = True
+
+    def close(self) -> None:
+        """Let go of the memory; nothing may be copying to or from it."""
+        with self._lock:
+            _unregister(self._registered)
+            self._held.clear()
+
+    def _made(self, size_bytes: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            if self.pinned and _rounded(size_bytes) - size_bytes <= _MOST_LOST * size_bytes:
+                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
+            first = -memory.data_ptr() % PAGE_BYTES
+            block = memory[first : first + size_bytes]
+            if self.pinned and size_bytes:
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size_bytes, 0)))
+                with self._lock:
+                    self._registered.append(block)
+            return block
+
+    def _late(self, size_bytes: int, what: str) -> None:
+        if not self.late_bytes:
+            _log.warning("host memory for %s is taken during the run (%d bytes): it was not foreseen", what, size_bytes)
+        self.late_bytes += size_bytes
+
+    def _beyond(self, size_bytes: int, what: str) -> ConfigurationError:
+        message = f"{_gib(size_bytes)} of host memory for {what} would exceed the limit of {_gib(self._limit_bytes)}"
+        held = ", ".join(f"{name} {_gib(size)}" for name, size in self._held.most_common())
+        return ConfigurationError("PT675", f"{message}; held: {held or 'nothing'}", _LIMIT_HELP)
+
+    def _refused(self, size_bytes: int, what: str) -> ConfigurationError:
+        kind = "pinned host memory" if self.pinned else "host memory"
+        message = f"the system does not give {_gib(size_bytes)} of {kind} for {what}; held: {_gib(self.held_bytes)}"
+        return ConfigurationError("PT676", message, _SYSTEM_HELP)
+
+
+def _unregister(blocks: list[torch.Tensor]) -> None:
+    """Undo what was pinned in place, which has to happen before its memory is freed."""
+    while blocks:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(blocks.pop().data_ptr())))
+
+
+_LIMIT_HELP = "raise parallel.offload.pinned_gib, or lower parallel.offload.bucket_mib or buffers"
+_SYSTEM_HELP = "raise the container's memory limit and `ulimit -l`, or offload less"
+
+
+def _rounded(size_bytes: int) -> int:
+    return 1 << max(0, size_bytes - 1).bit_length()
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.3g} GiB"
