@@ -13,7 +13,7 @@ from partool.spec.training import OptimizerSpec
 from partool_kernels.adamw import op
 from partool_kernels.adamw.op import Tensors, Update, adamw, reference
 from partool_kernels.checks import excess
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 
 # Smaller and larger than a block of 2048 elements, a multiple of it, nothing, and off the 16 bytes of alignment.
 SIZES = ((5, 3), (2049,), (2048,), (0,), (1, 4097), (37,))
@@ -67,12 +67,14 @@ def test_gradients_of_two_types_and_a_decay_that_is_wrong_is_seen() -> None:
         assert (worst <= 1) is right
 
 
-def test_optimizer_uses_it_and_equals_torchs_own() -> None:
-    spec, sizes = OptimizerSpec(lr=0.1, weight_decay=0.3), {"w": (5, 3), "b": (5,), "none": (3, 2)}
+@pytest.mark.parametrize(("groups", "launches"), [({}, 1), ({"w": {"betas": [0.8, 0.9], "weight_decay": 0.5}}, 2)])
+def test_optimizer_uses_it_and_equals_torchs_own(groups: dict[str, dict[str, object]], launches: int) -> None:
+    spec = OptimizerSpec.model_validate({"lr": 0.1, "weight_decay": 0.3, "groups": groups})
+    sizes = {"w": (5, 3), "b": (5,), "none": (3, 2)}
     torch.manual_seed(2)
     first = {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
     second = {name: nn.Parameter(p.detach().clone()) for name, p in first.items()}
-    ours, theirs = AdamW(first, spec, kernels="auto"), AdamW(second, spec)
+    ours, theirs = DeviceOptimizer(first, spec, kernels="auto"), DeviceOptimizer(second, spec)
     with mock.patch.object(op, "launch", wraps=op.launch) as launched:
         for _ in range(3):
             for name in ("w", "b"):
@@ -80,7 +82,7 @@ def test_optimizer_uses_it_and_equals_torchs_own() -> None:
                 second[name].grad = first[name].grad.clone()  # type: ignore[union-attr]
             ours.step(0.1, scale=0.5)
             theirs.step(0.1, scale=0.5)
-    assert launched.call_count == 3
+    assert launched.call_count == 3 * launches
     for name, tensor in ours.state().items():
         torch.testing.assert_close(tensor, theirs.state()[name], rtol=1e-6, atol=1e-7)
     for name in sizes:

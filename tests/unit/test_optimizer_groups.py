@@ -18,6 +18,7 @@ from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.training import MOMENTS as MOMENTS_OF_A_SPEC
 from partool.spec.training import READS, OptimizerGroup, OptimizerSpec
+from partool_kernels import isa
 from partool_kernels.host import MOMENTS, Part, Pass, update
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.optim.device import DeviceOptimizer
@@ -94,11 +95,15 @@ class ByTorch:
         self.optimizer.step()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_torch_by_group(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "kernels"), list(product(KINDS, ("torch", "native"))))
+def test_steps_are_those_of_torch_by_group(kind: str, kernels: str) -> None:
+    if kernels == "native" and isa() is None:
+        pytest.skip("without the compiled library")
     spec = spec_of(kind, groups=GROUPS)
     ours, theirs = parameters(torch.float64), parameters(torch.float64)
-    trained(DeviceOptimizer(ours, spec), ours, torch.float64)
+    optimizer = DeviceOptimizer(ours, spec, kernels=kernels)
+    trained(optimizer, ours, torch.float64)
+    optimizer.close()
     groups = grouped(spec, {name: p.ndim for name, p in ours.items()})
     reference = {name: ByTorch(kind, p, groups.groups[groups.of[name]]) for name, p in theirs.items() if p.numel()}
     for lr, scale, values in gradients(torch.float64, 1):
