@@ -23,7 +23,7 @@ from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, lay_mesh
 from partool_runtime.model import Decoder
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import apply
 from partool_runtime.parallel.tensor.apply import hook_block, make_team
 from partool_runtime.parallel.tensor.ops import Team
@@ -51,7 +51,7 @@ def partool_step(plan: Plan, *, hooked: bool = False) -> Step:
     with exchanges_of_one() if hooked else nullcontext():
         prepared = prepare(plan, ranks, lambda done, sent_bytes: None)
     model = prepared.model
-    optimizer = AdamW(trained_parameters(model), plan.optimizer, model.copies)
+    optimizer = DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies)
     scaler = LossScaler(enabled=False)
     stepper = Stepper(
         prepared.passes,

@@ -26,7 +26,7 @@ from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
@@ -226,7 +226,7 @@ def check_steps(name: str, prepared: Prepared, plan: Plan, ranks: Ranks, expecte
     """Compare norms and weights of five steps."""
     model = prepared.model
     parameters = trained_parameters(model)
-    optimizer = AdamW(parameters, OPTIMIZER, model.copies)
+    optimizer = DeviceOptimizer(parameters, OPTIMIZER, model.copies)
     stepper = Stepper(
         prepared.passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER
     )

@@ -24,7 +24,7 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
@@ -143,7 +143,7 @@ def check(case: Case) -> None:
     prepared = prepare(plan, ranks, lambda done, sent: None)
     model = prepared.model
     trained = trained_parameters(model)
-    optimizer = AdamW(trained, OPTIMIZER, model.copies)
+    optimizer = DeviceOptimizer(trained, OPTIMIZER, model.copies)
     fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
     post_load(model)
     assert set(model.whole_shapes()) == set(expected["weights"]), case

@@ -34,7 +34,7 @@ from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.attention import AttentionLayout, Tokens
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.comm import SEQUENCE, CommCounter
 from partool_runtime.parallel.sequence import ulysses
@@ -173,7 +173,7 @@ def check(case: Case) -> None:
     prepared = prepare(plan, ranks, lambda done, sent: None)
     model = prepared.model
     trained = trained_parameters(model)
-    optimizer = AdamW(trained, OPTIMIZER, model.copies)
+    optimizer = DeviceOptimizer(trained, OPTIMIZER, model.copies)
     fill(model, Weights(source="hf", path=str(FOLDER / case.model)), seed=0)
     post_load(model)
     check_gradients(case, plan, ranks, prepared)

@@ -17,7 +17,7 @@ from _trainer_worker import StopAt
 from partool.plan.types import Plan
 from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.mesh import close_ranks, open_ranks
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import Piece, Placed, Value, pieces
 from partool_runtime.preparation import prepare
@@ -47,7 +47,7 @@ def save_and_load(plan: Plan, job: dict[str, Any], folder: Path) -> None:
     """Save the layout's state as a step, and load the steps that others saved; all bits are those of the whole."""
     ranks = open_ranks(plan)
     model = prepare(plan, ranks, lambda done, sent: None).model
-    state = state_of(model, AdamW(trained_parameters(model), plan.optimizer, model.copies))
+    state = state_of(model, DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies))
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
     checkpointer = Checkpointer(folder / "crossed", keep=99, mode=job["mode"], timeout_s=60, **place)
     if job["save"]:

@@ -28,7 +28,7 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder, Decoder
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter, Traffic
@@ -286,7 +286,7 @@ def check_training(case: Case, ranks: Ranks) -> None:
     fill(model, Weights(), seed=4)
     perturbed(model)
     trained = trained_parameters(model)
-    optimizer = AdamW(trained, OPTIMIZER, model.copies)
+    optimizer = DeviceOptimizer(trained, OPTIMIZER, model.copies)
     passes = PlainPasses(model, sync, ranks.device, shared)
     stepper = Stepper(passes, optimizer, LossScaler(False), ranks=ranks, training=plan.training, spec=OPTIMIZER)
     for step in range(STEPS):

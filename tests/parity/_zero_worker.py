@@ -19,7 +19,7 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
@@ -150,7 +150,7 @@ def plan_of(case: Case) -> Any:
     )
 
 
-def build(case: Case, ranks: Ranks) -> tuple[Model, AdamW, Stepper]:
+def build(case: Case, ranks: Ranks) -> tuple[Model, DeviceOptimizer, Stepper]:
     with torch.device("meta"):
         model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
     sync = parallelize(model, plan_of(case), ranks)
@@ -164,7 +164,7 @@ def build(case: Case, ranks: Ranks) -> tuple[Model, AdamW, Stepper]:
                 parameter.to_local().copy_(rows[place])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in case.frozen)
-    optimizer = AdamW(trained_parameters(model), OPTIMIZER)
+    optimizer = DeviceOptimizer(trained_parameters(model), OPTIMIZER)
     training = TrainingSpec(steps=STEPS, precision=case.precision, max_nonfinite_steps=2)
     scaler = LossScaler(case.precision == "fp16")
     return (

@@ -11,7 +11,7 @@ from partool.spec.model import ModelConfig
 from partool.spec.training import OptimizerSpec
 from partool_runtime.model import Decoder
 from partool_runtime.offload import Activations
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
 
@@ -33,7 +33,7 @@ def trained(device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = Decoder(CONFIG).double().to(device)
-    optimizer = AdamW(dict(model.named_parameters()), OptimizerSpec(lr=0.01))
+    optimizer = DeviceOptimizer(dict(model.named_parameters()), OptimizerSpec(lr=0.01))
     for _ in range(5):
         tokens_BS = torch.randint(CONFIG.vocab, (3, 8), generator=generator)
         optimizer.clear_gradients()

@@ -1,4 +1,4 @@
-"""Schedules, AdamW, gradient norm and loss scaler in one process."""
+"""Schedules, DeviceOptimizer, gradient norm and loss scaler in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from partool.spec.training import LrSchedule, OptimizerSpec
-from partool_runtime.optim.adamw import AdamW
+from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.grad_norm import clip_factor
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.precision import BACKOFF, FIRST_SCALE, GROWTH, GROWTH_INTERVAL, LossScaler
@@ -61,7 +61,7 @@ def parameters(dtype):
 def test_adamw_equals_torch_and_decays_only_matrices(dtype, tolerance):
     ours, theirs = parameters(dtype), parameters(dtype)
     spec = OptimizerSpec(lr=0.1, weight_decay=0.3)
-    optimizer = AdamW(ours, spec)
+    optimizer = DeviceOptimizer(ours, spec)
     groups = [
         {"params": [theirs["w"], theirs["g"]], "weight_decay": 0.3},
         {"params": [theirs["b"]], "weight_decay": 0.0},
@@ -82,7 +82,7 @@ def test_adamw_equals_torch_and_decays_only_matrices(dtype, tolerance):
 def test_missing_gradient_counts_as_zero():
     a, b = parameters(torch.float64), parameters(torch.float64)
     spec = OptimizerSpec(weight_decay=0.3)
-    first, second = AdamW(a, spec), AdamW(b, spec)
+    first, second = DeviceOptimizer(a, spec), DeviceOptimizer(b, spec)
     for name in b:
         a[name].grad = None if name == "w" else torch.ones_like(a[name])
         b[name].grad = torch.zeros_like(b[name]) if name == "w" else torch.ones_like(b[name])
@@ -94,7 +94,7 @@ def test_missing_gradient_counts_as_zero():
 
 def test_state_is_live_and_complete():
     named = parameters(torch.float32)
-    optimizer = AdamW(named, OptimizerSpec())
+    optimizer = DeviceOptimizer(named, OptimizerSpec())
     state = optimizer.state()
     assert set(state) == {f"{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in named}
     for parameter in named.values():
