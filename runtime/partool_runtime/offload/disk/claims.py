@@ -1,0 +1,91 @@
+"""Small files beside the state that say whose it is, so that a run that was killed is noticed by the next one.
+
+The state's own files have no name: the system takes their space back when the process is gone, whatever ended it, and
+nobody can mistake them for anything. A claim is locked as long as its process lives. One that is not locked was left by
+a process that was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+_PREFIX, _SUFFIX = "partool-offload-", ".claim"
+
+
+class Claim:
+    """Says that this process keeps state in a folder, until it is dropped or the process ends."""
+
+    def __init__(self, folder: Path, owner: str, size_bytes: int) -> None:
+        """Make a claim and clear those of dead processes away; raises OSError."""
+        self.dead: list[str] = []
+        """Of whom claims were found, in words."""
+        with _alone(folder):
+            for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
+                if (whose := _cleared(path)) is not None:
+                    self.dead.append(whose)
+            self._descriptor, name = tempfile.mkstemp(_SUFFIX, _PREFIX, folder)
+            self._path = Path(name)
+            _lock(self._descriptor)
+        began = datetime.now(UTC).isoformat(timespec="seconds")
+        claim = {"owner": owner, "process": os.getpid(), "host": socket.gethostname(), "began": began}
+        os.write(self._descriptor, json.dumps({**claim, "bytes": size_bytes}).encode())
+
+    def drop(self) -> None:
+        """Take the claim back; it may be gone already."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from looking for dead claims before a new one is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(descriptor, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Return whether the lock was to be had; file systems without locks give it to everyone."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _cleared(path: Path) -> str | None:
+    """Remove a claim that nobody holds; return whose it was."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None  # its owner has just dropped it, or it is another user's
+    try:
+        if not _lock(descriptor):
+            return None
+        path.unlink(missing_ok=True)
+        return _words(os.read(descriptor, 4096))
+    finally:
+        os.close(descriptor)
+
+
+def _words(content: bytes) -> str:
+    try:
+        claim = json.loads(content)
+        return f"{claim['owner']} (process {claim['process']} on {claim['host']}, begun {claim['began']})"
+    except (ValueError, KeyError, TypeError):
+        return "a rank"  # killed before it had written its name

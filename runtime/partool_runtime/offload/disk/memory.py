@@ -1,0 +1,88 @@
+"""Where buckets are in the file, and the memory that they are brought to."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from partool_runtime.offload.buckets import Bucket
+from partool_runtime.offload.disk import problems
+from partool_runtime.offload.disk.file import IO_BYTES, Block
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A block of a bucket, and where it is in a slot's memory."""
+
+    block: Block
+    offset: int
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Memory for one bucket."""
+
+    memory: memoryview
+    tensors: tuple[torch.Tensor, ...]
+    """One per role, of the largest bucket's size."""
+    bucket: int = -1
+    """What is in it; -1: nothing."""
+    users: int = 0
+    moving: int = 0
+    """Transfers under way."""
+    reading: bool = False
+    used_at: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether something else may be brought to it."""
+        return self.users == 0 and self.moving == 0
+
+
+def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[Stretch]], int]:
+    """Cut buckets into blocks; return each bucket's, and the size of the file in bytes.
+
+    The file has a region per role with all buckets in their order, a slot's memory as well, with one bucket.
+    """
+    total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
+    most = max((bucket.elements for bucket in buckets), default=0)
+    found: list[list[Stretch]] = []
+    index = 0
+    for bucket in buckets:
+        stretches, region, held = [], 0, 0
+        for dtype in dtypes:
+            place, length = region + bucket.first * dtype.itemsize, bucket.elements * dtype.itemsize
+            for begin in range(0, length, IO_BYTES):
+                block = Block(index, place + begin, min(IO_BYTES, length - begin))
+                stretches.append(Stretch(block, held + begin))
+                index += 1
+            region, held = region + total * dtype.itemsize, held + most * dtype.itemsize
+        found.append(stretches)
+    return found, sum(total * dtype.itemsize for dtype in dtypes)
+
+
+def make_slots(count: int, elements: int, dtypes: Sequence[torch.dtype]) -> list[Slot]:
+    """Take memory for as many buckets of up to ``elements``; raises ConfigurationError PT674."""
+    size_bytes = elements * sum(dtype.itemsize for dtype in dtypes)
+    try:
+        return [_slot(elements, dtypes, size_bytes) for _ in range(count)] if size_bytes else []
+    except (OSError, MemoryError) as error:
+        raise problems.no_memory(error, count, size_bytes) from error
+
+
+def _slot(elements: int, dtypes: Sequence[torch.dtype], size_bytes: int) -> Slot:
+    # Whole pages, as direct transfers need. They are not page-locked: no device reads them, and the system locks what a
+    # transfer touches for as long as it takes.
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # After a fork, as of a data loader's workers, pages that a transfer is writing to would belong to the child.
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            memory.madvise(getattr(mmap, advice))
+    tensors, place = [], 0
+    for dtype in dtypes:
+        tensors.append(torch.frombuffer(memory, dtype=dtype, count=elements, offset=place))
+        place += elements * dtype.itemsize
+    return Slot(memoryview(memory), tuple(tensors))

@@ -1,0 +1,72 @@
+"""What the system says about a disk, as errors that name the folder and what to do."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from partool_runtime.errors import ConfigurationError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM)
+_RESUME = "then go on with --resume: checkpoints are untouched, and the state is rebuilt from the last one"
+
+
+def no_folder(folder: Path, what: str) -> ConfigurationError:
+    """Return the error for a folder that is not there, or is no folder."""
+    wrong = "is not a folder" if folder.exists() else "does not exist"
+    return ConfigurationError(
+        "PT667",
+        f"{folder}, where the {what} is to be kept, {wrong} on this machine",
+        "mount the disk or make the folder on every machine, or name another one in parallel.offload.dir",
+    )
+
+
+def cannot_begin(error: OSError, folder: Path, what: str, needed_bytes: int, free_bytes: int | None) -> Exception:
+    """Return the error for a file that could not be made, or not as large as needed."""
+    if error.errno in _CLOSED:
+        return ConfigurationError(
+            "PT668",
+            f"{folder}, where the {what} is to be kept, cannot be written: {error.strerror}",
+            "make it writable for this user, or name another folder in parallel.offload.dir",
+        )
+    if error.errno in _FULL:
+        free = "" if free_bytes is None else f", {free_bytes:,} bytes are free"
+        return ConfigurationError(
+            "PT669",
+            f"the {what} of this rank needs {needed_bytes:,} bytes in {folder}{free}: {error.strerror}",
+            "free some space, raise the quota or the limit on file sizes, or name a larger disk in "
+            "parallel.offload.dir; more ranks need less each",
+        )
+    return failed(error, folder, what)
+
+
+def failed(error: OSError, folder: Path, what: str) -> Exception:
+    """Return the error for a transfer that failed while training."""
+    if error.errno in _FULL + _CLOSED:
+        mend = f"make room in {folder}, or make it writable" if error.errno in _FULL else f"make {folder} writable"
+        message = f"the {what} cannot be written to {folder} any more: {error.strerror}"
+        return ConfigurationError("PT670", message, f"{mend}, {_RESUME}")
+    message = f"the disk of {folder}, where the {what} is kept, fails: {error.strerror or error}"
+    return ConfigurationError("PT671", message, f"see dmesg, name another disk in parallel.offload.dir, {_RESUME}")
+
+
+def too_short(folder: Path, what: str, place: int, size_bytes: int) -> ConfigurationError:
+    """Return the error for a file that ends before what was written to it."""
+    message = f"the file in {folder} that holds the {what} ends at byte {size_bytes:,}; byte {place:,} was written"
+    return ConfigurationError("PT672", message, f"see what cuts files off there, {_RESUME}")
+
+
+def damaged(folder: Path, what: str, place: int, length: int) -> ConfigurationError:
+    """Return the error for a block that reads otherwise than it was written."""
+    where = f"bytes {place:,} to {place + length:,} of the {what} in {folder}"
+    message = f"{where} are not what was written: their checksum differs"
+    return ConfigurationError(
+        "PT673", message, f"check the disk, or name another one in parallel.offload.dir, {_RESUME}"
+    )
+
+
+def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationError:
+    """Return the error for buffers that the host has no memory for."""
+    message = f"the host has no memory for {buffers} buffers of {each_bytes:,} bytes: {error}"
+    return ConfigurationError("PT674", message, "lower parallel.offload.buffers (3 at least) or bucket_mib")

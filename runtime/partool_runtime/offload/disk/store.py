@@ -1,0 +1,306 @@
+"""Masters and moments on disks: a few buckets are in memory, the one in use, those written, and those read ahead."""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from partool_runtime.offload.buckets import Bucket
+from partool_runtime.offload.disk import problems
+from partool_runtime.offload.disk.claims import Claim
+from partool_runtime.offload.disk.file import IO_BYTES, Block, Calls, StateFile
+from partool_runtime.offload.disk.memory import Slot, Stretch, lay_out, make_slots
+
+THREADS = 8
+"""Transfers under way at once; they wait for the disk, and take cores only for checksums."""
+Transfer = Callable[[Block, memoryview], None]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went to and from the disk so far."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waited: int = 0
+    """Times that a bucket was asked for and not there yet."""
+
+
+class DiskStore:
+    """See :class:`partool_runtime.offload.store.Store`. Several buckets may be open at once, from any thread.
+
+    The file has a region per role, masters first, each with all buckets in their order. An error of the disk is raised
+    by every call from then on.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        dtypes: Sequence[torch.dtype],
+        folder: str | Path,
+        *,
+        buffers: int = 4,
+        what: str = "optimizer state",
+        owner: str = "a rank",
+        calls: Calls | None = None,
+    ) -> None:
+        """Take disk and memory: ``buffers``, at least 3, of the largest bucket.
+
+        ``what`` and ``owner`` are for messages. Raises ConfigurationError PT667 to PT669 (folder) or PT674 (memory).
+        """
+        if buffers < 3:
+            raise ValueError(f"{buffers} buffers cannot hold a bucket in use, one that is written and one that is read")
+        folder = Path(folder)
+        self._elements = buckets[-1].first + buckets[-1].elements if buckets else 0
+        self._dtypes = tuple(dtypes)
+        self._stretches, size_bytes = lay_out(buckets, self._dtypes)
+        self._spans = [bucket.elements for bucket in buckets]
+        self._file = StateFile(folder, size_bytes, sum(map(len, self._stretches)), what=what, calls=calls)
+        try:
+            self._slots = make_slots(min(buffers, max(3, len(buckets))), max(self._spans, default=0), self._dtypes)
+            self._claim = Claim(folder, owner, size_bytes)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, OSError):
+                raise problems.cannot_begin(error, folder, what, size_bytes, None) from error
+            raise
+        self.notes = _notes(folder, what, self._file.direct, self._claim.dead)
+        """Sentences for the run's log."""
+        self.traffic = Traffic()
+        self._resident: dict[int, Slot] = {}
+        self._expected: list[int] = []
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._turn = 0
+        self._flat: tuple[torch.Tensor, ...] | None = None
+        self._mapping: mmap.mmap | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"partool-disk-{i}", daemon=True) for i in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What users call.
+
+    def expect(self, order: Sequence[int]) -> None:
+        """See ``Store``: as many as there is memory for are read from now on, the others as memory gets free."""
+        with self._changed:
+            self._expected = list(order)
+            self._read_ahead()
+
+    @contextmanager
+    def open(self, bucket: int, *, write: bool) -> Iterator[tuple[torch.Tensor, ...]]:
+        """See ``Store``; raises ConfigurationError PT670 to PT673 for what went wrong on a disk."""
+        slot = self._taken(bucket, write)
+        good = False
+        try:
+            yield tuple(tensor[: self._spans[bucket]] for tensor in slot.tensors)
+            good = True
+        finally:
+            with self._changed:
+                slot.users -= 1
+                if write and good:
+                    self._start(slot, self._file.write, reading=False)
+                elif write:  # nobody knows what is in it
+                    del self._resident[bucket]
+                    slot.bucket = -1
+                self._read_ahead()
+                self._changed.notify_all()
+
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """See ``Store``: the file itself, mapped; its pages are in memory only while the system has room for them."""
+        if self._flat is None:
+            self._flat = self._mapped()
+        return self._flat
+
+    def written(self) -> None:
+        """See ``Store``."""
+        self._wait_for_transfers()
+        with self._changed:
+            for slot in self._slots:
+                slot.bucket = -1
+            self._resident.clear()
+        self._file.settle()
+        self._over_all(self._file.adopt)
+        self._file.forget()
+
+    def flush(self) -> None:
+        """See ``Store``. What :meth:`flat` shows was then read back and compared with its checksums."""
+        self._wait_for_transfers()
+        self._file.settle()
+        if self._flat is not None:
+            self._file.forget()
+            self._over_all(self._file.check)
+
+    def close(self) -> None:
+        """End the threads and give the space back; the file goes with the last mapping. What is not written is lost."""
+        self._error = self._error or RuntimeError("the store is closed")
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._flat = self._mapping = None
+        self._file.close()
+        self._claim.drop()
+
+    # Memory.
+
+    def _taken(self, bucket: int, write: bool) -> Slot:
+        """Return a slot with a bucket in it, counted as used."""
+        with self._changed:
+            self._turn += 1
+            if bucket in self._expected:
+                self._expected.remove(bucket)
+            slot = self._resident.get(bucket)
+            if slot is None:
+                slot = self._free_slot()
+                self._fill(slot, bucket)
+            slot.users += 1
+            slot.used_at = self._turn
+            self._read_ahead()
+            self.traffic.waited += slot.reading
+            # What is being written must not change under way: block and checksum would not be of one time.
+            while slot.reading or (write and slot.moving):
+                self._check()
+                self._changed.wait()
+            self._check()
+            return slot
+
+    def _free_slot(self) -> Slot:
+        while True:
+            self._check()
+            slot = self._spare(self._expected)
+            if slot is not None:
+                return slot
+            if all(slot.users for slot in self._slots):
+                raise RuntimeError(f"all {len(self._slots)} buckets in memory are in use")
+            self._changed.wait()
+
+    def _spare(self, wanted: Sequence[int]) -> Slot | None:
+        """Return an idle slot: an empty one, else what was used longest ago, else what is wanted last."""
+        idle = [slot for slot in self._slots if slot.idle]
+        places = {bucket: place for place, bucket in enumerate(wanted)}
+        return min(
+            idle,
+            key=lambda slot: (slot.bucket >= 0, slot.bucket in places, -places.get(slot.bucket, 0), slot.used_at),
+            default=None,
+        )
+
+    def _read_ahead(self) -> None:
+        """Fill idle slots with what is expected next, keeping what is expected before it."""
+        near = self._expected[: len(self._slots) - 1]
+        for bucket in near:
+            if self._error is not None:
+                return
+            if bucket in self._resident:
+                continue
+            slot = self._spare(near)
+            if slot is None or slot.bucket in near:
+                return
+            self._fill(slot, bucket)
+
+    def _fill(self, slot: Slot, bucket: int) -> None:
+        if slot.bucket >= 0:
+            del self._resident[slot.bucket]
+        slot.bucket = bucket
+        self._resident[bucket] = slot
+        self._start(slot, self._file.read, reading=True)
+
+    # Transfers.
+
+    def _start(self, slot: Slot, transfer: Transfer, *, reading: bool) -> None:
+        slot.reading = reading
+        stretches = self._stretches[slot.bucket]
+        slot.moving += len(stretches)
+        for stretch in stretches:
+            self._work.put(partial(self._transfer, slot, transfer, stretch, reading))
+
+    def _transfer(self, slot: Slot, transfer: Transfer, stretch: Stretch, reading: bool) -> None:
+        error: BaseException | None = None
+        length = stretch.block.length
+        try:
+            if self._error is None:
+                transfer(stretch.block, slot.memory[stretch.offset : stretch.offset + length])
+        except BaseException as wrong:  # raised again where the store is used
+            error = wrong
+        with self._changed:
+            self._error = self._error or error
+            slot.moving -= 1
+            if reading:
+                self.traffic.read_bytes += length
+            else:
+                self.traffic.written_bytes += length
+            if slot.moving == 0:
+                slot.reading = False
+                self._read_ahead()
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def _over_all(self, transfer: Transfer) -> None:
+        """Do something with every block, on all threads, and wait for it."""
+        blocks = iter([stretch.block for stretches in self._stretches for stretch in stretches])
+        left = threading.Semaphore(0)
+
+        def some() -> None:
+            try:
+                scratch = memoryview(bytearray(IO_BYTES))
+                while (block := self._next(blocks)) is not None:
+                    transfer(block, scratch)
+            except BaseException as error:  # raised below
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                left.release()
+
+        for _ in self._threads:
+            self._work.put(some)
+        for _ in self._threads:
+            left.acquire()
+        self._check()
+
+    def _next(self, blocks: Iterator[Block]) -> Block | None:
+        with self._changed:
+            return next(blocks, None) if self._error is None else None
+
+    def _wait_for_transfers(self) -> None:
+        with self._changed:
+            while any(slot.moving for slot in self._slots):
+                self._changed.wait()
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _mapped(self) -> tuple[torch.Tensor, ...]:
+        if self._elements == 0:
+            return tuple(torch.empty(0, dtype=dtype) for dtype in self._dtypes)
+        self._mapping = self._file.mapped()
+        tensors, place = [], 0
+        for dtype in self._dtypes:
+            tensors.append(torch.frombuffer(self._mapping, dtype=dtype, count=self._elements, offset=place))
+            place += self._elements * dtype.itemsize
+        return tuple(tensors)
+
+
+def _notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
+    notes = [
+        f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
+        "the last checkpoint, or begins anew where there is none"
+        for whose in dead
+    ]
+    if not direct:
+        notes.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
+    return tuple(notes)
