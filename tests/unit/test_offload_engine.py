@@ -4,135 +4,231 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Iterator
+import threading
 
 import pytest
 import torch
+from _offload import KINDS, SHARDS, Case, Lender, Step, together
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from partool_kernels.host import Part, Pass, Pool, Rule, sums, update
-from partool_kernels.reductions import total
-from partool_runtime.offload.buckets import fill_buckets, places
-from partool_runtime.offload.engine import Buffers, Engine, Target
-from partool_runtime.offload.lanes import ThreadLanes
-from partool_runtime.offload.store import MemoryStore
+from partool_runtime.errors import ConfigurationError
+from partool_runtime.offload.buckets import fill_buckets
+from partool_runtime.offload.buffers import Buffers
+from partool_runtime.offload.engine import Engine
+from partool_runtime.offload.resident import tail
 
-SHARDS = {"a": 7, "b": 3 * 2**16 + 5, "c": 2**16, "d": 1, "e": 70001}
-GROUPS = {"a": 1, "b": 0, "c": 0, "d": 1, "e": 0}
+pytestmark = pytest.mark.timeout(120)
+
+EVERYTHING = [
+    Step(),
+    Step(lr=2e-3, clip=1.0),
+    Step(poison="b"),
+    Step(missing=frozenset("c"), flushed=True),
+    Step(clip=0.5, missing=frozenset("a"), shuffled=True),
+    Step(left=True),
+    Step(),
+    Step(clip=1.0, poison="d"),
+    Step(lr=5e-4),
+]
 
 
-def rules(step: int, lr: float, scale: float) -> list[Rule]:
-    return [Rule("adamw", lr, 0.9, 0.95, 1e-8, decay, step, scale) for decay in (0.1, 0.0)]
+@pytest.mark.parametrize(
+    ("speculation", "micro_batches"), list(itertools.product(("none", "deferred", "undo"), (1, 3)))
+)
+def test_every_verdict_leaves_the_bits_of_the_reference(speculation: str, micro_batches: int) -> None:
+    case = Case(speculation, micro_batches, lends_copies=True, resident=("d",))  # type: ignore[arg-type]
+    with together(case) as both:
+        both.go(EVERYTHING)
+        assert both.done == 6
+        assert isinstance(both.store, Lender)
+        figures = both.engine.figures
+        assert figures.late_buffers == 0
+        assert (figures.speculated > 0) == (speculation != "none") == (figures.rejected > 0)
 
 
-class Together:
-    """Engine and reference, told the same."""
+TYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, wide": (torch.bfloat16, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "fp64": (torch.float64, torch.float64),
+}
+shards = st.fixed_dictionaries(
+    {
+        "a": st.sampled_from([0, 1, 7, 2048]),
+        "b": st.sampled_from([0, 2047, 2**16, 2**16 + 5]),
+        "c": st.sampled_from([1, 2049]),
+        "d": st.sampled_from([0, 1]),
+        "e": st.sampled_from([3, 2**16 + 2**12]),
+    }
+)
+steps = st.builds(
+    Step,
+    lr=st.sampled_from([0.0, 1e-3, 3e-2]),
+    clip=st.sampled_from([math.inf, math.inf, 1.0, 1e-6]),
+    poison=st.sampled_from(["", "", "", "a", "b", "e"]),
+    missing=st.frozensets(st.sampled_from("abcde"), max_size=5),
+    shuffled=st.booleans(),
+    flushed=st.booleans(),
+    left=st.sampled_from([False] * 6 + [True]),
+    loss_scale=st.sampled_from([1.0, 1.0, 1024.0]),
+)
 
-    def __init__(self, *, speculation: str, micro_batches: int, seed: int) -> None:
-        self.draws = torch.Generator().manual_seed(seed)
-        self.micro_batches = micro_batches
-        buckets = fill_buckets(SHARDS.items(), 2**16 + 2**12)
-        self.weights = {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in SHARDS.items()}
-        self.store = MemoryStore(buckets, (torch.float32,) * 3)
-        self.engine = Engine(
-            buckets,
-            {name: Target(weights, GROUPS[name]) for name, weights in self.weights.items()},
-            self.store,
-            lanes=ThreadLanes(random.Random(seed)),
-            pool=Pool(),
-            buffers=Buffers(
-                buckets,
-                gradients=torch.bfloat16,
-                weights=torch.bfloat16,
-                totals=torch.float32 if micro_batches > 1 else None,
-                pinned=False,
-            ),
-            speculation=speculation,  # type: ignore[arg-type]
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    compute, wire = TYPES[draw(st.sampled_from(sorted(TYPES)))]
+    return Case(
+        speculation=draw(st.sampled_from(["none", "deferred", "undo"])),
+        micro_batches=draw(st.integers(1, 3)),
+        kind=draw(st.sampled_from(KINDS)),
+        compute=compute,
+        wire=wire,
+        moments=None if compute == torch.float64 else draw(st.sampled_from([None, torch.bfloat16])),
+        undo_buckets=draw(st.sampled_from([0, 1, 9])),
+        spare=draw(st.integers(0, 2)),
+        resident=draw(st.sampled_from([(), ("d",), ("e", "d"), tuple("abcde")])),
+        lends_copies=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+histories = given(cases(), shards, st.lists(steps, min_size=1, max_size=7))
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@histories
+def test_any_history_leaves_the_bits_of_the_reference(case: Case, sizes: dict[str, int], history: list[Step]) -> None:
+    with together(case, sizes) as both:
+        both.go(history)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@histories
+def test_many_histories_leave_the_bits_of_the_reference(case: Case, sizes: dict[str, int], history: list[Step]) -> None:
+    with together(case, sizes) as both:
+        both.go(history)
+
+
+def test_speculation_pauses_and_resumes_with_steps_pending() -> None:
+    clipped, free = Step(clip=1.0), Step()
+    with together(Case()) as both:
+        both.go([free, clipped, clipped, free, free, free, free, free])
+        # Of the last four steps two were rejected, which is one too many, when the fourth, fifth and sixth began.
+        assert (both.engine.figures.speculated, both.engine.figures.rejected) == (5, 2)
+
+
+def test_undo_without_room_waits_for_the_norm() -> None:
+    with together(Case("undo", undo_buckets=1)) as both:
+        assert len(both.engine._buckets) == 3
+        both.go([Step(), Step(clip=1.0), Step(poison="e"), Step()])
+        assert both.engine.figures.put_off > 0
+        assert both.engine.figures.rejected == 2
+
+
+def test_tiny_budgets_commit_early_and_never_hang() -> None:
+    with together(Case(spare=0)) as both:
+        both.go([Step(), Step(), Step(clip=1.0), Step(poison="a"), Step()])
+        figures = both.engine.figures
+        # The first bucket of a step finds no buffer: the last one's step before is committed by itself.
+        assert figures.early_commits == 3
+        assert figures.late_buffers == 0
+    with together(Case(micro_batches=2, spare=1)) as both:
+        # Two buckets fill at a time where gradients come in another order than is expected.
+        both.go([Step(shuffled=True) for _ in range(6)])
+        assert both.engine.figures.early_commits == 0
+        assert both.engine.figures.late_buffers > 0
+
+
+def test_pinned_memory_is_as_much_as_was_allowed() -> None:
+    buckets = fill_buckets(SHARDS.items(), 2**16)
+    each = 2**16 * 2
+
+    def taken(pinned_bytes: int, totals: torch.dtype | None = None) -> int:
+        buffers = Buffers(
+            buckets, gradients=torch.bfloat16, weights=torch.bfloat16, totals=totals, pinned_bytes=pinned_bytes
         )
-        starts = places(buckets)
-        self.flat = {
-            name: [flat[starts[name] : starts[name] + size] for flat in self.store.flat()]
-            for name, size in SHARDS.items()
-        }
-        self.states = {name: torch.randn(3, size, generator=self.draws) for name, size in SHARDS.items()}
-        for name, (master, first, second) in self.states.items():
-            first.mul_(0.1)
-            second.square_()
-            for flat, value in zip(self.flat[name], (master, first, second), strict=True):
-                flat.copy_(value)
-        self.engine.rebuild()
-        self.done = 0
+        assert buffers._memory.held_bytes <= (pinned_bytes or math.inf)
+        return len(buffers._free)
 
-    def step(self, lr: float, *, clip: float, poison: str = "", missing: str = "") -> None:
-        grads = [
-            {
-                name: torch.randn(size, generator=self.draws).bfloat16()
-                for name, size in SHARDS.items()
-                if name != missing
-            }
-            for _ in range(self.micro_batches)
-        ]
-        if poison:
-            grads[-1][poison][-1] = math.inf
-        self.engine.begin(rules(self.done + 1, lr, 1.0))
-        for index, micro in enumerate(grads):
-            self.engine.micro_batch(last=index == len(grads) - 1)
-            for name, gradient in micro.items():
-                self.engine.arrive(name, gradient.clone())
-        blocks, finite = self.engine.sums()
-        whole = {
-            name: sum((g[name].float() for g in grads), torch.zeros(SHARDS[name]))
-            if name != missing
-            else torch.zeros(SHARDS[name])
-            for name in SHARDS
-        }
-        expected = sums(list(whole.values()))
-        assert total(blocks) == total([b for part in expected.squares for b in part]) or poison
-        assert finite == all(expected.finite)
-        norm = math.sqrt(total(blocks)) if finite else math.nan
-        scale = clip / norm if norm > clip else 1.0
-        if not finite:
-            self.engine.settle(None)
-            return
-        self.done += 1
-        self.engine.settle(rules(self.done, lr, scale))
-        for name, (master, first, second) in self.states.items():
-            part = Part(master, (first, second), GROUPS[name])
-            update([part], step=Pass([whole[name]], rules(self.done, lr, scale)))
-
-    def compare(self, *, flushed: bool) -> None:
-        for name, (master, first, second) in self.states.items():
-            assert torch.equal(self.weights[name], master.bfloat16()), name
-            if flushed:
-                for mine, other in zip(self.flat[name], (master, first, second), strict=True):
-                    assert torch.equal(mine, other), name
+    assert len(buckets) == 5
+    assert taken(0) == 7
+    assert taken(8 * each) == 6
+    assert taken(7 * each) == 5
+    assert taken(5 * each, torch.float32) == 2
+    assert taken(3 * each, torch.float32) == 1
+    with pytest.raises(ConfigurationError, match=r"PT660: .* do not hold 5 buckets"):
+        taken(7 * each - 1)
+    with pytest.raises(ConfigurationError, match=r"PT660: .* do not hold 1 buckets"):
+        taken(3 * each - 1, torch.float32)
 
 
-@pytest.fixture(params=list(itertools.product(("none", "deferred"), (1, 3))))
-def together(request: pytest.FixtureRequest) -> Iterator[Together]:
-    speculation, micro_batches = request.param
-    one = Together(speculation=speculation, micro_batches=micro_batches, seed=5)
-    yield one
-    one.engine.close()
+@pytest.mark.parametrize("speculation", ["none", "deferred", "undo"])
+def test_an_error_on_the_thread_reaches_the_training_loop(speculation: str) -> None:
+    before = threading.active_count()
+    with together(Case(speculation, lends_copies=True)) as both:  # type: ignore[arg-type]
+        both.step(Step())
+        assert isinstance(both.store, Lender)
+        both.store.fails_at = 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            both.step(Step(clip=1.0))
+        with pytest.raises(OSError, match="the disk is gone"):
+            both.engine.begin(both.rules(2, 1e-3, 1.0))
+        with pytest.raises(OSError, match="the disk is gone"):
+            both.engine.flush()
+    both.engine.close()
+    assert threading.active_count() == before
 
 
-@pytest.mark.timeout(60)
-def test_every_verdict_leaves_the_bits_of_the_reference(together: Together) -> None:
-    cases = [
-        {"lr": 1e-3, "clip": math.inf},
-        {"lr": 2e-3, "clip": 1.0},
-        {"lr": 1e-3, "clip": math.inf, "poison": "b"},
-        {"lr": 1e-3, "clip": math.inf, "missing": "c"},
-        {"lr": 5e-4, "clip": 0.5, "missing": "a"},
-        {"lr": 1e-3, "clip": math.inf},
-        {"lr": 1e-3, "clip": 1.0, "poison": "d"},
-        {"lr": 1e-3, "clip": math.inf},
-    ]
-    for index, case in enumerate(cases):
-        together.step(**case)  # type: ignore[arg-type]
-        if index == 3:
-            together.engine.flush()
-        together.compare(flushed=index == 3)
-    together.engine.flush()
-    together.compare(flushed=True)
-    assert together.done == 6
+def test_a_copy_that_fails_reaches_the_training_loop() -> None:
+    with together(Case()) as both:
+        engine: Engine = both.engine
+        engine.begin(both.rules(1, 1e-3, 1.0))
+        engine.arrive("a", torch.zeros(3))
+        with pytest.raises(RuntimeError, match="size"):
+            engine.sums()
+
+
+def test_gradients_come_once_in_a_micro_batch() -> None:
+    with together(Case()) as both:
+        both.engine.begin(both.rules(1, 1e-3, 1.0))
+        both.engine.arrive("a", torch.zeros(7))
+        with pytest.raises(RuntimeError, match="a had two gradients in one micro-batch"):
+            both.engine.arrive("a", torch.zeros(7))
+        both.engine.arrive("b", torch.zeros(2**16 + 5))
+        with pytest.raises(RuntimeError, match="a gradient of a came after its bucket had left"):
+            both.engine.arrive("a", torch.zeros(7))
+
+
+def test_what_was_read_ahead_is_what_is_needed() -> None:
+    """Once the order of gradients is known, no bucket comes as a surprise to a store, and none is read in vain."""
+    for speculation, micro_batches in itertools.product(("none", "deferred", "undo"), (1, 2)):
+        with together(Case(speculation, micro_batches, lends_copies=True)) as both:  # type: ignore[arg-type]
+            both.go([Step(), Step(clip=1.0), Step(poison="a"), Step(flushed=True), Step(), Step()])
+            assert isinstance(both.store, Lender)
+            assert both.store.surprises == 0
+            assert both.store.in_vain == len(both.store.asked) == 0
+
+
+def test_figures() -> None:
+    with together(Case()) as both:
+        both.go([Step(), Step(clip=1.0)])
+        figures = both.engine.figures
+        weights = sum(SHARDS.values()) * 2
+        assert figures.bytes_down == 2 * weights
+        assert figures.bytes_up == 4 * weights  # once at the start, and again where the second step was rejected
+        assert figures.passes_s > 0
+        assert figures.waited_s > 0
+
+
+def test_the_tail_that_stays_on_the_device() -> None:
+    order = [("head", 10), ("layer", 40), ("norm", 2), ("embedding", 48)]
+    assert tail(order, 0.0) == frozenset()
+    assert tail(order, 0.2) == frozenset()
+    assert tail(order, 0.25) == {"embedding"}
+    assert tail(order, 0.5) == {"embedding", "norm"}
+    assert tail(order, 1.0) == {"embedding", "norm", "layer", "head"}
+    assert tail([], 0.5) == frozenset()

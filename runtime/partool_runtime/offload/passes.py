@@ -127,7 +127,8 @@ class BucketPasses:
         if speculation == "deferred":
             pending = step.pending
             commit = _pass(bucket, before, pending) if before is not None and pending is not None else None
-            found = self._pass(bucket, commit, taken, keep=False, wants_sums=True)
+            with self._store.open(bucket.index, write=commit is not None) as state:
+                found = self._over(bucket, state, commit, taken, keep=False, wants_sums=True)
             if before is not None:
                 self._buffers.give_back(before)
         else:
@@ -167,16 +168,14 @@ class BucketPasses:
         """Do what a verdict asks for: step by other rules than were speculated on, step now, or leave it."""
         step = self.steps[bucket.index]
         assert step.gradients is not None
-        with self._figures.passing():
-            if step.ahead == "undo":
-                assert self._undo is not None
-                with self._store.open(bucket.index, write=True) as state:
+        if rules is not None or step.ahead != "none":
+            taken = None if rules is None else _pass(bucket, step.gradients, rules)
+            keep = taken is not None and step.ahead != "deferred"
+            with self._figures.passing(), self._store.open(bucket.index, write=keep or step.ahead == "undo") as state:
+                if step.ahead == "undo":
+                    assert self._undo is not None
                     self._undo.restore(bucket, state)
-            if rules is not None:
-                keep = step.ahead != "deferred"
-                self._pass(bucket, None, _pass(bucket, step.gradients, rules), keep=keep)
-            elif step.ahead != "none":
-                self._pass(bucket, None, None, keep=False)
+                self._over(bucket, state, None, taken, keep=keep)
         if rules is not None and step.ahead == "deferred":
             step.pending = rules
         else:
@@ -195,20 +194,13 @@ class BucketPasses:
 
     def rebuild(self, bucket: Bucket) -> None:
         """Write a bucket's weights from its masters."""
-        self._pass(bucket, None, None, keep=False)
+        with self._store.open(bucket.index, write=False) as state:
+            self._over(bucket, state, None, None, keep=False)
 
     def _drop(self, step: BucketStep) -> None:
         if step.gradients is not None and not self._buffers.accumulates:
             self._buffers.give_back(step.gradients)
         step.gradients, step.pending = None, None
-
-    def _pass(
-        self, bucket: Bucket, commit: Pass | None, step: Pass | None, *, keep: bool, wants_sums: bool = False
-    ) -> Sums | None:
-        """Pass over a bucket's state and send the weights up."""
-        writes = commit is not None or (keep and step is not None)
-        with self._store.open(bucket.index, write=writes) as state:
-            return self._over(bucket, state, commit, step, keep=keep, wants_sums=wants_sums)
 
     def _over(
         self,
@@ -220,6 +212,7 @@ class BucketPasses:
         keep: bool,
         wants_sums: bool = False,
     ) -> Sums | None:
+        """Pass over a bucket's state and send the weights up."""
         ready = self._buffers.weights()
         targets = [self._targets[m.name] for m in bucket.members]
         places = [t.weights[m.start : m.start + m.elements] for m, t in zip(bucket.members, targets, strict=True)]
