@@ -17,6 +17,7 @@ from partool_runtime.hf.stages import HfParts
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
+from partool_runtime.offload.memory import HostMemory
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
@@ -43,6 +44,8 @@ class Prepared:
     """Of the parameters that are held for computation now, besides those that are trained."""
     gradient_bytes: Callable[[], int]
     """Of the gradients that are held now."""
+    memory: HostMemory
+    """Owns the rank's pinned host memory."""
     sync: GradSync | None = None
     """What says when a parameter's gradient is reduced; None: they are complete where the passes end."""
     late: frozenset[str] = frozenset()
@@ -50,12 +53,17 @@ class Prepared:
 
     @classmethod
     def sharded(
-        cls, model: AnyDecoder, passes: Passes, sync: GradSync | None = None, late: frozenset[str] = frozenset()
+        cls,
+        model: AnyDecoder,
+        passes: Passes,
+        memory: HostMemory,
+        sync: GradSync | None = None,
+        late: frozenset[str] = frozenset(),
     ) -> Prepared:
         """Return a part that FSDP2 gathers and reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, sync, late)
+        return cls(model, passes, gathered, gradients, memory, sync, late)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
@@ -71,13 +79,19 @@ def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
 
 def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
-    sync = parallelize(model, plan, ranks)
+    memory = host_memory(plan, ranks.device)
+    sync = parallelize(model, plan, ranks, memory)
     materialise(model, ranks.device)
     freeze(model, plan.frozen)
     _widen(model, plan)
     tensor = TensorGradients.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
-    return Prepared.sharded(model, passes, sync, TensorGradients.names(model))
+    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model))
+
+
+def host_memory(plan: Plan, device: torch.device) -> HostMemory:
+    """Return the owner of the host memory of a rank that its device copies to and from, within the plan's limit."""
+    return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.host.pinned_bytes)
 
 
 def _widen(model: Decoder | HfDecoder | DecoderParts | HfParts, plan: Plan) -> None:
@@ -114,12 +128,13 @@ def _seed(plan: Plan, ranks: Ranks) -> None:
 def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     mine = schedule.on_rank(ranks.pp.get_local_rank())
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
-    units = parallelize_stages(parts, plan, ranks)
+    memory = host_memory(plan, ranks.device)
+    units = parallelize_stages(parts, plan, ranks, memory)
     materialise(parts, ranks.device)
     freeze(parts, plan.frozen)
     _widen(parts, plan)
     passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
-    return Prepared.sharded(parts, _of_shares(passes, plan, ranks))
+    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory)
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
@@ -159,7 +174,9 @@ def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepa
         timeout_s=timeout_s,
     )
     reported = _Reported(passes, done, report)
-    return Prepared(model, reported, lambda: passes.copies_bytes, lambda: passes.gradient_bytes)
+    return Prepared(
+        model, reported, lambda: passes.copies_bytes, lambda: passes.gradient_bytes, host_memory(plan, ranks.device)
+    )
 
 
 class _Reported:

@@ -57,7 +57,8 @@ class Saver:
         self._checkpointer = Checkpointer(
             folder,
             keep=spec.keep,
-            mode=spec.mode,
+            # What is on disks because memory does not hold it is not copied there to be written in the background.
+            mode="sync" if plan.layout.offload_optimizer == "nvme" else spec.mode,
             rank=ranks.rank,
             world_size=ranks.world_size,
             run=run_dir.name,

@@ -17,6 +17,7 @@ from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError
 from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
+from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
@@ -52,6 +53,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         saver.close()
         stepper.optimizer.close()
         prepared.passes.close()
+        prepared.memory.close()
         _report_write(saver, recorder)
         stopped = done < plan.training.steps
         recorder.close(EXIT_PREEMPTED if stopped else EXIT_DONE, stop.reason if stopped else "all steps done")
@@ -153,6 +155,8 @@ def _open(
     """Give the model its state, from the newest checkpoint or from the plan's weights; also return its step."""
     model = prepared.model
     optimizer = open_optimizer(plan, prepared, ranks)
+    for note in optimizer.notes if isinstance(optimizer, HostOptimizer) else ():
+        recorder.warning(note)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
     recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
     recorder.probe_memory("gathered", prepared.gathered_bytes)

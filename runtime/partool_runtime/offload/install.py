@@ -15,11 +15,11 @@ from partool_kernels.host import Pool
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import Decoder
-from partool_runtime.offload.optimizer import HostOptimizer
+from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.zero import trained_parameters
-from partool_runtime.precision import MASTER_DTYPE
+from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 
 if TYPE_CHECKING:
     from partool_runtime.preparation import Prepared
@@ -33,10 +33,13 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
     which must not wait for another rank then.
     """
     if plan.layout.offload_optimizer == "none":
-        kernels = plan.kernels.mode if "adamw" in plan.layout.fused else "torch"
-        model = prepared.model
+        # Which parts are fused is said for accelerators; a CPU's compiled pass goes by the mode alone.
+        ours = ranks.device.type == "cpu" or "adamw" in plan.layout.fused
+        kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
-    return _on_host(plan, prepared, ranks)
+    optimizer = _on_host(plan, prepared, ranks)
+    prepared.memory.freeze()
+    return optimizer
 
 
 def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
@@ -45,17 +48,22 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     late = frozenset(trained) if sync is None else prepared.late
     order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
     comes_each = sync is not None and sync.comes_each and plan.layout.accumulation > 1
-    optimizer = HostOptimizer(
-        {name: trained[name] for name in order},
-        plan.optimizer,
-        model.copies,
-        frozen={name: p for name, p in model.named_parameters() if name not in trained},
-        work=plan.layout.host,
-        master=MASTER_DTYPE[plan.training.precision],
+    layout = plan.layout
+    setting = HostSetting(
+        layout.host,
+        ranks.device,
+        MASTER_DTYPE[plan.training.precision],
+        COMPUTE_DTYPE[plan.training.precision],
         accumulates=comes_each,
-        pool=Pool(plan.layout.host.threads, _cores(plan, ranks.device)),
+        memory=prepared.memory,
+        pool=Pool(layout.host.threads, _cores(plan, ranks.device)),
+        resident=layout.gpu_fraction,
+        on_disk=layout.offload_optimizer == "nvme",
+        owner=f"rank {ranks.rank}",
         mode=plan.kernels.mode,
     )
+    frozen = {name: p for name, p in model.named_parameters() if name not in trained}
+    optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
     for name, parameter in trained.items():
         if name not in late:
             parameter.register_post_accumulate_grad_hook(partial(_leave, optimizer, name))  # type: ignore[no-untyped-call]

@@ -106,7 +106,7 @@ class HostOptimizer:
                 gradients=wire,
                 weights=setting.compute,
                 totals=setting.master if setting.accumulates else None,
-                pinned=setting.memory.pinned,
+                memory=setting.memory,
                 pinned_bytes=setting.work.pinned_bytes,
             ),
             speculation=setting.work.speculate,

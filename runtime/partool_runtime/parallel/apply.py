@@ -15,7 +15,8 @@ from partool_runtime.hf.stages import HfParts
 from partool_runtime.losses import set_loss
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.offload import Activations
+from partool_runtime.offload import Activations, Slabs
+from partool_runtime.offload.memory import HostMemory
 from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
@@ -28,7 +29,7 @@ from partool_runtime.parallel.zero import shard, shard_stages
 from partool_runtime.precision import COMPUTE_DTYPE
 
 
-def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSync:
+def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
 
     The order is fixed: tensor ranks cut the heads whose tokens are exchanged, fused kernels compute on what a rank then
@@ -49,15 +50,17 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks) -> GradSyn
     recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.mlp_tile_tokens > 0)
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
-    _offload(blocks, plan, ranks)
+    _offload(blocks, plan, ranks, memory)
     _narrow(model, plan)
     return shard(model, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
 
-def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) -> list[Unit]:
+def parallelize_stages(
+    parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks, memory: HostMemory | None = None
+) -> list[Unit]:
     """Apply the plan's layout to the stages of a pipeline rank, in place and in the same order.
 
-    Return what is gathered and reduced together.
+    Return what is gathered and reduced together. ``memory`` is what owns the rank's pinned host memory, here as above.
     """
     if isinstance(parts, HfParts):
         apply_to_transformers(parts, plan, ranks)
@@ -73,7 +76,7 @@ def parallelize_stages(parts: DecoderParts | HfParts, plan: Plan, ranks: Ranks) 
     recompute(blocks.values(), policies, draws=_draws(parts), tiled=plan.layout.mlp_tile_tokens > 0)
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
-    _offload(blocks, plan, ranks)
+    _offload(blocks, plan, ranks, memory)
     _narrow(parts, plan)
     return shard_stages(parts, layout=plan.layout, precision=plan.training.precision, ranks=ranks)
 
@@ -85,10 +88,11 @@ def _tile(model: AnyDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> Non
         set_loss(model, z_loss=plan.training.z_loss)
 
 
-def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks) -> None:
+def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
     """Let layers keep what they save in host memory; outside of all that decides what that is."""
     if plan.layout.offload_activations == "cpu":
-        Activations(ranks.device).put(blocks, last=plan.model.layers - 1)
+        slabs = None if memory is None else Slabs(memory)
+        Activations(ranks.device, slabs=slabs).put(blocks, last=plan.model.layers - 1)
 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:
