@@ -1,4 +1,4 @@
-"""Schedules, DeviceOptimizer, gradient norm and loss scaler in one process."""
+"""Schedules, optimizers, gradient norm and loss scaler in one process."""
 
 from __future__ import annotations
 
