@@ -30,7 +30,8 @@ class InstructionSetError(RuntimeError):
     """``PARTOOL_ISA`` names what this processor or this library does not have."""
 
 
-def _library_path() -> Path | None:
+def library_path() -> Path | None:
+    """Return where the compiled library is, or None."""
     # An editable install keeps the sources in the checkout and the built library in site-packages; both are searched.
     name = f"libpartool_cpu{_SUFFIX}"
     folders = [Path(str(importlib.resources.files("partool_kernels"))) / "cpu"]
@@ -64,7 +65,7 @@ def library() -> ctypes.CDLL | None:
 
     Raises :class:`InstructionSetError` where ``PARTOOL_ISA`` names an instruction set that is not here.
     """
-    path = _library_path()
+    path = library_path()
     lib = None if path is None else open_library(path)
     wanted = os.environ.get(ISA_VARIABLE)
     if lib is not None and wanted and lib.partool_set_isa(wanted.encode()) != 0:

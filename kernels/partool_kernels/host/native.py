@@ -97,13 +97,20 @@ def checked_parts(
 
 def sums(lib: ctypes.CDLL, gradients: Sequence[torch.Tensor], pool: Pool | None) -> Sums:
     """See :func:`partool_kernels.host.sums`."""
-    taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
     blocks = _Blocks([gradient.numel() for gradient in gradients])
+    told = checked_sources(gradients, blocks)
+    _done(lib.partool_sums(_handle(pool), told, len(gradients)))
+    return blocks.sums()
+
+
+def checked_sources(gradients: Sequence[torch.Tensor], blocks: _Blocks | None = None) -> bytes:
+    """Return what the library is told of tensors to be summed; raises :class:`HostKernelError`."""
+    taken, told = Taken(), bytearray(_SPAN.size * len(gradients))
     for index, gradient in enumerate(gradients):
         source, code = other_of(taken, gradients, index, "the gradient", elements=None, writes=False)
-        _SPAN.pack_into(told, index * _SPAN.size, 0, source, *blocks.places(index), gradient.numel(), -1, code)
-    _done(lib.partool_sums(_handle(pool), bytes(told), len(gradients)))
-    return blocks.sums()
+        places = (0, 0) if blocks is None else blocks.places(index)
+        _SPAN.pack_into(told, index * _SPAN.size, 0, source, *places, gradient.numel(), -1, code)
+    return bytes(told)
 
 
 def spans(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] | None) -> bytes:

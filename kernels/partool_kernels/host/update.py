@@ -49,7 +49,10 @@ def update(
 def sums(gradients: Sequence[torch.Tensor], *, pool: Pool | None = None, mode: Mode = "auto") -> Sums:
     """Return the sums of squares of gradients and whether they are finite. Raises as :func:`update` does."""
     lib = _library(mode)
-    return reference.sums(gradients) if lib is None else native.sums(lib, gradients, pool)
+    if lib is None:
+        native.checked_sources(gradients)
+        return reference.sums(gradients)
+    return native.sums(lib, gradients, pool)
 
 
 def accumulate(
