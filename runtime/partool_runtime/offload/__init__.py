@@ -3,5 +3,6 @@
 from partool_runtime.offload.activations import Activations
 from partool_runtime.offload.host import Slabs
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.offload.parameters import HostParameters
 
-__all__ = ["Activations", "HostMemory", "Slabs"]
+__all__ = ["Activations", "HostMemory", "HostParameters", "Slabs"]

@@ -10,6 +10,7 @@ import queue
 import random
 import threading
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -20,6 +21,9 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Block this thread until everything before the mark is done; raises what went wrong there."""
+
+    def done(self) -> bool:
+        """Tell whether :meth:`wait` would return, or raise, at once."""
 
     def before_compute(self) -> None:
         """Let work that compute is given from now on begin behind the mark."""
@@ -41,6 +45,13 @@ class Lanes(Protocol):
     def now(self) -> Mark:
         """Return a mark behind what compute was given so far."""
 
+    def room(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of the device, uint8, that the lane up may write to behind its copies so far.
+
+        What compute draws on is free for a copy only behind compute's own work; this need not wait for that. Compute
+        uses it behind the copy's mark, and it is given back as soon as the lane up is behind that use.
+        """
+
     def close(self) -> None:
         """End the lanes; copies under way are finished."""
 
@@ -51,43 +62,60 @@ def open_lanes(device: torch.device) -> Lanes:
 
 
 class _EventMark:
-    def __init__(self, event: torch.Event) -> None:
-        self._event = event
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Who waits for it sleeps: a host thread that spins would take a core from training or from the optimizer.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
 
     def wait(self) -> None:
         self._event.synchronize()
 
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def before_compute(self) -> None:
-        torch.accelerator.current_stream().wait_event(self._event)
+        self.before(torch.cuda.current_stream())
+
+    def before(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._event)
 
 
 class _StreamLane:
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
         if isinstance(after, _EventMark):
-            self._stream.wait_event(after._event)
+            after.before(self.stream)
         elif after is not None:
             after.wait()
-        with torch.no_grad(), self._stream:
+        with torch.no_grad(), torch.cuda.stream(self.stream):
             to.copy_(source, non_blocking=True)
-        return _EventMark(self._stream.record_event())
+        return _EventMark(self.stream)
 
 
 class StreamLanes:
-    """Streams of an accelerator."""
+    """Streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.down: Lane = _StreamLane(device)
-        self.up: Lane = _StreamLane(device)
+        self._device, self._down, self._up = device, _StreamLane(device), _StreamLane(device)
+        self.down: Lane = self._down
+        self.up: Lane = self._up
 
     def now(self) -> Mark:
         """See :class:`Lanes`."""
-        return _EventMark(torch.accelerator.current_stream().record_event())
+        return _EventMark(torch.cuda.current_stream(self._device))
+
+    def room(self, size_bytes: int) -> torch.Tensor:
+        """See :class:`Lanes`: the allocator knows it as the lane's stream's."""
+        with torch.inference_mode(False), torch.cuda.stream(self._up.stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
-        """See :class:`Lanes`."""
+        """See :class:`Lanes`. What went wrong on the device was raised before, or no longer matters."""
+        with suppress(RuntimeError):
+            self._down.stream.synchronize()
+            self._up.stream.synchronize()
 
 
 class _ThreadMark:
@@ -103,6 +131,9 @@ class _ThreadMark:
         self._reached.wait()
         if self._error is not None:
             raise self._error
+
+    def done(self) -> bool:
+        return self._reached.is_set()
 
     def before_compute(self) -> None:
         self.wait()
@@ -123,12 +154,16 @@ class _ThreadLane:
 
     def close(self) -> None:
         self._work.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # where the owner was collected on this very thread
+            self._thread.join()
 
     def _run(self) -> None:
+        failed: BaseException | None = None  # of any copy: whoever waits for a later one relies on it, too
         while (work := self._work.get()) is not None:
             to, source, after, mark = work
             try:
+                if failed is not None:
+                    raise failed
                 if after is not None:
                     after.wait()
                 if self._delays is not None:
@@ -136,6 +171,7 @@ class _ThreadLane:
                 with torch.no_grad():
                     to.copy_(source)
             except BaseException as error:
+                failed = error
                 mark.reach(error)
             else:
                 mark.reach()
@@ -155,6 +191,11 @@ class ThreadLanes:
         mark = _ThreadMark()
         mark.reach()
         return mark
+
+    def room(self, size_bytes: int) -> torch.Tensor:
+        """See :class:`Lanes`: memory is nobody's who does not hold it."""
+        with torch.inference_mode(False):
+            return torch.empty(size_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
         """See :class:`Lanes`."""

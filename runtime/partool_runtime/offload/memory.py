@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -88,7 +89,7 @@ class HostMemory:
             first = -memory.data_ptr() % PAGE_BYTES
             block = memory[first : first + size_bytes]
             if self.pinned and size_bytes:
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size_bytes, 0)))
+                torch.cuda.check_error(int(_cuda().cudaHostRegister(block.data_ptr(), size_bytes, 0)))
                 with self._lock:
                     self._registered.append(block)
             return block
@@ -112,7 +113,11 @@ class HostMemory:
 def _unregister(blocks: list[torch.Tensor]) -> None:
     """Undo what was pinned in place, which has to happen before its memory is freed."""
     while blocks:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(blocks.pop().data_ptr())))
+        torch.cuda.check_error(int(_cuda().cudaHostUnregister(blocks.pop().data_ptr())))
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 _LIMIT_HELP = "raise parallel.offload.pinned_gib, or lower parallel.offload.bucket_mib or buffers"

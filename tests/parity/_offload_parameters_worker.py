@@ -1,0 +1,106 @@
+"""Trains with shards on the device and with shards in host memory, and compares all bits; as any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from partool_runtime.offload import HostMemory
+from partool_runtime.offload.lanes import ThreadLanes
+from partool_runtime.offload.parameters import HostParameters
+from partool_runtime.torch_internals import gather_otherwise, gathered_bytes, local
+
+CPU = torch.device("cpu")
+WIDTH = 7
+
+
+class Layer(nn.Module):
+    """Sizes that no number of ranks divides; the bias of one element leaves all ranks but one without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("shift", torch.full((WIDTH,), 0.25))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.up(x).tanh())
+        return x + hidden * self.scale + self.shift
+
+
+def sharded(mesh: DeviceMesh, *, apart: bool = False, most_kept: int = 0, unit: int = 1) -> nn.Sequential:
+    """Return a model of six layers, ``unit`` of them gathered together, and a root with two more parameters."""
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Layer() for _ in range(6)), nn.Linear(WIDTH, 3)).double()
+    for first in range(0, 6, unit):
+        fully_shard(list(model[first : first + unit]), mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if apart or most_kept:
+                gather_otherwise(module, apart=apart, in_turn=False, most_kept=most_kept)
+    return model
+
+
+def trained(model: nn.Sequential, settle: Callable[[], None], steps: int = 4) -> list[torch.Tensor]:
+    """Train; return all gradients of all steps and what this rank has of the parameters then."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for step in range(steps):
+        for _ in range(2):
+            x = torch.randn(4, WIDTH, generator=draws, dtype=torch.float64)
+            model(x).square().sum().backward()
+        settle()
+        for parameter in model.parameters():
+            grad = parameter.grad
+            assert grad is not None
+            seen.append(local(grad).clone())
+            with torch.no_grad():
+                local(parameter).sub_(local(grad), alpha=0.01 * (step + 1))
+            parameter.grad = None
+        with torch.no_grad():
+            seen.append(model(x).clone())  # evaluation, which leaves the root gathered
+        model.reshard()  # type: ignore[operator]
+    return [*seen, *(local(parameter.detach()).clone() for parameter in model.parameters())]
+
+
+def compared(mesh: DeviceMesh, **how: int) -> HostParameters:
+    """Train both ways and compare; return what kept the shards of the second."""
+    plain = sharded(mesh, **how)  # type: ignore[arg-type]
+    wanted = trained(plain, lambda: None)
+    model = sharded(mesh, **how)  # type: ignore[arg-type]
+    shards = HostParameters(
+        [model], CPU, memory=HostMemory(pinned=False), lanes=ThreadLanes(random.Random(dist.get_rank()))
+    )
+    found = trained(model, shards.settle)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert shards.moved_bytes > 0
+    assert shards.lent_bytes == 0
+    shards.close()
+    assert gathered_bytes(model) == gathered_bytes(plain)
+    return shards
+
+
+def main() -> None:
+    """Compare on all ranks there are."""
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    for how in ({}, {"apart": True}, {"most_kept": 7}, {"unit": 2}):
+        compared(mesh, **how)
+    if size % 2 == 0:
+        compared(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
