@@ -80,6 +80,11 @@ class Buffers:
         return min(wanted, (pinned_bytes - fixed) // each)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of one buffer for gradients."""
+        return self._most * self._gradients.itemsize
+
+    @property
     def spare(self) -> bool:
         """Whether there is a buffer that nothing uses."""
         return bool(self._free)

@@ -21,6 +21,7 @@ from partool_runtime.offload.buckets import Bucket, Member
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.figures import Figures
 from partool_runtime.offload.lanes import Lanes
+from partool_runtime.offload.leaving import Leaving
 from partool_runtime.offload.passes import Arriving, BucketPasses, Speculation, Target
 from partool_runtime.offload.resident import Resident
 from partool_runtime.offload.store import Store
@@ -78,6 +79,7 @@ class Engine:
             for member in bucket.members:
                 self._places.setdefault(member.name, []).append((bucket, member))
         self._arriving = threading.Lock()
+        self._leaving = Leaving(2 * buffers.gradient_bytes)
         self._open: dict[int, Arriving] = {}
         self._left: list[int] = []
         """Buckets whose gradients of this step are all on their way, in their order."""
@@ -116,7 +118,8 @@ class Engine:
     def arrive(self, name: str, gradient: torch.Tensor) -> None:
         """Take a gradient, of the flat shard, which the caller must not change any more; from any thread.
 
-        Waits where no buffer is free. On an accelerator it is called in the context of the stream that made it.
+        Waits where no buffer is free, and where earlier ones hold too much of the device's memory. On a GPU it is
+        called in the context of the stream that made the gradient.
         """
         self._worker.check()
         flat = gradient.detach().reshape(-1)
@@ -132,14 +135,17 @@ class Engine:
                         raise RuntimeError(f"a gradient of {name} came after its bucket had left")
                     arriving = self._open[bucket.index] = Arriving(bucket, self._buffer())
                 key = (name, member.start)
-                if key in arriving.gradients:
+                if key in arriving.members:
                     raise RuntimeError(f"{name} had two gradients in one micro-batch")
                 to = arriving.staging[member.offset : member.offset + member.elements]
                 arriving.mark = self._lanes.down.copy(to, flat[member.start : member.start + member.elements], after)
-                arriving.gradients[key] = flat
+                arriving.members.add(key)
+                self._leaving.add(flat, arriving.mark)
                 self.figures.bytes_down += to.nbytes
-                if len(arriving.gradients) == len(bucket.members):
+                if len(arriving.members) == len(bucket.members):
                     self._send(arriving)
+        with self.figures.waiting():
+            self._leaving.settle()
 
     def sums(self, leaving_out: Collection[str] = ()) -> tuple[list[float], bool]:
         """End the passes; return the blocks' sums of squares of all gradients, and whether all are finite.
@@ -153,6 +159,7 @@ class Engine:
                 if bucket.index not in self._left:
                     self._send(Arriving(bucket, self._buffer()))
         self._drain()
+        self._leaving.settle()
         self._order = list(self._left)
         counted = [found for (name, _), found in self._passes.sums.items() if name not in leaving_out]
         blocks, finite = [b for squares, _ in counted for b in squares], all(good for _, good in counted)

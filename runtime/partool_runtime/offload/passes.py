@@ -44,9 +44,10 @@ class Arriving:
 
     bucket: Bucket
     staging: torch.Tensor
-    gradients: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """By parameter and start: kept until the copies are done."""
+    members: set[tuple[str, int]] = field(default_factory=set)
+    """Those whose copies were begun, by parameter and start."""
     mark: Mark | None = None
+    """Behind these."""
 
 
 @dataclass(slots=True)
@@ -92,9 +93,8 @@ class BucketPasses:
         if arriving.mark is not None:
             arriving.mark.wait()
         for member in bucket.members:
-            if (member.name, member.start) not in arriving.gradients:
+            if (member.name, member.start) not in arriving.members:
                 staging[member.offset : member.offset + member.elements].zero_()
-        arriving.gradients.clear()
         step = self.steps[bucket.index]
         with self._figures.passing():
             if self._buffers.accumulates:
