@@ -9,12 +9,11 @@ import numpy as np
 from partool.cost import collective, cut, dealt, tensor_time
 from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Job, Layouts, among
 from partool.cost.micro import Micro, micro
-from partool.cost.offload import Offload, offload
+from partool.cost.offload import Offload, chain, device_share, device_update_s, offload
 from partool.cost.pipeline import boundary_elements
 from partool.cost.sync import Held, Passes, Sync, pipeline_wait, sync
 from partool.cost.traffic import trained_share
 
-_STREAM_SHARE = 0.80
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 
@@ -28,6 +27,10 @@ class Step:
     optimizer_s: Column
     send_s: Column
     """One transfer between neighbouring stages."""
+    owned: Column
+    """Parameters that a rank's optimizer updates."""
+    last_s: Column
+    """The last backward pass."""
     tensor_s: Column
     """Sums, once a step, of gradients that tensor ranks have parts of."""
     extra_s: Column
@@ -54,17 +57,26 @@ def step(job: Job, layouts: Layouts) -> Step:
         passes_s=m * passes.both_s,
         last_s=passes.backward_s,
     )
-    memory = _STREAM_SHARE * job.devices.memory_bytes_per_s
-    stays = 1.0 - layouts.host_optimizer
-    width = job.master_bytes / 4.0
-    optimizer = width * job.stack.optimizer_bytes * owned * stays / memory + 50e-6
+    optimizer = device_update_s(job, owned * (1.0 - layouts.host_optimizer)) + 50e-6
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
     send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
     tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
-    state = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s) + shared.slowdown_s
+    exposed = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s)
+    state = exposed + shared.slowdown_s + moved.slowdown_s
     extra = state + tensor + optimizer + job.stack.overhead_s
-    return Step(costs, shared, moved, optimizer, send, tensor, extra)
+    return Step(costs, shared, moved, optimizer, send, owned, passes.backward_s, tensor, extra)
+
+
+def hidden_share(job: Job, layouts: Layouts) -> float:
+    """Return the least share of one layout's optimizer state that stays on the device so that the rest is hidden.
+
+    See :func:`partool.cost.offload.device_share`; ``layouts`` is of single numbers.
+    """
+    found = step(job, layouts)
+    whole = chain(job, layouts, found.owned)
+    slowest = max(float(part) for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
+    return device_share(float(found.last_s), slowest, float(whole.lag_s))
 
 
 def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) -> Column:

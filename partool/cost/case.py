@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost.stacks import PARTOOL, Stack
+from partool.cost.tiers import USUAL, Tiers
 from partool.cost.zero_controls import COALESCED, Controls
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
@@ -100,6 +101,10 @@ class Job:
     """Layers of each pipeline stage where they are given; None: as balances best."""
     controls: Controls = COALESCED
     """How ranks that share parameters bring them together."""
+    moments: int = 2
+    """Tensors of a parameter's size that the optimizer keeps beside it."""
+    tiers: Tiers = USUAL
+    """How what leaves the device is kept and updated."""
 
     @property
     def compute_bytes(self) -> int:

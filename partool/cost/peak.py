@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +30,10 @@ from partool.cost.saved import (
     tile_bytes,
     widths,
 )
-from partool.cost.states import HOST_FACTOR, States, states
+from partool.cost.states import States, states
+from partool.cost.tiers import PINNED
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
-from partool.plan.terms import MEMORY_TERMS
+from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory
 
 MIB, GIB = 2**20, 2**30
@@ -65,8 +67,10 @@ class Memory:
     """Bytes, keys of :data:`partool.plan.terms.MEMORY_TERMS`."""
     sigma_bytes: Column
     """One standard deviation of the true peak around the total."""
-    host_bytes: Column
-    """Of host memory, per node."""
+    host_terms: dict[str, Column]
+    """Bytes of host memory of one rank, keys of :data:`partool.plan.terms.HOST_TERMS`."""
+    sharers: Column
+    """Ranks of a node."""
     outside_bytes: Column
     """Of the terms, what the framework's allocator does not see: context and communicators."""
     reclaimable_bytes: Column
@@ -81,6 +85,11 @@ class Memory:
     def total_bytes(self) -> Column:
         """Sum of the terms."""
         return sum(self.terms.values())
+
+    @property
+    def host_bytes(self) -> Column:
+        """Of host memory, per node."""
+        return sum(self.host_terms.values()) * self.sharers
 
 
 def peak_memory(job: Job, layouts: Layouts) -> Memory:
@@ -107,7 +116,11 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
     return Memory(
         {name: chosen([memory.terms[name] for memory in found]) for name in MEMORY_TERMS},
         chosen([memory.sigma_bytes for memory in found]),
-        np.maximum.reduce(np.broadcast_arrays(*(memory.host_bytes for memory in found))),
+        {
+            name: np.maximum.reduce(np.broadcast_arrays(*(memory.host_terms[name] for memory in found)))
+            for name in found[0].host_terms
+        },
+        found[0].sharers,
         chosen([memory.outside_bytes for memory in found]),
         chosen([memory.reclaimable_bytes for memory in found]),
     )
@@ -134,12 +147,26 @@ def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPredictio
         sigma_bytes=round(sigma),
         verdict=verdict(probability),
         ranks=ranks,
+        **_host(memories, layout),
     )
 
 
 def host_bytes(job: Job, layout: Layout) -> int:
     """Return the host memory that offloading takes on the fullest node."""
     return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
+
+
+def _host(memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
+    """Return the fields of a prediction about host memory, of the rank that needs most of it."""
+    if not layout.offloads:
+        return {}
+    most = max(memories, key=lambda memory: float(memory.host_bytes))
+    terms = {name: round(float(size)) for name, size in most.host_terms.items()}
+    return {
+        "host_terms_bytes": {name: terms[name] for name in HOST_TERMS if terms.get(name)},
+        "host_bytes": round(float(most.host_bytes)),
+        "pinned_bytes": sum(size for name, size in terms.items() if name in PINNED),
+    }
 
 
 def rank_memories(job: Job, layout: Layout) -> list[Memory]:
@@ -178,14 +205,20 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
         activations, gradients, loss = _fullest_phase(state, held, saved, at_work, loss)
         freed = np.where(loss > 0, freed, 0.0)
     outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
+    optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
+    if backend == "cpu":
+        # There is no other memory: what would leave an accelerator stays beside the rest.
+        optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
+        on_its_way = sum(size for name, size in state.host.items() if name not in ("masters", "moments", "copies"))
+        on_its_way = on_its_way + on_host
     terms = {
         "parameters": state.parameters,
         "gathered": state.gathered,
         "gradients": gradients,
-        "optimizer": state.optimizer,
+        "optimizer": optimizer,
         "activations": activations,
         "loss": loss,
-        "communication": buffers + outside - FRAMEWORK_BYTES[backend],
+        "communication": buffers + on_its_way + outside - FRAMEWORK_BYTES[backend],
         "framework": FRAMEWORK_BYTES[backend] + 0.0,
     }
     allocated = sum(terms.values()) - outside
@@ -193,10 +226,11 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
     empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
     terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
-    host = (HOST_FACTOR * state.host + on_host) * np.minimum(layouts.world, job.devices.per_node)
+    host_terms = {**state.host, "activations": on_host}
     outside = job.memory_scalar * outside
     sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
-    return Memory(terms, sigma, host, outside, np.floor(job.memory_scalar * empty))
+    sharers = np.minimum(layouts.world, job.devices.per_node)
+    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
 
 
 def _movable(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Column:

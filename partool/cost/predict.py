@@ -138,7 +138,8 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         **comm,
         "tensor_parallel": comm["tensor_parallel"] + _tensor_sync_s(job, layout, stages),
         # The host link works beside the network: only what outlasts the network's collectives shows.
-        "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest)),
+        "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest))
+        + fullest * float(base.offload.slowdown_s),
         "optimizer": fullest * float(base.optimizer_s),
         "pipeline_bubble": span - busy + float(pipeline_wait(job, columns(layout))) * busy,
         "overhead": job.stack.overhead_s,
@@ -215,6 +216,7 @@ def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) 
         )
     parts["host_transfer"] = float(base.offload.transfer_s)
     parts["host_optimizer"] = float(base.offload.optimizer_s)
+    parts["disk"] = float(base.offload.disk_s)
     return {name: job.time_scalar * value for name, value in parts.items()}
 
 

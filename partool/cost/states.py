@@ -10,11 +10,12 @@ from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
 from partool.cost.memory_stacks import MemoryStack
+from partool.cost.tiers import host_terms, waits_on_device, wire_bytes
 from partool.cost.zero_controls import kept_elements
 
 HOST_FACTOR = 1.5
-"""Host memory against the training state kept there: pinned staging buffers and the allocator's rounding (DeepSpeed's
-``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
+"""Of other code bases, host memory against the training state kept there: pinned staging buffers and the allocator's
+rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class States:
     optimizer: Column
     buffers: Column
     """Of gathers and reductions of parameters and gradients."""
-    host: Column
-    """In host memory."""
+    host: dict[str, Column]
+    """In host memory, keys of :data:`partool.plan.terms.HOST_TERMS`."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,36 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
         return np.ceil(common / cut) + np.ceil(expert / experts)
 
     everything = sizes.common + sizes.expert
-    kept_wide = master * sharded(1) * (1 - on_host)
+    everywhere, trained = sharded(1), sharded(1, only_trained=True)
+    kept_wide = master * everywhere * (1 - on_host)
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     else:
-        parameters = kept_wide + small * sharded(1) * on_host
-    away = np.where(layouts.host_parameters == 1, parameters, 0.0)
-    gradients = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, sharded(1, only_trained=True))
-    moments = 2 * master * sharded(1, only_trained=True)
+        # Beside an optimizer in host memory there are no masters; those of the state that stays are beside the weights.
+        parameters = kept_wide + small * everywhere * (on_host > 0)
+    stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
+    away = np.where(layouts.host_parameters == 1, stored, 0.0)
+    gradients = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
+    moments = job.moments * master * trained
     gathered = _gathered(job, layouts, stack, sizes, everything)
-    host = on_host * (moments + (2 * master if stack.wide_weights else master) * sharded(1, only_trained=True))
+    if job.stack.name == "partool":
+        terms = host_terms(job, layouts, on_host * everywhere, on_host * trained)
+    else:
+        state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
+        terms = {"masters": HOST_FACTOR * state}
+    terms["parameters"] = _stored(job, layouts, away, sizes)
     optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
-    return States(parameters - away, gathered, *gradients, optimizer, buffers, host + away)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
+
+
+def _stored(job: Job, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
+    """Return the host memory of parameters' shards: of all, or of those in files as many groups as are on their way."""
+    if job.stack.name != "partool":
+        return HOST_FACTOR * away
+    if job.tiers.parameters == "nvme":
+        unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
+        return np.minimum(away, job.tiers.buffers * unit)
+    return away
 
 
 def _shards(layouts: Layouts) -> Column:
@@ -155,7 +174,10 @@ def _gradients(
 ) -> tuple[Column, Column, Column]:
     """Return the gradients as a backward pass ends, when activations are at their most, and at the optimizer's step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
-    size = stack.gradient_bytes or master
+    size: Column = stack.gradient_bytes or master
+    if job.stack.name == "partool":
+        # Beside an optimizer in host memory gradients are of the type in which they travel.
+        size = np.where(layouts.host_optimizer > 0, wire_bytes(job, layouts), size)
     if stack.lasting_gradients or stack.resident_copy:
         uncut: Column = layouts.zero < 2
     else:
@@ -170,7 +192,9 @@ def _gradients(
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
     on_device = 1 - layouts.host_optimizer
-    if not stack.host_accumulates:
+    if job.stack.name == "partool":
+        on_device = np.where(waits_on_device(layouts), 1, on_device)
+    elif not stack.host_accumulates:
         on_device = np.where(layouts.accumulation > 1, 1, on_device)
     ended = gradients + stack.narrow_gradient_bytes * whole
     stepping = gradients * on_device + at_step * (1 - layouts.host_optimizer)

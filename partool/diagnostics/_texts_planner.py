@@ -28,8 +28,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT225",
         "A pattern of optimizer.groups that decides on no parameter",
-        "The first pattern that matches a parameter's name counts. One that matches none, none that is trained, or none "
-        "that an earlier one does not, is misspelt or out of place.",
+        "The first pattern that matches a parameter's name counts. One that matches none, none that is trained, or "
+        "none that an earlier one does not, is misspelt or out of place.",
         _gpus("optimizer: {groups: {'layers.*': {lr_factor: 0.5}, 'layers.0.*': {lr_factor: 0.1}}}"),
         _gpus("optimizer: {groups: {'layers.0.*': {lr_factor: 0.1}, 'layers.*': {lr_factor: 0.5}}}"),
     ),

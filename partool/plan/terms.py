@@ -6,7 +6,7 @@ MEMORY_TERMS: dict[str, str] = {
     "parameters": "master copy and, where kept, low-precision copy of the weights this rank holds",
     "gathered": "parameters gathered from other ranks for the forward and backward pass, at the peak",
     "gradients": "gradients this rank holds at the peak",
-    "optimizer": "AdamW moments this rank holds",
+    "optimizer": "moments of the optimizer this rank holds",
     "activations": "tensors saved for the backward pass, at the peak",
     "loss": "logits and their gradient",
     "communication": "buffers of collectives",
@@ -14,6 +14,18 @@ MEMORY_TERMS: dict[str, str] = {
     "fragmentation": "allocator overhead",
 }
 """Memory terms in bytes per rank, in the order of the reports."""
+
+HOST_TERMS: dict[str, str] = {
+    "masters": "master copies of the weights, or those of the files that are in memory at once",
+    "moments": "moments of the optimizer, the same",
+    "gradients": "buffers of gradients on their way, which also keep a step's until their norm is known",
+    "totals": "sums of the gradients of several micro-batches",
+    "weights": "buffers of new weights on their way",
+    "copies": "masters and moments as they were before a step that may have to be undone",
+    "parameters": "shards of the parameters",
+    "activations": "tensors saved for the backward pass",
+}
+"""Terms of host memory in bytes per rank, in the order of the reports."""
 
 TIME_TERMS: dict[str, str] = {
     "data": "waiting for the next batch",
@@ -58,5 +70,6 @@ TIME_PARTS: dict[str, str] = {
     "pipeline_transfer": "activations and gradients between stages, hidden or not",
     "host_transfer": "traffic over the host link, hidden or not",
     "host_optimizer": "the host's optimizer step, hidden or not",
+    "disk": "reads and writes of optimizer state on disks, hidden or not",
 }
 """Finer parts of the time terms, in seconds per optimizer step of the slowest rank."""

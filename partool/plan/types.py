@@ -192,6 +192,12 @@ class MemoryPrediction(Record):
     """green: sure to fit (at least 99 %); amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
     """One entry per pipeline rank: its terms."""
+    host_terms_bytes: dict[str, int] = {}
+    """Of host memory, of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty where nothing leaves."""
+    host_bytes: int = 0
+    """Of host memory, of all ranks of a node."""
+    pinned_bytes: int = 0
+    """Of one rank's host memory, what its device reaches by itself."""
 
 
 class TimePrediction(Record):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from partool.cost.case import RECOMPUTE, Job
 from partool.cost.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
+from partool.cost.tiers import tiers_from
 from partool.cost.time import predict_time
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
@@ -19,6 +20,7 @@ from partool.planner.launching import environment
 from partool.planner.price import host_room
 from partool.planner.problem import divisors, needs_of
 from partool.spec.hardware import Devices, LimitsSpec
+from partool.spec.training import MOMENTS
 
 _GIB = 2**30
 _PATH = ("launch", "min_nodes")
@@ -153,6 +155,8 @@ def _job(plan: Plan, devices: Devices) -> Job:
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,
+        moments=MOMENTS[plan.optimizer.name],
+        tiers=tiers_from(plan.layout),
     )
 
 

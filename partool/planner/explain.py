@@ -11,7 +11,7 @@ from partool.cost.case import RECOMPUTE
 from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Alternative
-from partool.planner import fused, tiles, zero_controls
+from partool.planner import fused, offload, tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
 from partool.planner.problem import runnable
@@ -65,10 +65,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found.append(_recompute(solution, best))
     found += tiles.sentences(solution.problem, layout)
     found += fused.words(solution.problem, layout)
-    if layout.offload_activations == "cpu":
-        asked = ", as the spec asks" if parallel.offload.activations == "cpu" else ""
-        waits = best.time.terms_s.get("offload", 0.0) / best.time.step_time_s
-        found.append(f"Activations in host memory{asked}: {waits:.1%} of the step waits for what goes there and back.")
+    found += offload.sentences(solution.problem, best)
     if parallel.micro_batch == "auto":
         share = layout.micro_batch * layout.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
@@ -98,6 +95,8 @@ def _zero(solution: Solution, best: Priced) -> str:
     layout = best.layout
     if solution.problem.spec.parallel.data.zero != "auto":
         return f"ZeRO-{layout.zero}: the spec asks for it."
+    if layout.mesh.dp * layout.mesh.cp == 1 and layout.zero == 3:
+        return "ZeRO-3 on one rank: copies of the parameters that a layer computes with exist while it does."
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
     if layout.zero == 0:

@@ -151,6 +151,8 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
         sum(degree > 1 for degree in degrees),
         mesh.tp > problem.domain,
         sum(side != "none" for side in moved),
+        "nvme" in moved,
+        layout.gpu_fraction,
         layout.zero,
         sum(RECOMPUTE.index(policy) for policy in layout.recompute),
         SCHEDULES.index(layout.schedule) if layout.schedule != "1f1b" else -1,

@@ -1,39 +1,39 @@
-"""What goes to host memory or to disks, and how the host's part of the work is done: what is pinned, and what follows.
+"""What goes to host memory or to disks, as fields of a layout: what is pinned, and what follows.
 
-Two optimizers per rank, one on the device and one on the host's cores, share the parameters: what is decided here is
-how large the pieces are that travel between them, in which type, and how many cores take part.
+Two optimizers per rank, one on the device and one on the host's cores, may share the parameters. How large the pieces
+are that travel between them, and in which type, is decided where it is counted: :mod:`partool.cost.tiers`.
 """
 
 from __future__ import annotations
 
-from math import log2
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
+from partool.cost import tiers
+from partool.cost.bound import hidden_share
 from partool.cost.case import Layouts
+from partool.cost.columns import columns
 from partool.plan.types import HostWork
+from partool.planner.price import Priced
 from partool.planner.problem import Problem
+from partool.planner.words import GIB, TIE
 
-MIB, GIB = 2**20, 2**30
-BUCKET_BYTES = 64 * MIB
-"""Of gradients: copies of as much run at the full rate of any host link (SuperOffload, arXiv 2509.21271)."""
-_SMALLEST_BUCKET_BYTES = 4 * MIB
-_BUCKETS = 16
-"""A step has so many buckets at least, that the first are worked on while the last are not there yet."""
-BUFFERS = 4
-"""Buckets of a state on disks in host memory: one that is stepped, one that is read, one that is written, one spare."""
 _CORES_KEPT = 2
 """Of a rank's cores: for training's own thread and the data loader."""
-_STATE_SHARE = 0.25
-"""Of masters and moments, what copies of the state may take where ``undo_gib`` is open."""
+_MOST = 0.95
+_SHARES = (0.75, 0.5, 0.25)
+"""Of the optimizer's state, what may stay on a device that has no room for what would hide the host's last work."""
 
 
 def fields(problem: Problem, row: Layouts) -> dict[str, Any]:
     """Return the fields of a layout that say what leaves the device, of a row whose columns are single numbers."""
-    host, offload = float(row.host_optimizer), problem.spec.parallel.offload
+    host, asked = float(row.host_optimizer), problem.tiers
     found: dict[str, Any] = {
-        "offload_optimizer": problem.optimizer_tier if host > 0 else "none",
+        "offload_optimizer": asked.optimizer if host > 0 else "none",
         "gpu_fraction": round(1.0 - host, 6) if host > 0 else 0.0,
-        "offload_parameters": ("nvme" if offload.parameters == "nvme" else "cpu") if row.host_parameters else "none",
+        "offload_parameters": asked.parameters if row.host_parameters else "none",
         "offload_activations": "cpu" if row.host_activations else "none",
     }
     if any(found[name] != "none" for name in ("offload_optimizer", "offload_parameters", "offload_activations")):
@@ -43,42 +43,26 @@ def fields(problem: Problem, row: Layouts) -> dict[str, Any]:
 
 def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
     """Return how the host's part of the work is done, where ``moved`` says what leaves the device."""
-    offload, pinned = problem.spec.parallel.offload, problem.spec.parallel.offload.pinned_gib
-    found: dict[str, Any] = {"pinned_bytes": 0 if pinned == "auto" else int(pinned * GIB)}
+    offload, asked, job = problem.spec.parallel.offload, problem.tiers, problem.job
+    found: dict[str, Any] = {}
+    if offload.pinned_gib != "auto":
+        found["pinned_bytes"] = int(offload.pinned_gib * tiers.GIB)
     if "nvme" in (moved["offload_optimizer"], moved["offload_parameters"]):
-        found["folder"] = offload.dir or ""
-        found["buffers"] = BUFFERS if offload.buffers == "auto" else offload.buffers
+        found |= {"folder": offload.dir or "", "buffers": asked.buffers}
     if moved["offload_optimizer"] == "none":
         return HostWork(**found)
-    elements = owned(problem, row)
-    speculate = speculation(problem)
-    gradients = travels(problem, row)
+    elements = owned(problem, row) * (1.0 - moved["gpu_fraction"])
+    wire = int(tiers.wire_bytes(job, row))
+    bucket = float(tiers.bucket_elements(job, row, elements)) if not asked.bucket_bytes else 0.0
     return HostWork(
         **found,
-        speculate=speculate,
-        undo_bytes=_undo_bytes(problem, elements) if speculate == "undo" else 0,
-        gradients=gradients,
-        moments="bf16" if offload.moments == "bf16" else "master",
-        bucket_bytes=_bucket_bytes(problem, elements, gradients),
+        speculate=asked.speculate,
+        undo_bytes=int(tiers.undo_bytes(job, elements)),
+        gradients="compute" if asked.gradients == "compute" or wire == job.compute_bytes else "master",
+        moments="bf16" if asked.narrow_moments else "master",
+        bucket_bytes=asked.bucket_bytes or max(tiers.SMALLEST_BUCKET_BYTES, int(wire * bucket)),
         threads=threads(problem),
     )
-
-
-def speculation(problem: Problem) -> Any:
-    """Return whether the host steps before the norm is known; by itself always, for it changes nothing but time."""
-    asked = problem.spec.parallel.offload.speculate
-    return "deferred" if asked in ("auto", True) else "undo" if asked == "undo" else "none"
-
-
-def travels(problem: Problem, row: Layouts) -> Any:
-    """Return the type in which gradients travel: that of computation where it loses nothing, or the spec asks for it.
-
-    It loses nothing where no sum over ranks made them: what one rank's backward pass leaves is of that type already.
-    """
-    asked = problem.spec.parallel.offload.gradients
-    if asked != "auto":
-        return "compute" if asked == "bf16" else "master"
-    return "compute" if int(row.world) == 1 else "master"
 
 
 def threads(problem: Problem) -> int:
@@ -98,18 +82,75 @@ def owned(problem: Problem, row: Layouts) -> float:
     return problem.parameters / (float(row.pp) * float(row.tp) * shards)
 
 
-def _undo_bytes(problem: Problem, elements: float) -> int:
-    asked = problem.spec.parallel.offload.undo_gib
-    if asked != "auto":
-        return int(asked * GIB)
-    return max(MIB, int(_STATE_SHARE * 3 * problem.job.master_bytes * elements))
+def to_disks(problem: Problem) -> Problem | None:
+    """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
+    offload = problem.spec.parallel.offload
+    may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
+    return replace(problem, on_disks=True) if may and not problem.on_disks else None
 
 
-def _bucket_bytes(problem: Problem, elements: float, gradients: str) -> int:
-    """Return the size of a bucket: 64 MiB, or less by powers of two where a rank would have few of them."""
-    asked = problem.spec.parallel.offload.bucket_mib
-    if asked != "auto":
-        return int(asked * MIB)
-    size = problem.job.compute_bytes if gradients == "compute" else problem.job.master_bytes
-    share = max(1.0, size * elements / _BUCKETS)
-    return int(min(BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, 2 ** int(log2(share)))))
+def refined(priced: Priced) -> Priced:
+    """Return a layout with as much of the optimizer's state on the device as hides the host's last work, if that fits.
+
+    Searches try few shares; this one follows from the times of the layout itself.
+    """
+    problem, layout = priced.problem, priced.layout
+    open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
+    if layout.offload_optimizer == "none" or not open_:
+        return priced
+    least = ceil(100.0 * hidden_share(priced.job, columns(layout))) / 100.0
+    best = priced
+    for share in (least, *_SHARES):
+        if not layout.gpu_fraction < share <= min(least, _MOST):
+            continue
+        row = replace(columns(layout), host_optimizer=round(1.0 - share, 6))
+        other = Priced(problem, layout.model_copy(update=fields(problem, row)))
+        if not other.fits or other.safe < priced.safe:
+            continue
+        quicker = other.time.step_time_s < best.time.step_time_s * (1.0 - TIE)
+        if quicker or (share == least and other.time.step_time_s <= priced.time.step_time_s * (1.0 + TIE)):
+            best = other
+        if share == least:
+            break
+    return best
+
+
+def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
+    """Say what lives in host memory and on disks, and why."""
+    layout, asked, memory = priced.layout, problem.spec.parallel.offload, priced.memory
+    waits = priced.time.terms_s.get("offload", 0.0) / priced.time.step_time_s
+    if layout.offload_optimizer != "none":
+        yield _optimizer(priced, pinned=asked.optimizer != "auto", waits=waits)
+        yield _update(priced)
+    if layout.offload_parameters != "none":
+        why = (
+            "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are slower"
+        )
+        where = "files" if layout.offload_parameters == "nvme" else "host memory"
+        yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
+    if layout.offload_activations != "none":
+        told = ", as the spec asks" if asked.activations == "cpu" else ""
+        yield f"Activations in host memory{told}: {waits:.1%} of the step waits for what goes there and back."
+    if memory.pinned_bytes:
+        yield f"Pinned memory: {memory.pinned_bytes / GIB:.1f} GiB of each rank, taken before the first step."
+
+
+def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
+    layout = priced.layout
+    where = f"files under {layout.host.folder}" if layout.offload_optimizer == "nvme" else "host memory"
+    why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are slower"
+    stays = f"; {layout.gpu_fraction:.0%} stays, of what the backward pass reaches last" if layout.gpu_fraction else ""
+    return f"Optimizer state in {where}: {why}{stays}. {waits:.1%} of the step waits for it."
+
+
+def _update(priced: Priced) -> str:
+    work = priced.layout.host
+    when = {
+        "none": "after the norm of the gradients is known",
+        "deferred": "as gradients arrive; masters and moments change once their norm is known",
+        "undo": f"as gradients arrive, with {work.undo_bytes / GIB:.2g} GiB of copies to go back to",
+    }[work.speculate]
+    wide = "as they are computed" if work.gradients == "compute" else "as wide as masters"
+    cores = f"{work.threads} core{'s' * (work.threads > 1)}"
+    size = work.bucket_bytes / tiers.MIB
+    return f"Update on {cores} per rank {when}. Gradients travel {wide}, {size:.3g} MiB at a time."

@@ -14,6 +14,7 @@ from partool.cost.case import EAGER, SCHEDULES, Column, Job
 from partool.cost.kinds import Kind, kinds
 from partool.cost.micro import layer_elements
 from partool.cost.stacks import own_stack
+from partool.cost.tiers import Tiers, tiers_of
 from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
 from partool.layout.parameters import count, parameters
@@ -27,6 +28,7 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
 from partool.spec.spec import Spec
+from partool.spec.training import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Problem:
             lists=self.lists,
             stage_layers=self.stage_layers,
             controls=self.controls,
+            moments=MOMENTS[self.spec.optimizer.name],
+            tiers=self.tiers,
         )
 
     @cached_property
@@ -161,11 +165,10 @@ class Problem:
         """Ranks that the fast link joins."""
         return self.job.domain
 
-    @property
-    def optimizer_tier(self) -> Literal["cpu", "nvme"]:
-        """Where the optimizer's state goes that leaves the device."""
-        asked = self.spec.parallel.offload.optimizer
-        return "nvme" if asked == "nvme" or (asked == "auto" and self.on_disks) else "cpu"
+    @cached_property
+    def tiers(self) -> Tiers:
+        """How what leaves the devices is kept and updated."""
+        return tiers_of(self.spec.parallel.offload, on_disks=self.on_disks)
 
     @cached_property
     def parameters(self) -> int:

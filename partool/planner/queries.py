@@ -12,9 +12,8 @@ import numpy as np
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search import Search
+from partool.planner.solve import harder_ones
 from partool.planner.space import build
-from partool.planner.tiles import in_tiles
-from partool.planner.zero_controls import under_pressure
 from partool.spec.spec import Spec
 
 Largest = Literal["micro_batch", "sequence_length", "global_batch"]
@@ -88,9 +87,9 @@ def fits(problem: Problem, *, once: bool = False) -> bool:
 
 
 def variants(problem: Problem) -> Iterator[Problem]:
-    """Yield a problem as plans solve it: as it is, with gathers that need least memory, with tiles of sequences."""
+    """Yield a problem as plans solve it: as it is, then with more and more that saves memory and costs time."""
     yield problem
-    yield from (harder for harder in (under_pressure(problem), in_tiles(problem)) if harder is not None)
+    yield from harder_ones(problem)
 
 
 def _fits(problem: Problem, *, once: bool) -> bool:

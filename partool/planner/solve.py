@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from partool.plan.types import SearchSummary
+from partool.planner.offload import refined, to_disks
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
 from partool.planner.search import Found, Search, firsts
@@ -78,15 +80,26 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """Search all layouts, and where the best cannot run, those that can.
 
-    If none is sure to fit, they are searched again with gathers that need least memory, then with tiles of sequences.
+    If none is sure to fit, they are searched again with gathers that need least memory, then with tiles of sequences,
+    and last with the optimizer's state in files, if the spec names a folder for them.
     """
     solution = _solve(problem)
-    for harder in (under_pressure(problem), in_tiles(problem)):
-        if harder is None or (solution.chosen is not None and solution.chosen.safe):
-            continue
+    for harder in harder_ones(problem):
+        if solution.chosen is not None and solution.chosen.safe:
+            break
         again = _solve(harder)
         solution = again if _rank(again.chosen) > _rank(solution.chosen) else solution
     return solution
+
+
+def harder_ones(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem with more and more that saves memory and costs time."""
+    found = (under_pressure(problem), in_tiles(problem), to_disks(problem), to_disks(_smallest(problem)))
+    yield from (one for at, one in enumerate(found) if one is not None and one not in found[:at])
+
+
+def _smallest(problem: Problem) -> Problem:
+    return in_tiles(problem) or under_pressure(problem) or problem
 
 
 def _rank(priced: Priced | None) -> int:
@@ -103,11 +116,15 @@ def _solve(problem: Problem) -> Solution:
         best = overall.best
         if best is None or not runnable(problem, best.layout):
             able = Search(problem, space, space.runnable, space.runnable_policies, search).run()
+    for found in (overall, able):
+        if found is not None and found.best is not None:
+            found.best = refined(found.best)
     return Solution(problem, space, search, overall, able)
 
 
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
-    problem = in_tiles(problem) or under_pressure(problem) or problem
+    problem = _smallest(problem)
+    problem = to_disks(problem) or problem
     space = build(problem)
     return space.size > 0 and Search(problem, space).could_fit()

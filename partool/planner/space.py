@@ -294,10 +294,12 @@ class _Builder:
         # Parameters go to the host as ZeRO-3 shards, of one rank too.
         to_host = self.problem.spec.parallel.offload.parameters in ("cpu", "nvme")
         zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
+        # A rank of its own gathers too, into the copies that layers compute with: with ZeRO-3 those of one layer.
+        alone = self.problem.world_size == 1 and self.problem.host_link
         found = []
         for zero in zeros:
             if zero == 0 or dp * cp == 1:
-                if data.zero != "auto" or to_host or (zero == 0 and data.shard in ("auto", 1)):
+                if data.zero != "auto" or to_host or (zero in (0, 3 * alone) and data.shard in ("auto", 1)):
                     found.append((zero, 1))
             elif data.shard != "auto":
                 found += [(zero, data.shard)] if dp % data.shard == 0 else []

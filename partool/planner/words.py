@@ -69,14 +69,18 @@ def _tiles(layout: Layout) -> list[tuple[str, int]]:
 
 def _offloaded(layout: Layout) -> list[str]:
     found = []
-    if layout.offload_optimizer == "cpu":
+    if layout.offload_optimizer != "none":
         share = f" {1.0 - layout.gpu_fraction:.0%}" if layout.gpu_fraction else ""
-        found.append(f"optimizer{share}")
-    if layout.offload_parameters == "cpu":
-        found.append("parameters")
+        found.append(f"optimizer{share}{_to_disks(layout.offload_optimizer)}")
+    if layout.offload_parameters != "none":
+        found.append(f"parameters{_to_disks(layout.offload_parameters)}")
     if layout.offload_activations == "cpu":
         found.append("activations")
     return found
+
+
+def _to_disks(tier: str) -> str:
+    return " to disks" if tier == "nvme" else ""
 
 
 def change(layout: Layout, file: str = "") -> str:
@@ -90,10 +94,11 @@ def change(layout: Layout, file: str = "") -> str:
         sizes += f", waves: {layout.chunks // 2}" if layout.schedule == "hanayo" else ""
         sizes += f", in_flight: {layout.in_flight}" if layout.in_flight else ""
         pipeline = f"{{stages: {mesh.pp}, schedule: {name}{sizes}}}"
-    fraction = f", gpu_fraction: {layout.gpu_fraction:g}" if layout.offload_optimizer == "cpu" else ""
+    fraction = f", gpu_fraction: {layout.gpu_fraction:g}" if layout.offload_optimizer != "none" else ""
+    folder = f", dir: {layout.host.folder}" if layout.host.folder else ""
     offload = (
         f"{{optimizer: {layout.offload_optimizer}{fraction}, parameters: {layout.offload_parameters}, "
-        f"activations: {layout.offload_activations}}}"
+        f"activations: {layout.offload_activations}{folder}}}"
     )
     tiles = f"tiles: {{mlp: {layout.mlp_tile_tokens}, loss: {layout.loss_tile_tokens}}}, " if _tiles(layout) else ""
     policies = [(policy, len(list(group))) for policy, group in groupby(layout.recompute)]

@@ -128,12 +128,13 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     rows += [("recompute", recompute), ("compile", layout.compile)]
     tiles = (("networks", layout.mlp_tile_tokens), ("loss", layout.loss_tile_tokens))
     rows += [(what, f"in tiles of {tokens:,} tokens") for what, tokens in tiles if tokens]
-    if layout.offload_optimizer == "cpu":
-        rows.append(("optimizer", f"{1.0 - layout.gpu_fraction:.0%} in host memory"))
+    where_is = {"cpu": "in host memory", "nvme": "in files"}
+    if layout.offload_optimizer != "none":
+        rows.append(("optimizer", f"{1.0 - layout.gpu_fraction:.0%} {where_is[layout.offload_optimizer]}"))
     rows += [
-        (name, "in host memory")
+        (name, where_is[where])
         for name, where in (("parameters", layout.offload_parameters), ("activations", layout.offload_activations))
-        if where == "cpu"
+        if where != "none"
     ]
     return rows
 

@@ -13,6 +13,7 @@ from partool.plan.types import Plan
 from partool.report import environment
 from partool.report.units import amount, duration, gib, seconds
 
+_IN = {"cpu": "in host memory", "nvme": "in files"}
 _BAR = 24
 _SMALL = 0.001
 """Share of the step below which a term has no line of its own."""
@@ -115,10 +116,10 @@ def _tiles(plan: Plan) -> Iterator[str]:
 def _offloaded(plan: Plan) -> Iterator[str]:
     """Yield what lives in host memory."""
     layout = plan.layout
-    if layout.offload_optimizer == "cpu":
-        yield f"{1.0 - layout.gpu_fraction:.0%} of the optimizer in host memory"
-    if layout.offload_parameters == "cpu":
-        yield "parameters in host memory"
+    if layout.offload_optimizer != "none":
+        yield f"{1.0 - layout.gpu_fraction:.0%} of the optimizer {_IN[layout.offload_optimizer]}"
+    if layout.offload_parameters != "none":
+        yield f"parameters {_IN[layout.offload_parameters]}"
     if layout.offload_activations == "cpu":
         yield "activations in host memory"
 
@@ -155,11 +156,22 @@ def _memory(plan: Plan) -> Table:
     share = memory.total_bytes / plan.devices.memory_bytes
     fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {_probability(memory.fit_probability)}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
-    own = [row.host_bytes for row in plan.candidates if not row.why_not]
-    if own and own[0] and plan.devices.host_memory_bytes:
-        host = plan.devices.host_memory_bytes
-        table.add_row("host", gib(own[0]), f"{own[0] / host:.0%} of {gib(host)} per node")
+    _host_rows(table, plan)
     return table
+
+
+def _host_rows(table: Table, plan: Plan) -> None:
+    """Add what is in host memory: a rank's terms, and all ranks of a node against what there is."""
+    memory, host = plan.prediction.memory, plan.devices.host_memory_bytes
+    own = [row.host_bytes for row in plan.candidates if not row.why_not]
+    total = memory.host_bytes or (own[0] if own else 0)
+    if not total or not host:
+        return
+    for name, size in memory.host_terms_bytes.items():
+        bar = "█" * round(_BAR * size * plan.devices.per_node / max(host, total)) or "▏"
+        table.add_row(f"host {name}", gib(size), bar)
+    pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if memory.pinned_bytes else ""
+    table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)} per node{pinned}")
 
 
 def _probability(value: float) -> str:

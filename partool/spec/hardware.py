@@ -71,6 +71,8 @@ class HardwareSpec(Section):
     """Of a node."""
     host_cores: _Count | None = None
     """Of a node."""
+    nvme_gb_per_s: _Figure | None = None
+    """Of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
     operator_us: _Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: str | None = None
@@ -136,6 +138,9 @@ class Devices(Section):
     """Of a node."""
     host_cores: int = 0
     """Of a node; 0 where it is not known."""
+    disk_bytes_per_s: float = 5e9
+    """Of a node's disks, half of it read and half of it written; by default those of one data-centre SSD on four lanes
+    of PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
     operator_s: float = 7e-6
     """Host time to start one operator (kernel)."""
     threads_per_rank: int = 0

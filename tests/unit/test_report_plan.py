@@ -48,7 +48,7 @@ def test_screen(width: int) -> None:
 
 
 def test_a_plan_that_cannot_run_says_so() -> None:
-    text = screen(100, SPEC + "parallel: {data: {zero: 3}, offload: {parameters: cpu}}\n")
+    text = screen(100, SPEC + "parallel: {data: {zero: 3}, offload: {parameters: nvme, dir: /nvme}}\n")
     assert re.search(r"cannot be launched yet: .*partool explain PT412", text)
     assert "partool launch" not in text
 

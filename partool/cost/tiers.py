@@ -1,0 +1,167 @@
+"""What host memory and disks hold of a rank's training state, in which pieces and types; as columns.
+
+All of it follows from what a spec asks for (:class:`Tiers`) and from the layout, so that plans say it and the cost
+functions count it by the same rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from partool.cost.case import Column, Job, Layouts
+    from partool.plan.types import Layout
+    from partool.spec.parallel import Offload
+
+MIB, GIB = 2**20, 2**30
+BUCKET_BYTES = 64 * MIB
+"""Of gradients: copies of as much run at the full rate of any host link (SuperOffload, arXiv 2509.21271)."""
+SMALLEST_BUCKET_BYTES = 4 * MIB
+BUCKETS = 16
+"""A step has so many buckets at least, so that the first are worked on while the last are not there yet."""
+BUFFERS = 4
+"""Buckets of a state on disks in host memory: one is stepped, one read, one written, one to spare."""
+UNDO_SHARE = 0.25
+"""Of masters and moments, what copies of the state may take where the spec leaves it open."""
+PINNED = ("gradients", "weights", "parameters", "activations")
+"""Host memory that devices copy to and from by themselves, keys of ``plan.terms.HOST_TERMS``."""
+_SPARE, _WEIGHTS = 2, 2
+"""Buffers of gradients and of weights that are on their way, in buckets."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What all layouts of a search share about what leaves the device."""
+
+    optimizer: Literal["cpu", "nvme"] = "cpu"
+    parameters: Literal["cpu", "nvme"] = "cpu"
+    speculate: Literal["none", "deferred", "undo"] = "deferred"
+    gradients: Literal["auto", "compute", "master"] = "auto"
+    narrow_moments: bool = False
+    """Moments on the host are bf16."""
+    bucket_bytes: int = 0
+    """Of gradients; 0: by the number of parameters."""
+    buffers: int = BUFFERS
+    threads: int = 0
+    """Cores of a rank that update; 0: as many as memory keeps busy."""
+    undo_bytes: int = 0
+    """0: a share of the state."""
+
+
+USUAL = Tiers()
+
+
+def tiers_of(offload: Offload, *, on_disks: bool = False) -> Tiers:
+    """Return what a spec asks for; ``on_disks``: an open optimizer's state goes to files."""
+    asked = offload.speculate
+    gradients: dict[str, Literal["compute", "master"]] = {"bf16": "compute", "fp32": "master"}
+    return Tiers(
+        optimizer="nvme" if offload.optimizer == "nvme" or (offload.optimizer == "auto" and on_disks) else "cpu",
+        parameters="nvme" if offload.parameters == "nvme" else "cpu",
+        speculate="undo" if asked == "undo" else "none" if asked is False else "deferred",
+        gradients=gradients.get(offload.gradients, "auto"),
+        narrow_moments=offload.moments == "bf16",
+        bucket_bytes=0 if offload.bucket_mib == "auto" else int(offload.bucket_mib * MIB),
+        buffers=BUFFERS if offload.buffers == "auto" else offload.buffers,
+        threads=0 if offload.threads == "auto" else offload.threads,
+        undo_bytes=0 if offload.undo_gib == "auto" else int(offload.undo_gib * GIB),
+    )
+
+
+def tiers_from(layout: Layout) -> Tiers:
+    """Return what a layout says."""
+    work = layout.host
+    return Tiers(
+        optimizer="nvme" if layout.offload_optimizer == "nvme" else "cpu",
+        parameters="nvme" if layout.offload_parameters == "nvme" else "cpu",
+        speculate=work.speculate,
+        gradients=work.gradients,
+        narrow_moments=work.moments == "bf16",
+        bucket_bytes=work.bucket_bytes,
+        buffers=work.buffers,
+        threads=work.threads,
+        undo_bytes=work.undo_bytes,
+    )
+
+
+def wire_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the bytes of a gradient on its way: those of computation where that loses nothing, or as asked.
+
+    It loses nothing where no sum made the gradient: what one rank's backward pass leaves is of that type already.
+    """
+    if job.tiers.gradients != "auto":
+        return 0 * layouts.zero + (job.compute_bytes if job.tiers.gradients == "compute" else job.master_bytes)
+    return np.where(np.asarray(layouts.world) == 1, job.compute_bytes, job.master_bytes)
+
+
+def accumulates(layouts: Layouts) -> Column:
+    """Return where the host adds up the gradients of several micro-batches.
+
+    They come after each where they are reduced after each: with ZeRO-2 and 3, and on a rank that reduces alone.
+    Replicas and pipelines add up on the device and send once.
+    """
+    alone = layouts.dp * layouts.cp == 1
+    return (layouts.accumulation > 1) & (layouts.replicas == 1) & (layouts.pp == 1) & (alone | (layouts.zero >= 2))
+
+
+def waits_on_device(layouts: Layouts) -> Column:
+    """Return where gradients stay on the device until the passes are over, or until the last of them."""
+    return (layouts.pp > 1) | ((layouts.accumulation > 1) & ~accumulates(layouts))
+
+
+def moment_bytes(job: Job) -> float:
+    """Return the bytes of all moments of a parameter on the host."""
+    return job.moments * (2 if job.tiers.narrow_moments else job.master_bytes)
+
+
+def state_bytes(job: Job) -> float:
+    """Return the bytes of master and moments of a parameter on the host."""
+    return job.master_bytes + moment_bytes(job)
+
+
+def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
+    """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few of them."""
+    wire = wire_bytes(job, layouts)
+    if job.tiers.bucket_bytes:
+        size = job.tiers.bucket_bytes + 0 * wire
+    else:
+        share = np.exp2(np.floor(np.log2(np.maximum(1.0, wire * elements / BUCKETS))))
+        size = np.clip(share, SMALLEST_BUCKET_BYTES, BUCKET_BYTES)
+    return np.minimum(size / wire, np.maximum(elements, 1.0))
+
+
+def undo_bytes(job: Job, elements: Column) -> Column:
+    """Return the host memory for copies of the state."""
+    if job.tiers.speculate != "undo":
+        return 0.0 * elements
+    whole = state_bytes(job) * elements
+    return np.maximum(MIB, UNDO_SHARE * whole) if not job.tiers.undo_bytes else 0.0 * whole + job.tiers.undo_bytes
+
+
+def host_terms(job: Job, layouts: Layouts, held: Column, trained: Column) -> dict[str, Column]:
+    """Return the bytes on the host of an optimizer that has left the device, keys of ``plan.terms.HOST_TERMS``.
+
+    ``held`` are the parameters whose masters are there, frozen ones too, ``trained`` those with moments and gradients.
+    """
+    bucket = bucket_elements(job, layouts, trained)
+    there = np.asarray(trained) > 0
+    adds = accumulates(layouts)
+    masters, moments = job.master_bytes * held, moment_bytes(job) * trained
+    if job.tiers.optimizer == "nvme":
+        # Frozen parameters' masters are not read between checkpoints, and so are in files too.
+        masters, moments = (
+            np.minimum(masters, job.tiers.buffers * bucket * job.master_bytes),
+            np.minimum(moments, job.tiers.buffers * bucket * moment_bytes(job)),
+        )
+    wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + _SPARE * bucket)
+    return {
+        "masters": masters,
+        "moments": moments,
+        "gradients": np.where(there, wire, 0.0),
+        "totals": np.where(adds, job.master_bytes * trained, 0.0),
+        "weights": np.where(there, _WEIGHTS * bucket * job.compute_bytes, 0.0),
+        "copies": np.where(there, undo_bytes(job, trained), 0.0),
+    }
