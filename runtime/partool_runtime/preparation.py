@@ -18,6 +18,7 @@ from partool_runtime.losses import set_loss
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
@@ -50,6 +51,8 @@ class Prepared:
     """What says when a parameter's gradient is reduced; None: they are complete where the passes end."""
     late: frozenset[str] = frozenset()
     """Parameters whose gradients are complete where the passes end, whatever is reduced before."""
+    shards: HostParameters | None = None
+    """Keeps the parameters' shards where they are not on the device."""
 
     @classmethod
     def sharded(
@@ -59,11 +62,13 @@ class Prepared:
         memory: HostMemory,
         sync: GradSync | None = None,
         late: frozenset[str] = frozenset(),
+        *,
+        shards: HostParameters | None = None,
     ) -> Prepared:
         """Return a part that FSDP2 gathers and reduces."""
         roots = model.roots()
         gathered, gradients = lambda: sum(map(gathered_bytes, roots)), lambda: sum(map(gradient_bytes, roots))
-        return cls(model, passes, gathered, gradients, memory, sync, late)
+        return cls(model, passes, gathered, gradients, memory, sync, late, shards)
 
 
 def prepare(plan: Plan, ranks: Ranks, report: Report) -> Prepared:
@@ -81,12 +86,20 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     sync = parallelize(model, plan, ranks, memory)
-    materialise(model, ranks.device)
+    shards = _give_memory(model, plan, ranks.device, memory)
     freeze(model, plan.frozen)
     _widen(model, plan)
     tensor = TensorGradients.of(model, plan, ranks)
     passes = _of_shares(PlainPasses(model, sync, ranks.device, tensor), plan, ranks)
-    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model))
+    return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards)
+
+
+def _give_memory(model: AnyDecoder, plan: Plan, device: torch.device, memory: HostMemory) -> HostParameters | None:
+    """Give a sharded model memory, and return what keeps its shards where they are not on the device."""
+    if plan.layout.offload_parameters == "none":
+        materialise(model, device)
+        return None
+    return HostParameters(model.roots(), device, memory=memory)
 
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:
@@ -130,11 +143,11 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     units = parallelize_stages(parts, plan, ranks, memory)
-    materialise(parts, ranks.device)
+    shards = _give_memory(parts, plan, ranks.device, memory)
     freeze(parts, plan.frozen)
     _widen(parts, plan)
     passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)
-    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory)
+    return Prepared.sharded(parts, _of_shares(passes, plan, ranks), memory, shards=shards)
 
 
 def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:

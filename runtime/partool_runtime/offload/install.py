@@ -56,6 +56,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         COMPUTE_DTYPE[plan.training.precision],
         accumulates=comes_each,
         memory=prepared.memory,
+        shards=prepared.shards,
         pool=Pool(layout.host.threads, _cores(plan, ranks.device)),
         resident=layout.gpu_fraction,
         on_disk=layout.offload_optimizer == "nvme",

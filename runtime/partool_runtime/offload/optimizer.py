@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,12 @@ from torch import nn
 from partool.plan.types import HostWork
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
-from partool_runtime.offload.buckets import BLOCK, fill_buckets, places
+from partool_runtime.offload.buckets import BLOCK, Bucket, fill_buckets, places
 from partool_runtime.offload.disk import DiskStore
 from partool_runtime.offload.engine import Buffers, Engine, Target
 from partool_runtime.offload.lanes import open_lanes
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.offload.resident import Resident, tail
 from partool_runtime.offload.store import MemoryStore, Store
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
@@ -36,12 +37,28 @@ class HostSetting:
     """Gradients come with every micro-batch, of several."""
     memory: HostMemory
     pool: Pool
+    shards: HostParameters | None = None
+    """Keeps the parameters' shards where they are not on the device; they get new weights there."""
     resident: float = 0.0
     """Share of the state that stays on the device."""
     on_disk: bool = False
     owner: str = "rank 0"
     """Whose state it is, for messages."""
     mode: Mode = "auto"
+
+    @property
+    def wire(self) -> torch.dtype:
+        """Type in which gradients travel."""
+        return self.master if self.work.gradients == "master" else self.compute
+
+    @property
+    def bucket_elements(self) -> int:
+        """Most elements that travel together."""
+        return max(BLOCK, self.work.bucket_bytes // self.wire.itemsize)
+
+    def dtypes(self, moments: int) -> tuple[torch.dtype, ...]:
+        """Return the types of what is kept of a parameter: its master and so many moments."""
+        return (self.master, *[torch.bfloat16 if self.work.moments == "bf16" else self.master] * moments)
 
 
 class HostOptimizer:
@@ -60,32 +77,18 @@ class HostOptimizer:
         setting: HostSetting,
         frozen: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self._parameters, self._copies, self._device = dict(parameters), frozenset(copies), setting.device
+        self._parameters, self._copies = dict(parameters), frozenset(copies)
+        self._device, self._shards = setting.device, setting.shards
         self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
         self._frozen = dict(frozen or {})
         self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
         held = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
-        targets = {
-            name: Target(
-                (part := local(parameters[name].detach())).view(-1),
-                self._groups.of[name],
-                in_host=part.device.type != setting.device.type,
-            )
-            for name, _ in held
-        }
         staying = tail(held, setting.resident)
-        wire = setting.master if setting.work.gradients == "master" else setting.compute
-        most = max(BLOCK, setting.work.bucket_bytes // wire.itemsize)
-        buckets = fill_buckets((shard for shard in held if shard[0] not in staying), most)
+        buckets = fill_buckets((shard for shard in held if shard[0] not in staying), setting.bucket_elements)
         self._places = places(buckets)
-        moments = torch.bfloat16 if setting.work.moments == "bf16" else setting.master
-        dtypes = (setting.master, *(moments for _ in self._groups.moments))
-        self._store: Store = MemoryStore(buckets, dtypes)
-        self.notes: tuple[str, ...] = ()
-        """What the run's log should say."""
-        if setting.on_disk:
-            disk = DiskStore(buckets, dtypes, setting.work.folder, buffers=setting.work.buffers, owner=setting.owner)
-            self._store, self.notes = disk, disk.notes
+        dtypes = setting.dtypes(len(self._groups.moments))
+        self._store, self.notes = _open_store(buckets, dtypes, setting)
+        targets = {name: self._target(name) for name, _ in held}
         lanes = open_lanes(setting.device)
         self._resident = Resident(
             {name: target for name, target in targets.items() if name in staying},
@@ -101,14 +104,7 @@ class HostOptimizer:
             self._store,
             lanes=lanes,
             pool=setting.pool,
-            buffers=Buffers(
-                buckets,
-                gradients=wire,
-                weights=setting.compute,
-                totals=setting.master if setting.accumulates else None,
-                memory=setting.memory,
-                pinned_bytes=setting.work.pinned_bytes,
-            ),
+            buffers=_buffers(buckets, setting),
             speculation=setting.work.speculate,
             undo_bytes=setting.work.undo_bytes,
             resident=self._resident if staying else None,
@@ -118,6 +114,10 @@ class HostOptimizer:
         """What the engine counts."""
         self.updates = 0
         """See ``Optimizer``."""
+
+    def _target(self, name: str) -> Target:
+        weights = local(self._parameters[name].detach()).view(-1)
+        return Target(weights, self._groups.of[name], in_host=self._shards is not None)
 
     def begin(self, lr: float, scale: float) -> None:
         """See ``Optimizer``."""
@@ -136,6 +136,8 @@ class HostOptimizer:
 
     def sums(self, mode: Mode) -> LocalSums:
         """See ``Optimizer``."""
+        if self._shards is not None:
+            self._shards.settle()
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self.arrive(name, parameter.grad)
@@ -188,3 +190,27 @@ class HostOptimizer:
     def close(self) -> None:
         """See ``Optimizer``."""
         self._engine.close()
+        if self._shards is not None:
+            self._shards.close()
+
+
+def _open_store(
+    buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], setting: HostSetting
+) -> tuple[Store, tuple[str, ...]]:
+    """Return where masters and moments are kept, and what is to be said of it."""
+    if not setting.on_disk:
+        return MemoryStore(buckets, dtypes), ()
+    work = setting.work
+    disk = DiskStore(buckets, dtypes, work.folder, buffers=work.buffers, owner=setting.owner)
+    return disk, disk.notes
+
+
+def _buffers(buckets: Sequence[Bucket], setting: HostSetting) -> Buffers:
+    return Buffers(
+        buckets,
+        gradients=setting.wire,
+        weights=setting.compute,
+        totals=setting.master if setting.accumulates else None,
+        memory=setting.memory,
+        pinned_bytes=setting.work.pinned_bytes,
+    )
