@@ -63,7 +63,13 @@ def plain(
 
 
 def offloaded(
-    plan: Plan, speculate: str = "deferred", *, gpu_fraction: float = 0.0, folder: str = "", **host: Any
+    plan: Plan,
+    speculate: str = "deferred",
+    *,
+    gpu_fraction: float = 0.0,
+    folder: str = "",
+    parameters: str = "none",
+    **host: Any,
 ) -> Plan:
     """Return the plan with its optimizer in host memory, or on disks in ``folder``."""
     alone = plan.layout.mesh.world_size == 1
@@ -71,6 +77,7 @@ def offloaded(
     fields = {
         "offload_optimizer": "nvme" if folder else "cpu",
         "gpu_fraction": gpu_fraction,
+        "offload_parameters": parameters,
         "host": HostWork.model_validate(work | {"speculate": speculate, "folder": folder} | host),
     }
     return plan.model_copy(update={"layout": plan.layout.model_copy(update=fields)})
@@ -100,8 +107,8 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
     return {
         "zero-0": (zero_0, [offloaded(zero_0)]),
         "zero-2": (zero_2, [offloaded(zero_2, how) for how in ("none", "deferred")]),
-        "zero-3 apart": (apart, [offloaded(apart)]),
-        "tied groups": (tied, [offloaded(tied, "undo")]),
+        "zero-3 apart": (apart, [offloaded(apart), offloaded(apart, parameters="cpu")]),
+        "tied groups": (tied, [offloaded(tied, "undo"), offloaded(tied, parameters="cpu")]),
         "lion": (lion, [offloaded(lion, gpu_fraction=0.4)]),
         "files": (files, [offloaded(files, how, folder=disk, buffers=3) for how in ("deferred", "undo")]),
         "tensor": (tensor, [offloaded(tensor)]),
@@ -176,6 +183,20 @@ def test_steps_are_those_without_offload(pair: tuple[Jobs, Cases]) -> None:
     for name, (_, others) in cases.items():
         for index in range(len(others)):
             assert_same_bits(jobs, f"{name} {index}", f"{name} plain")
+
+
+@pytest.mark.timeout(170)
+def test_parameters_on_the_host(pair: tuple[Jobs, Cases]) -> None:
+    jobs, cases = pair
+    on_host = [
+        (f"{name} {index}", f"{name} plain")
+        for name, (_, others) in cases.items()
+        for index, plan in enumerate(others)
+        if plan.layout.offload_parameters == "cpu"
+    ]
+    assert len(on_host) == 2
+    for name, reference in on_host:
+        assert_same_bits(jobs, name, reference)
 
 
 @pytest.mark.timeout(170)
