@@ -181,6 +181,7 @@ def test_hash_follows_what_runs() -> None:
 RUNNABLE = (
     "quickstart", "gpt2-xl", "mistral-7b-gh200", "from-config", "llama3-8b", "llama3-70b", "hanayo", "weipipe",
     "tensor", "qwen3-8b-mi300x", "long-context", "long-context-llama3-8b", "video-small", "video-3b",
+    "quickstart-offload",
 )  # fmt: skip
 
 
