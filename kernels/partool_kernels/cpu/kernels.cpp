@@ -4,6 +4,12 @@
 #include "rules.h"
 #include "squares.h"
 
+// Compilers give up on telling so many arrays apart by themselves.
+#ifdef __clang__
+#define ARRAYS_ARE_APART _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ARRAYS_ARE_APART _Pragma("GCC ivdep")
+#endif
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
@@ -49,7 +55,7 @@ void accumulate_any(void* to, int32_t to_type, const void* from, int32_t from_ty
 void sums(const void* from, int64_t count, int32_t type, double* sum, int32_t* finite) {
     Squares squares;
     squares.add(from, count, type);
-    squares.write(sum, finite);
+    squares.write(from, count, type, sum, finite);
 }
 
 template <class Real>
@@ -72,7 +78,9 @@ void loop(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real
     const Real* __restrict step = a.step;
     Real* __restrict out = a.out;
     const Numbers<Real> c = before, s = now;
-    for (int64_t i = 0; i < a.count; ++i) {
+    const int64_t count = a.count;
+    ARRAYS_ARE_APART
+    for (int64_t i = 0; i < count; ++i) {
         Real weight = p[i], first = m[i], second = Rule::two ? v[i] : Real(0);
         if (COMMIT) Rule::apply(weight, first, second, commit[i], c);
         if (STEP && KEEP) Rule::apply(weight, first, second, step[i], s);
@@ -192,7 +200,10 @@ void update_as(const partool_part& part, int64_t first, int64_t count, const Ste
         if (wants_sums) squares.add(gradients + at * size_of(part.step_type), here, part.step_type);
         block.tile(at, here);
     }
-    if (wants_sums) squares.write(part.squares + first / PARTOOL_BLOCK, part.finite + first / PARTOOL_BLOCK);
+    const int64_t block_index = first / PARTOOL_BLOCK;
+    if (wants_sums)
+        squares.write(gradients + first * size_of(part.step_type), count, part.step_type, part.squares + block_index,
+                      part.finite + block_index);
 }
 
 void update(const partool_part& part, int64_t first, int64_t count, const Step* commit, const Step* step, bool keep) {

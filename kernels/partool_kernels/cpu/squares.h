@@ -11,48 +11,52 @@ namespace {  // one copy per instruction set
 
 constexpr int64_t LANES = 16;
 
+template <class Format>
+void add_squares(double* __restrict lanes, const typename Format::Stored* __restrict x, int64_t count) {
+    double lane[LANES];
+    for (int64_t j = 0; j < LANES; ++j) lane[j] = lanes[j];
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        for (int64_t j = 0; j < LANES; ++j) {
+            const double value = Format::load(x[i + j]);
+            lane[j] += value * value;
+        }
+    for (; i < count; ++i) {
+        const double value = Format::load(x[i]);
+        lane[i % LANES] += value * value;
+    }
+    for (int64_t j = 0; j < LANES; ++j) lanes[j] = lane[j];
+}
+
 class Squares {
    public:
     // All calls but the last one take a multiple of LANES elements.
-    template <class Format>
-    void add(const typename Format::Stored* __restrict x, int64_t count) {
-        int64_t i = 0;
-        for (; i + LANES <= count; i += LANES)
-            for (int64_t j = 0; j < LANES; ++j) {
-                const double value = Format::load(x[i + j]);
-                lane_[j] += value * value;
-                bad_[j] |= !(std::fabs(value) <= std::numeric_limits<double>::max());
-            }
-        for (; i < count; ++i) {
-            const double value = Format::load(x[i]);
-            lane_[i % LANES] += value * value;
-            bad_[i % LANES] |= !(std::fabs(value) <= std::numeric_limits<double>::max());
-        }
-    }
-
     void add(const void* x, int64_t count, int32_t type) {
         switch (type) {
-            case PARTOOL_F32: return add<F32>(static_cast<const float*>(x), count);
-            case PARTOOL_F64: return add<F64>(static_cast<const double*>(x), count);
-            case PARTOOL_BF16: return add<BF16>(static_cast<const uint16_t*>(x), count);
-            default: return add<F16>(static_cast<const uint16_t*>(x), count);
+            case PARTOOL_F32: return add_squares<F32>(lanes_, static_cast<const float*>(x), count);
+            case PARTOOL_F64: return add_squares<F64>(lanes_, static_cast<const double*>(x), count);
+            case PARTOOL_BF16: return add_squares<BF16>(lanes_, static_cast<const uint16_t*>(x), count);
+            default: return add_squares<F16>(lanes_, static_cast<const uint16_t*>(x), count);
         }
     }
 
-    void write(double* sum, int32_t* finite) const {
+    // What was added up is `count` elements at `x`: looked at again only where doubles' squares may have overflowed.
+    void write(const void* x, int64_t count, int32_t type, double* sum, int32_t* finite) const {
         double total = 0.0;
-        int64_t any_bad = 0;
-        for (int64_t j = 0; j < LANES; ++j) {
-            total += lane_[j];
-            any_bad |= bad_[j];
-        }
+        for (int64_t j = 0; j < LANES; ++j) total += lanes_[j];
         *sum = total;
-        *finite = any_bad == 0;
+        *finite = is_finite(total);
+        if (*finite || type != PARTOOL_F64) return;
+        const auto* wide = static_cast<const double*>(x);
+        int64_t bad = 0;
+        for (int64_t i = 0; i < count; ++i) bad += !is_finite(wide[i]);
+        *finite = bad == 0;
     }
 
    private:
-    double lane_[LANES] = {};
-    int64_t bad_[LANES] = {};
+    static bool is_finite(double x) { return std::fabs(x) <= std::numeric_limits<double>::max(); }
+
+    double lanes_[LANES] = {};
 };
 
 }  // namespace
