@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.partool-installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu bench-gpu-long kernel-tables schema clean
+.PHONY: help venv quickstart test test-long test-triton test-slurm slurm lint format typecheck bench bench-pipeline bench-tensor bench-gpu bench-gpu-long bench-offload bench-gpu-offload kernel-tables schema clean
 
 help:
 	@echo "make quickstart   plan and train specs/quickstart.yaml on this machine's CPU (about three minutes)"
@@ -18,6 +18,8 @@ help:
 	@echo "make bench-tensor  tensor parallelism against DTensor and DeepSpeed (DEEPSPEED=folder with its packages)"
 	@echo "make bench-gpu    the kernels on one GPU: correct, how fast, and their tables filled for it (under 9 minutes)"
 	@echo "make bench-gpu-long  correctness, speed, memory and the longest sequence on one GPU (an hour)"
+	@echo "make bench-offload  optimizers on this machine's processors and in its memory (DEEPSPEED=folder with its packages)"
+	@echo "make bench-gpu-offload  training with the optimizer in host memory on one GPU (DEEPSPEED=...; under 9 minutes)"
 	@echo "make kernel-tables  writes what nobody has measured into the kernels' tables, after a change of a kernel"
 	@echo "make format       ruff format and import order"
 
@@ -92,6 +94,14 @@ bench-gpu: venv
 bench-gpu-long: venv
 	$(BIN)/python tests/bench/gpu.py
 	$(BIN)/python tests/bench/long_context_gpu.py
+
+bench-offload: venv
+	$(BIN)/python tests/bench/host_adam.py $(if $(DEEPSPEED),--deepspeed "$(DEEPSPEED)")
+	$(BIN)/python tests/bench/offload_step.py --deepspeed "$(DEEPSPEED)"
+	$(BIN)/python tests/bench/offload_io.py
+
+bench-gpu-offload: venv
+	$(BIN)/python tests/bench/offload_gpu.py --deepspeed "$(DEEPSPEED)"
 
 format: venv
 	$(BIN)/ruff check --fix --select I .

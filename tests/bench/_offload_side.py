@@ -137,10 +137,11 @@ def digests(side: Side) -> dict[str, str]:
     return found
 
 
-def usage(side: Side, before_bytes: int) -> dict[str, Any]:
+def usage(side: Side, before_bytes: int, steps: int) -> dict[str, Any]:
     """Return peaks of memory, of the device and of the process beyond what it had before it was set up."""
     device = torch.cuda.max_memory_allocated() if side.device.type == "cuda" else 0
-    return {"device_bytes": device, "host_bytes": _peak_bytes() - before_bytes, "figures": side.figures()}
+    host = _peak_bytes() - before_bytes
+    return {"device_bytes": device, "host_bytes": host, "steps": steps, "figures": side.figures()}
 
 
 def _peak_bytes() -> int:
@@ -166,15 +167,17 @@ def main(path: str) -> None:
     side = open_side(job)
     _wait(side.device)
     print(json.dumps({"ready_s": time.perf_counter() - start_s}), file=answers)
+    made = 0
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("do")
         if what == "steps":
-            answer = make_steps(side, plan, Steps(**request))
+            answer = make_steps(side, plan, steps := Steps(**request))
+            made += steps.count
         elif what == "digests":
             answer = digests(side)
         else:
-            answer = usage(side, before_bytes)
+            answer = usage(side, before_bytes, made)
         print(json.dumps(answer), file=answers)
     close_ranks()
 

@@ -188,6 +188,7 @@ def _predicted(path: Path) -> dict[str, Any]:
     memory, times = plan.prediction.memory, plan.prediction.time
     return {
         "memory_bytes": dict(memory.terms_bytes),
+        "host_bytes": dict(memory.host_terms_bytes),
         "step_s": times.step_time_s,
         "breakdown_s": dict(times.breakdown_s),
     }

@@ -1,0 +1,250 @@
+"""One GPU, in under nine minutes: optimizers in host memory, are they right, how fast, and how well predicted.
+
+First bits: partool's offloaded steps against a loop by hand, some of them clipped, and losses against those with the
+optimizer on the device. Then a full fine-tune of 3 billion parameters, clipping on, from 1,024 to 32,768 tokens a step:
+partool and DeepSpeed's ZeRO-Offload with the optimizer in host memory, and partool with all of it on the device, alive
+together and making steps in turn. Then 6.5 billion, the most that ZeRO-Offload holds with 128 GiB of host memory, one
+side after the other. Weights are constants, which train as slowly as any. Last, the largest model that the planner
+holds to be trainable on this machine.
+
+DeepSpeed comes from a folder (``--deepspeed``; its optimizer is compiled there, a minute); without one it is left out.
+``--dry`` makes every step on this machine's CPU at tiny sizes; its figures mean nothing and are not kept. Without a GPU
+the script says so and exits with code 2; where something is wrong, with 1.
+
+    python tests/bench/offload_gpu.py --deepspeed /data/ds
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from _offload_job import ALWAYS, NEVER, SIZES, SideName, Steps, make_plan
+from _offload_talk import Bench, compare_bits, in_turn
+from _record import write
+
+WHOLE_S = 525.0
+PARTS = {"checks": 100.0, "3B": 190.0, "6.5B": 100.0}
+"""Seconds of each part; the last is for each side. What a part leaves over is the next one's."""
+DRY_S = 3600.0
+LEAST_S = 30.0
+"""Less than that is not worth starting a side for."""
+GOALS = {"deepspeed": 1.0}
+"""How many times as long as partool the others take, at least, at every number of tokens."""
+GOAL_BALANCED, BALANCED = 1.5, (0.67, 1.5)
+"""The same where the host's pass alone takes about as long as the backward pass: between these ratios."""
+NOT_ALLOCATED = ("framework", "fragmentation")
+"""Predicted memory that torch's allocator does not count as allocated."""
+CHECKED = [Steps(0, 3, 1, 2, 96), Steps(3, 2, 1, 2, 96, ALWAYS), Steps(5, 3, 1, 2, 96)]
+ACCUMULATED = [Steps(0, 2, 3, 1, 96), Steps(2, 2, 3, 1, 96, ALWAYS), Steps(4, 2, 3, 1, 96)]
+SHAPES = {
+    "1024 tokens": Steps(0, 3, 1, 1, 1024),
+    "4096 tokens": Steps(0, 3, 1, 1, 4096),
+    "32768 tokens": Steps(0, 2, 1, 8, 4096),
+    "4096 tokens, each step clipped": Steps(0, 3, 1, 1, 4096, ALWAYS),
+}
+DRY_SHAPES = {"32 tokens": Steps(0, 2, 1, 1, 32), "64 tokens, each step clipped": Steps(0, 2, 1, 2, 32, ALWAYS)}
+
+
+def ratios(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return how many times as long as partool's offloaded step the others take, by shape."""
+    return {
+        shape: {other: seconds / times["offloaded"] for other, seconds in times.items() if other != "offloaded"}
+        for shape, times in record["step_s"].items()
+        if "offloaded" in times
+    }
+
+
+def speeds(record: Mapping[str, Any], shapes: Mapping[str, Steps]) -> dict[str, dict[str, float]]:
+    """Return tokens per second, by shape and side."""
+    return {
+        shape: {
+            side: shapes[shape].sequences * shapes[shape].micro_batches * shapes[shape].tokens / seconds
+            for side, seconds in times.items()
+        }
+        for shape, times in record["step_s"].items()
+    }
+
+
+def overlap(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what share of the host's passes hid behind the device's work, over all steps: 1 is all of it.
+
+    The engine counts the seconds of its passes and those that training waited for it.
+    """
+    counted = record["usage"].get("offloaded", {}).get("figures", {})
+    if not counted.get("passes_s"):
+        return {}
+    return {"hidden": 1.0 - min(1.0, counted["waited_s"] / counted["passes_s"]), **counted}
+
+
+def memory(record: Mapping[str, Any], side: SideName) -> dict[str, Any]:
+    """Return predicted and measured peaks of a side: of torch's allocator, and of the process's host memory."""
+    usage, predicted = record["usage"].get(side), record.get("predicted", {}).get(side)
+    if usage is None or predicted is None:
+        return {}
+    device = sum(size for term, size in predicted["memory_bytes"].items() if term not in NOT_ALLOCATED)
+    host = sum(predicted["host_bytes"].values())
+    found = {"device": (device, usage["device_bytes"]), "host": (host, usage["host_bytes"])}
+    return {
+        where: {"predicted_bytes": expected, "measured_bytes": seen, "ratio": expected / seen if seen else None}
+        for where, (expected, seen) in found.items()
+    }
+
+
+def together(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) -> dict[str, Any]:
+    """Measure all sides in turn."""
+    sides: list[SideName] = ["offloaded", "device"]
+    if bench.deepspeed:
+        sides.insert(1, "deepspeed")
+    return summary(in_turn(bench, size, size, sides, shapes, rounds), shapes)
+
+
+def apart(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int, each_s: float) -> dict[str, Any]:
+    """Measure one side after the other, for the host's memory holds one; put what they found together."""
+    sides: list[SideName] = ["offloaded", "deepspeed", "device"]
+    merged: dict[str, Any] = {}
+    for side in sides if bench.deepspeed else sides[::2]:
+        if bench.until_s - time.monotonic() < LEAST_S:
+            merged.setdefault("failed", {})[side] = "no time left"
+            continue
+        until_s = min(bench.until_s, time.monotonic() + each_s)
+        merge(merged, in_turn(replace(bench, until_s=until_s), size, size, [side], shapes, rounds))
+    return summary(merged, shapes)
+
+
+def merge(into: dict[str, Any], found: Mapping[str, Any]) -> None:
+    """Add what one side found to what others did."""
+    for key, value in found.items():
+        if isinstance(value, dict) and isinstance(into.get(key, {}), dict):
+            merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+
+
+def summary(record: dict[str, Any], shapes: Mapping[str, Steps]) -> dict[str, Any]:
+    """Add the figures that matter to what was measured."""
+    found = ratios(record)
+    balance = balanced(record)
+    goals = {
+        shape: {"goal": (goal := GOAL_BALANCED if shape in balance else GOALS["deepspeed"]), "met": slower >= goal}
+        for shape, others in found.items()
+        if (slower := others.get("deepspeed")) is not None
+    }
+    return {
+        "times_as_long_as_partool": found,
+        "tokens_per_s": speeds(record, shapes),
+        "goals": goals,
+        "overlap": overlap(record),
+        "memory": {side: memory(record, side) for side in ("offloaded", "device")},
+        **record,
+    }
+
+
+def balanced(record: Mapping[str, Any]) -> set[str]:
+    """Return the shapes where the host's pass alone takes about as long as the backward pass.
+
+    Seconds of a pass are those of a step of the engine, on average; the backward pass, with layers computed again, is
+    three quarters of the step of the side whose optimizer is on the device.
+    """
+    usage = record["usage"].get("offloaded", {})
+    passes_s, steps = usage.get("figures", {}).get("passes_s"), usage.get("steps")
+    if not passes_s or not steps:
+        return set()
+    ratio = {
+        shape: passes_s / steps / (0.75 * times["device"])
+        for shape, times in record["step_s"].items()
+        if times.get("device")
+    }
+    return {shape for shape, value in ratio.items() if BALANCED[0] <= value <= BALANCED[1]}
+
+
+def largest(bench: Bench, size: str) -> dict[str, Any]:
+    """Return the most layers of a model's shape that the planner holds to fit, with and without offload."""
+    found = {}
+    settings = {"training.sequence_length": 4096, "training.global_batch": 1} | dict(bench.device)
+    for name, offload in (("on the device", "none"), ("in host memory", "cpu")):
+        fits, fails = 0, 1024
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            where = bench.folder / "largest" / f"{offload}-{middle}"
+            asked = {"model.layers": middle, "parallel.offload.optimizer": offload}
+            try:
+                make_plan(where, size, settings | asked)
+                fits = middle
+            except RuntimeError:
+                fails = middle
+            if time.monotonic() > bench.until_s:
+                return found | {"failed": "no time left"}
+        found[name] = {"layers": fits, "parameters": parameters(size, fits)}
+    return found
+
+
+def parameters(size: str, layers: int) -> int:
+    """Return the number of parameters of one of the sizes with so many layers."""
+    shape = SIZES[size]
+    hidden, width = shape["hidden"], shape["hidden"] // shape["heads"] * shape["kv_heads"]
+    layer = 2 * hidden * (hidden + width) + 3 * hidden * shape["ffn_hidden"] + 2 * hidden
+    return int(layers * layer + 2 * shape["vocab"] * hidden + hidden)
+
+
+def main() -> None:
+    """Check, measure and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deepspeed", default="", help="folder with its packages; without it, it is left out")
+    parser.add_argument("--built", default="", help="folder where its compiled optimizer is kept for the next time")
+    parser.add_argument("--dry", action="store_true", help="on this machine's CPU, at tiny sizes")
+    asked = parser.parse_args()
+    if not asked.dry and not torch.cuda.is_available():
+        print("tests/bench/offload_gpu.py needs a GPU that torch can use; there is none here", file=sys.stderr)
+        sys.exit(2)
+    start_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        device: dict[str, object] = {"hardware.accelerator": "auto", "hardware.per_node": 1}
+        if asked.dry:  # beside other work a second thread costs more than it brings
+            device |= {"hardware.accelerator": "cpu", "launch.env.OMP_NUM_THREADS": "'1'"}
+            os.environ["OMP_NUM_THREADS"] = "1"
+        built = asked.built or f"{name}/built"
+        whole = Bench(Path(name), device, asked.deepspeed, built, start_s + (DRY_S if asked.dry else WHOLE_S))
+        result = measure(whole, dry=asked.dry)
+    result["seconds"] = round(time.monotonic() - start_s, 1)
+    if asked.dry:
+        print(json.dumps(result, indent=2))
+    else:
+        write("offload_gpu", {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **result}, "torch")
+
+
+def measure(whole: Bench, *, dry: bool) -> dict[str, Any]:
+    """Return what all parts found."""
+    small = "tiny" if dry else "40M"
+    shapes, first, second = (DRY_SHAPES, "tiny", "tiny") if dry else (SHAPES, "3B", "6.5B")
+    result: dict[str, Any] = {"clipped_norms": {"never": NEVER, "always": ALWAYS}}
+    part = _part(whole, "checks", dry=dry)
+    result["checks"] = {"one micro-batch": compare_bits(part, small, CHECKED)}
+    result["checks"]["three micro-batches"] = compare_bits(part, small, ACCUMULATED)
+    print(json.dumps(result["checks"]), flush=True)
+    result[first] = together(_part(whole, "3B", dry=dry), first, shapes, 1 if dry else 3)
+    print(json.dumps(result[first]["times_as_long_as_partool"]), flush=True)
+    name = "one after the other" if dry else second
+    result[name] = apart(whole, second, shapes, 1 if dry else 2, DRY_S if dry else PARTS["6.5B"])
+    result["largest"] = largest(whole, second)
+    ratio = [each.get("deepspeed") for each in result[first]["times_as_long_as_partool"].values()]
+    result["median_times_deepspeed"] = statistics.median([r for r in ratio if r]) if any(ratio) else None
+    return result
+
+
+def _part(whole: Bench, name: str, *, dry: bool) -> Bench:
+    return whole if dry else replace(whole, until_s=min(whole.until_s, time.monotonic() + PARTS[name]))
+
+
+if __name__ == "__main__":
+    main()
