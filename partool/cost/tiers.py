@@ -28,7 +28,7 @@ UNDO_SHARE = 0.25
 """Of masters and moments, what copies of the state may take where the spec leaves it open."""
 PINNED = ("gradients", "weights", "parameters", "activations")
 """Host memory that devices copy to and from by themselves, keys of ``plan.terms.HOST_TERMS``."""
-_SPARE, _WEIGHTS = 2, 2
+SPARE, _WEIGHTS = 2, 2
 """Buffers of gradients and of weights that are on their way, in buckets."""
 
 
@@ -156,7 +156,7 @@ def host_terms(job: Job, layouts: Layouts, held: Column, trained: Column) -> dic
             np.minimum(masters, job.tiers.buffers * bucket * job.master_bytes),
             np.minimum(moments, job.tiers.buffers * bucket * moment_bytes(job)),
         )
-    wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + _SPARE * bucket)
+    wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + SPARE * bucket)
     return {
         "masters": masters,
         "moments": moments,

@@ -1,4 +1,4 @@
-"""Rules about what is kept in host memory and on disks while training (PT660 to PT680); examples to be read."""
+"""Rules about what is kept in host memory and on disks, of plans (PT473 to PT494) and of runs (PT660 to PT680)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,63 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
     return Rule(code, title, reason, bad, good, "command")
 
 
+_SMALL = (
+    "model: {layers: 2, hidden: 256, heads: 4, vocab: 8192}\n"
+    "hardware: {accelerator: h100-sxm, per_node: 1}\ndata: python-stdlib\n"
+)
+
+
+def _one_gpu(offload: str) -> str:
+    return f"{_SMALL}parallel: {{offload: {{{offload}}}}}\n"
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "PT473",
+        "Pinned memory that cannot suffice",
+        "Devices copy to and from pinned memory by themselves. A step's gradients stay in it until their norm is "
+        "known, with a bucket of weights being written and one being sent. All is taken before the first step.",
+        _one_gpu("optimizer: cpu, pinned_gib: 0.01"),
+        _one_gpu("optimizer: cpu, pinned_gib: 4"),
+    ),
+    Rule(
+        "PT474",
+        "More cores for the update than a rank has",
+        "The ranks of a node share its cores, and training needs some of each rank's.",
+        _one_gpu("optimizer: cpu, threads: 4096"),
+        _one_gpu("optimizer: cpu, threads: 2"),
+    ),
+    Rule(
+        "PT478",
+        "All of the state is in memory, and in files as well",
+        "Beside the bucket that is worked on, one is read and one is written. Where that is all there is, files save "
+        "nothing.",
+        _one_gpu("optimizer: nvme, dir: /nvme, bucket_mib: 4096"),
+        _one_gpu("optimizer: nvme, dir: /nvme"),
+    ),
+    Rule(
+        "PT487",
+        "A disk too small for the optimizer's state",
+        "A state takes 12 bytes per parameter, 8 with moments: bf16; all of a node's ranks write to the same disk.",
+        "partool plan llama3-70b.yaml --set 'parallel.offload={optimizer: nvme, dir: /tmp}'",
+        "partool plan llama3-70b.yaml --set 'parallel.offload={optimizer: nvme, dir: /mnt/nvme}'",
+        "command",
+    ),
+    Rule(
+        "PT488",
+        "Room for copies of less than one bucket",
+        "With speculate: undo a bucket's masters and moments are copied before they change. Buckets whose copies find "
+        "no room wait until the norm is known.",
+        _one_gpu("optimizer: cpu, speculate: undo, undo_gib: 0.0001"),
+        _one_gpu("optimizer: cpu, speculate: undo, undo_gib: 4"),
+    ),
+    Rule(
+        "PT494",
+        "An optimizer that leaves, and stays",
+        "gpu_fraction is the share of the state that stays on the device.",
+        _one_gpu("optimizer: cpu, gpu_fraction: 1.0"),
+        _one_gpu("optimizer: cpu, gpu_fraction: 0.5"),
+    ),
     _rule(
         "PT660",
         "Pinned memory does not hold a step's gradients",

@@ -115,6 +115,7 @@ def make_plan(
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and write the plan down."""
     from partool.planner import explain
+    from partool.planner.offload_room import check_layout
     from partool.planner.solve import solve
 
     found = resolved.diagnostics
@@ -129,7 +130,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += explain.tight(solution, best)
     found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
-    wide = fp8.stay_wide(problem, best.layout)
+    wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
     found += wide
     if _failed(wide):
         return PlanResult(None, found)

@@ -23,7 +23,17 @@ def with_folder(spec: Spec, base_dir: Path) -> Spec:
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
-    """Find what goes to a host memory that is not there."""
+    """Find what goes to a host memory that is not there, cores that are not, and a share that moves nothing."""
+    yield from _apart(problem)
+    yield from _threads(problem)
+    offload = problem.spec.parallel.offload
+    if offload.gpu_fraction == 1.0:
+        message = "gpu_fraction: 1.0 leaves all of the optimizer's state on the device"
+        path = (*_OFFLOAD, "gpu_fraction")
+        yield Diagnostic("PT494", message, severity="warning", path=path, help="use a smaller one, or optimizer: none")
+
+
+def _apart(problem: Problem) -> Iterator[Diagnostic]:
     offload, devices = problem.spec.parallel.offload, problem.devices
     for name in _PARTS:
         tier = getattr(offload, name)
@@ -34,7 +44,17 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
         if devices.backend != "cpu":
             yield Diagnostic("PT274", message, path=path, help=help)
         elif tier == "cpu":
-            message = (
-                f"offload.{name}: cpu saves nothing here: {devices.accelerator} has no memory apart from the host's"
-            )
+            what = f"{devices.accelerator} has no memory apart from the host's"
+            message = f"offload.{name}: cpu saves nothing here: {what}"
             yield Diagnostic("PT274", message, severity="warning", path=path, help=f"{help}, but for a trial")
+
+
+def _threads(problem: Problem) -> Iterator[Diagnostic]:
+    """Find more cores asked for than a rank has."""
+    asked, devices = problem.spec.parallel.offload.threads, problem.devices
+    cores = devices.threads_per_rank if devices.backend == "cpu" else devices.host_cores // devices.per_node
+    if asked == "auto" or cores == 0 or asked <= cores:
+        return
+    message = f"threads: {asked} for the update, but each of a node's {devices.per_node} ranks has {cores} cores"
+    help = f"use at most {max(1, cores - 1)}, or auto"
+    yield Diagnostic("PT474", message, path=(*_OFFLOAD, "threads"), help=help)

@@ -46,6 +46,7 @@ OF_THE_PLANNER = [
         _texts_tensor,
         _texts_sequence,
         _texts_kernels,
+        _texts_offload,
     )
     for rule in module.RULES
     if rule.example == "spec"

@@ -1,0 +1,83 @@
+"""Whether host memory and disks can hold what a layout keeps there, as a spec limits them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+
+from partool.cost import tiers
+from partool.cost.columns import columns
+from partool.diagnostics.record import Diagnostic
+from partool.plan.types import Layout
+from partool.planner.offload import owned
+from partool.planner.price import Priced
+from partool.planner.problem import Problem
+from partool.planner.words import GIB
+
+_OFFLOAD = ("parallel", "offload")
+
+
+def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
+    """Find memory and disks that cannot hold what a layout is to keep there, with the numbers."""
+    layout = priced.layout
+    if layout.offloads:
+        yield from _pinned(problem, priced)
+    if layout.offload_optimizer == "nvme":
+        yield from _disk(problem, priced)
+    if layout.host.speculate == "undo" and layout.offload_optimizer != "none":
+        yield from _copies(problem, layout)
+
+
+def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
+    """Find a limit of pinned memory that a step's gradients and weights exceed."""
+    memory, limit = priced.memory, priced.layout.host.pinned_bytes
+    spare = tiers.SPARE * priced.layout.host.bucket_bytes if priced.layout.offload_optimizer != "none" else 0
+    least = memory.pinned_bytes - min(spare, memory.host_terms_bytes.get("gradients", 0))
+    if not limit or least <= limit:
+        return
+    parts = {name: size for name, size in memory.host_terms_bytes.items() if name in tiers.PINNED}
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    message = f"pinned_gib: {limit / GIB:g} is less than the {least / GIB:.2f} GiB that each rank needs (GiB: {listed})"
+    help = f"use pinned_gib: {ceil(least / GIB * 10) / 10:g}, or offload less"
+    if "gradients" in parts and problem.spec.parallel.offload.gradients != "bf16":
+        help += "; gradients: bf16 halves what they take, and rounds them"
+    yield Diagnostic("PT473", message, path=(*_OFFLOAD, "pinned_gib"), help=help)
+
+
+def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
+    """Find a disk of this machine that is too small for the state of all ranks, and buffers that are too large."""
+    layout, devices = priced.layout, problem.devices
+    row = columns(layout)
+    size = tiers.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) * devices.per_node
+    folder, local = Path(layout.host.folder), problem.spec.hardware.accelerator in ("cpu", "auto")
+    if local and devices.nodes == 1 and folder.is_dir():
+        free = shutil.disk_usage(folder).free
+        if free < size:
+            message = f"dir: {folder} has {free / GIB:.1f} GiB free, the optimizer's state takes {size / GIB:.1f}"
+            help = "name a folder on a larger disk, or use moments: bf16"
+            yield Diagnostic("PT487", message, path=(*_OFFLOAD, "dir"), help=help)
+    held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) * devices.per_node
+    asked = problem.spec.parallel.offload
+    if (asked.bucket_mib, asked.buffers) != ("auto", "auto") and held >= 0.99 * size:
+        message = (
+            f"{layout.host.buffers} buckets of {layout.host.bucket_bytes / tiers.MIB:.3g} MiB hold all of the state"
+        )
+        help = "use a smaller bucket_mib, or optimizer: cpu, which does as much without disks"
+        yield Diagnostic("PT478", message, severity="warning", path=(*_OFFLOAD, "optimizer"), help=help)
+
+
+def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
+    """Find an arena that not even one bucket's state fits into."""
+    work, job = layout.host, problem.job_of(layout.compile)
+    wire = job.compute_bytes if work.gradients == "compute" else job.master_bytes
+    bucket = min(work.bucket_bytes / wire, owned(problem, columns(layout))) * tiers.state_bytes(job)
+    if work.undo_bytes >= bucket:
+        return
+    message = (
+        f"undo_gib: {work.undo_bytes / GIB:.3g} holds no bucket's state, which takes {bucket / GIB:.3g}: "
+        "every bucket would wait for the norm"
+    )
+    help = "use a larger undo_gib, a smaller bucket_mib, or speculate: true"
+    yield Diagnostic("PT488", message, severity="warning", path=(*_OFFLOAD, "undo_gib"), help=help)
