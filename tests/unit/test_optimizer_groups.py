@@ -21,6 +21,7 @@ from partool.spec.training import READS, OptimizerGroup, OptimizerSpec
 from partool_kernels import isa
 from partool_kernels.host import MOMENTS, Part, Pass, update
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.optim import steps
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.groups import Group, grouped
 from partool_runtime.saving import Saver
@@ -131,6 +132,26 @@ def test_the_pass_for_host_memory_steps_the_same(kind: str, dtype: torch.dtype) 
             torch.testing.assert_close(ours[name].detach(), theirs[name].detach(), rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", ["lion", "adagrad"])
+def test_pieces_change_no_bit_and_bound_the_memory_beside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut = parameters(torch.float32), parameters(torch.float32)
+    cut["layers.1.w"] = nn.Parameter(cut["layers.1.w"].detach().t().contiguous().t())  # has its elements in columns
+    trained(DeviceOptimizer(whole, spec_of(kind, groups=GROUPS)), whole, torch.float32)
+    monkeypatch.setattr(steps, "PIECE_ELEMENTS", 6)
+    sizes: list[int] = []
+    foreach = torch._foreach_sqrt if kind == "adagrad" else torch._foreach_mul
+    name = foreach.__name__
+
+    def noted(tensors: list[torch.Tensor], *others: Any) -> Any:
+        sizes.append(sum(tensor.numel() for tensor in tensors if tensor.is_contiguous()))
+        return foreach(tensors, *others)
+
+    monkeypatch.setattr(torch, name, noted)
+    trained(DeviceOptimizer(cut, spec_of(kind, groups=GROUPS)), cut, torch.float32)
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert max(sizes) == 6
 
 
 def test_every_group_steps_by_its_own_settings() -> None:

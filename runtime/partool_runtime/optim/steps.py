@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from partool_kernels.host import Rule
 from partool_runtime.torch_internals import fused_adamw
+
+PIECE_ELEMENTS = 2**24
+"""What is updated at once where operators need a tensor as large beside it: 64 MiB of float32, whatever the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,27 @@ class Shards:
     gradients: list[torch.Tensor]
     moments: Sequence[list[torch.Tensor]]
     """As :data:`partool_kernels.host.MOMENTS` says."""
+
+    def pieces(self) -> Iterator[Shards]:
+        """Yield parts of at most :data:`PIECE_ELEMENTS` in all; tensors with gaps between elements are not cut."""
+        rows: list[tuple[torch.Tensor, ...]] = []
+        room = PIECE_ELEMENTS
+        for row in zip(self.weights, self.gradients, *self.moments, strict=True):
+            whole = not all(tensor.is_contiguous() for tensor in row)
+            cuts = [row] if whole else zip(*(t.view(-1).split(PIECE_ELEMENTS) for t in row), strict=True)
+            for piece in cuts:
+                if rows and piece[0].numel() > room:
+                    yield _from_rows(rows)
+                    rows, room = [], PIECE_ELEMENTS
+                rows.append(piece)
+                room -= piece[0].numel()
+        if rows:
+            yield _from_rows(rows)
+
+
+def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:
+    weights, gradients, *moments = (list(column) for column in zip(*rows, strict=True))
+    return Shards(weights, gradients, moments)
 
 
 def step(shards: Shards, rule: Rule) -> None:
@@ -55,21 +79,23 @@ def _adamw(shards: Shards, rule: Rule) -> None:
 
 
 def _lion(shards: Shards, rule: Rule) -> None:
-    (momentum,) = shards.moments
-    directions = torch._foreach_mul(momentum, rule.beta1)
-    torch._foreach_add_(directions, shards.gradients, alpha=1.0 - rule.beta1)
-    torch._foreach_sign_(directions)
-    torch._foreach_add_(shards.weights, directions, alpha=-rule.lr)
-    torch._foreach_mul_(momentum, rule.beta2)
-    torch._foreach_add_(momentum, shards.gradients, alpha=1.0 - rule.beta2)
+    for piece in shards.pieces():
+        (momentum,) = piece.moments
+        directions = torch._foreach_mul(momentum, rule.beta1)
+        torch._foreach_add_(directions, piece.gradients, alpha=1.0 - rule.beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_add_(piece.weights, directions, alpha=-rule.lr)
+        torch._foreach_mul_(momentum, rule.beta2)
+        torch._foreach_add_(momentum, piece.gradients, alpha=1.0 - rule.beta2)
 
 
 def _adagrad(shards: Shards, rule: Rule) -> None:
-    (sums,) = shards.moments
-    torch._foreach_addcmul_(sums, shards.gradients, shards.gradients)
-    roots = torch._foreach_sqrt(sums)
-    torch._foreach_add_(roots, rule.eps)
-    torch._foreach_addcdiv_(shards.weights, shards.gradients, roots, value=-rule.lr)
+    for piece in shards.pieces():
+        (sums,) = piece.moments
+        torch._foreach_addcmul_(sums, piece.gradients, piece.gradients)
+        roots = torch._foreach_sqrt(sums)
+        torch._foreach_add_(roots, rule.eps)
+        torch._foreach_addcdiv_(piece.weights, piece.gradients, roots, value=-rule.lr)
 
 
 def _sgd(shards: Shards, rule: Rule) -> None:
