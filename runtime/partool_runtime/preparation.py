@@ -86,7 +86,7 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     model = _model(plan, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     sync = parallelize(model, plan, ranks, memory)
-    shards = _give_memory(model, plan, ranks.device, memory)
+    shards = _give_memory(model, plan, ranks, memory)
     freeze(model, plan.frozen)
     _widen(model, plan)
     tensor = TensorGradients.of(model, plan, ranks)
@@ -94,12 +94,13 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
     return Prepared.sharded(model, passes, memory, sync, TensorGradients.names(model), shards=shards)
 
 
-def _give_memory(model: AnyDecoder, plan: Plan, device: torch.device, memory: HostMemory) -> HostParameters | None:
+def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
     """Give a sharded model memory, and return what keeps its shards where they are not on the device."""
     if plan.layout.offload_parameters == "none":
-        materialise(model, device)
+        materialise(model, ranks.device)
         return None
-    return HostParameters(model.roots(), device, memory=memory)
+    disk = plan.layout.host if plan.layout.offload_parameters == "nvme" else None
+    return HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
 
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:
@@ -143,7 +144,7 @@ def _stages(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Pre
     parts = _parts(plan, mine, ranks).to(MASTER_DTYPE[plan.training.precision])
     memory = host_memory(plan, ranks.device)
     units = parallelize_stages(parts, plan, ranks, memory)
-    shards = _give_memory(parts, plan, ranks.device, memory)
+    shards = _give_memory(parts, plan, ranks, memory)
     freeze(parts, plan.frozen)
     _widen(parts, plan)
     passes = pipeline_passes(parts, units, schedule, plan=plan, ranks=ranks, report=report)

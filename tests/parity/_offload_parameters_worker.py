@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import sys
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from partool.plan.types import HostWork
 from partool_runtime.offload import HostMemory
 from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.parameters import HostParameters
@@ -50,15 +51,29 @@ def sharded(mesh: DeviceMesh, *, apart: bool = False, most_kept: int = 0, unit: 
     return model
 
 
-def trained(model: nn.Sequential, settle: Callable[[], None], steps: int = 4) -> list[torch.Tensor]:
+class Resting:
+    """Of parameters that are where they always are."""
+
+    def begin(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def written(self) -> None:
+        pass
+
+
+def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int = 4) -> list[torch.Tensor]:
     """Train; return all gradients of all steps and what this rank has of the parameters then."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     seen = []
     for step in range(steps):
+        shards.begin()
         for _ in range(2):
             x = torch.randn(4, WIDTH, generator=draws, dtype=torch.float64)
             model(x).square().sum().backward()
-        settle()
+        shards.settle()
         for parameter in model.parameters():
             grad = parameter.grad
             assert grad is not None
@@ -66,21 +81,26 @@ def trained(model: nn.Sequential, settle: Callable[[], None], steps: int = 4) ->
             with torch.no_grad():
                 local(parameter).sub_(local(grad), alpha=0.01 * (step + 1))
             parameter.grad = None
+        shards.written()
         with torch.no_grad():
             seen.append(model(x).clone())  # evaluation, which leaves the root gathered
         model.reshard()  # type: ignore[operator]
     return [*seen, *(local(parameter.detach()).clone() for parameter in model.parameters())]
 
 
-def compared(mesh: DeviceMesh, **how: int) -> HostParameters:
+def compared(mesh: DeviceMesh, folder: str = "", **how: int) -> HostParameters:
     """Train both ways and compare; return what kept the shards of the second."""
     plain = sharded(mesh, **how)  # type: ignore[arg-type]
-    wanted = trained(plain, lambda: None)
+    wanted = trained(plain, Resting())
     model = sharded(mesh, **how)  # type: ignore[arg-type]
     shards = HostParameters(
-        [model], CPU, memory=HostMemory(pinned=False), lanes=ThreadLanes(random.Random(dist.get_rank()))
+        [model],
+        CPU,
+        memory=HostMemory(pinned=False),
+        lanes=ThreadLanes(random.Random(dist.get_rank())),
+        disk=HostWork(folder=folder, buffers=3) if folder else None,
     )
-    found = trained(model, shards.settle)
+    found = trained(model, shards)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert shards.moved_bytes > 0
     assert shards.lent_bytes == 0
@@ -96,6 +116,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (size,))
     for how in ({}, {"apart": True}, {"most_kept": 7}, {"unit": 2}):
         compared(mesh, **how)
+        compared(mesh, sys.argv[1], **how)
     if size % 2 == 0:
         compared(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
     dist.barrier()

@@ -69,6 +69,9 @@ class HostOptimizer:
     names parameters whose gradient another rank counts.
     """
 
+    beside = True
+    """See ``Optimizer``."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
@@ -79,15 +82,17 @@ class HostOptimizer:
     ) -> None:
         self._parameters, self._copies = dict(parameters), frozenset(copies)
         self._device, self._shards = setting.device, setting.shards
+        self._setting = setting
         self._groups = grouped(spec, {name: p.ndim for name, p in parameters.items()})
         self._frozen = dict(frozen or {})
         self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
         held = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
         staying = tail(held, setting.resident)
         buckets = fill_buckets((shard for shard in held if shard[0] not in staying), setting.bucket_elements)
-        self._places = places(buckets)
+        self._buckets, self._places = buckets, places(buckets)
         dtypes = setting.dtypes(len(self._groups.moments))
-        self._store, self.notes = _open_store(buckets, dtypes, setting)
+        self._store, notes = _open_store(buckets, dtypes, setting)
+        self.notes = (*notes, *(() if self._shards is None else self._shards.notes))
         targets = {name: self._target(name) for name, _ in held}
         lanes = open_lanes(setting.device)
         self._resident = Resident(
@@ -123,6 +128,8 @@ class HostOptimizer:
         """See ``Optimizer``."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        if self._shards is not None:
+            self._shards.begin()
         self._engine.begin(self._groups.rules(lr, self.updates + 1, scale))
 
     def micro_batch(self, *, last: bool) -> None:
@@ -149,10 +156,16 @@ class HostOptimizer:
         """See ``Optimizer``."""
         self._engine.settle(self._groups.rules(lr, self.updates + 1, scale))
         self.updates += 1
+        self._written()
 
     def skip(self) -> None:
         """See ``Optimizer``."""
         self._engine.settle(None)
+        self._written()
+
+    def _written(self) -> None:
+        if self._shards is not None:
+            self._shards.written()
 
     def state(self) -> dict[str, torch.Tensor]:
         """See ``Optimizer``."""
@@ -186,6 +199,22 @@ class HostOptimizer:
         with torch.no_grad():
             for name, kept in self._kept.items():
                 local(self._frozen[name]).copy_(kept)
+        self._written()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes of the rank's host memory by keys of :data:`partool.plan.terms.HOST_TERMS`."""
+        setting, sizes = self._setting, [bucket.elements for bucket in self._buckets]
+        master, *moments = (dtype.itemsize for dtype in setting.dtypes(len(self._groups.moments)))
+        here, state = sum(sizes), sum(sizes) * (master + sum(moments))
+        if setting.on_disk:
+            here = min(here, setting.work.buffers * max(sizes, default=0))
+        found = {
+            "masters": here * master + sum(tensor.nbytes for tensor in self._kept.values()),
+            "moments": here * sum(moments),
+            "totals": sum(sizes) * master if setting.accumulates else 0,
+            "copies": min(setting.work.undo_bytes, state) if setting.work.speculate == "undo" else 0,
+        }
+        return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
     def close(self) -> None:
         """See ``Optimizer``."""

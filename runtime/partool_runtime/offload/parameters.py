@@ -1,4 +1,4 @@
-"""Parameters whose shards are in host memory: a unit's come to the device just before they are gathered.
+"""Parameters whose shards are in host memory or on a disk: a unit's come to the device just before they are gathered.
 
 FSDP2 begins to gather a unit while the one before computes. Here a copy on the lane up goes first, into memory that is
 given back as soon as the gather has read it: on the device are the shards of the units that are being gathered, and
@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from partool.plan.types import HostWork
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
+from partool_runtime.offload.shelves import DiskShelf, MemoryShelf, Shelf
 from partool_runtime.torch_internals import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256
@@ -21,29 +23,48 @@ _ALIGNED_BYTES = 256
 
 
 class HostParameters:
-    """Owns the shards of a rank's parameters in host memory.
+    """Owns the shards of a rank's parameters in host memory, or in a file where ``disk`` names its folder.
 
     Takes the place of giving the sharded model memory: all that is still on the meta device gets some, shards here, the
     rest on ``device``. It makes new parameters, so hooks are to be registered behind it. A shard is reached as the
-    local part of its parameter, which belongs to the device for all else: its gradient is there.
+    local part of its parameter, which belongs to the device for all else: its gradient is there. Between
+    :meth:`settle` and :meth:`written` shards may be written to, and those of a unit whose gradients are complete.
     """
 
     def __init__(
-        self, roots: Iterable[nn.Module], device: torch.device, *, memory: HostMemory, lanes: Lanes | None = None
+        self,
+        roots: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        memory: HostMemory,
+        lanes: Lanes | None = None,
+        disk: HostWork | None = None,
+        owner: str = "rank 0",
     ) -> None:
         roots = list(roots)
         self._lanes = lanes or open_lanes(device)
         self._behind: Mark | None = None
         """Behind the last use of what the lane has brought and was given back."""
-        self._units = [_Unit(self, shards, memory) for shards in unit_shards(roots, device)]
+        self._units = [_Unit(self, index, shards) for index, shards in enumerate(unit_shards(roots, device))]
+        sizes = [unit.size_bytes for unit in self._units]
+        self._shelf: Shelf = (
+            MemoryShelf(sizes, memory, self._lanes)
+            if disk is None
+            else DiskShelf(sizes, disk, self._lanes, owner=owner)
+        )
+        self.notes = self._shelf.notes
+        """What the run's log should say."""
+        for unit, home in zip(self._units, self._shelf.homes, strict=True):
+            unit.move(home)
         for root in roots:
             _give_memory(root, device)
+        self.written()
         self.moved_bytes = 0
         """To the device, so far."""
 
     @property
     def held_bytes(self) -> int:
-        """Of host memory."""
+        """Of host memory or of a disk."""
         return sum(unit.size_bytes for unit in self._units)
 
     @property
@@ -51,21 +72,31 @@ class HostParameters:
         """Of device memory now: shards that are being gathered."""
         return sum(unit.size_bytes for unit in self._units if unit.lent)
 
+    def begin(self) -> None:
+        """Say that the passes of a step begin."""
+        self._shelf.begin()
+
     def settle(self) -> None:
-        """Return when nothing reads shards any more, so that they can be written to; between passes."""
+        """Return when nothing reads shards any more, so that they can be written to; behind the passes of a step."""
         for unit in self._units:
             unit.settle()
+        self._shelf.settle()
+
+    def written(self) -> None:
+        """Take in what was written to shards; raises what went wrong on the way."""
+        self._shelf.written()
 
     def close(self) -> None:
-        """End the lanes."""
+        """End the lanes and give back what shards were kept in."""
         self.settle()
+        self._shelf.close()
         self._lanes.close()
 
-    def bring(self, source: torch.Tensor) -> tuple[torch.Tensor, Mark]:
+    def bring(self, unit: int, size_bytes: int) -> tuple[torch.Tensor, Mark]:
         """Start to copy a unit's shards to the device."""
-        there = self._lanes.room(len(source))
-        self.moved_bytes += len(source)
-        return there, self._lanes.up.copy(there, source, self._behind)
+        there = self._lanes.room(size_bytes)
+        self.moved_bytes += size_bytes
+        return there, self._shelf.fetch(unit, there, self._behind)
 
     def was_read(self) -> None:
         """Take note that compute has read what was brought."""
@@ -75,15 +106,17 @@ class HostParameters:
 class _Unit:
     """Parameters that are gathered together."""
 
-    def __init__(self, owner: HostParameters, shards: UnitShards, memory: HostMemory) -> None:
-        self._owner, self._shards = owner, shards
+    def __init__(self, owner: HostParameters, index: int, shards: UnitShards) -> None:
+        self._owner, self._index, self._shards = owner, index, shards
         self._sizes = shards.sizes
         self.size_bytes = sum(_aligned(elements * dtype.itemsize) for elements, dtype in self._sizes)
-        self._home = memory.take(self.size_bytes, "parameters")
-        shards.move(list(self._cut(self._home)))
-        shards.watch(self._bring, self._ready, self._done)
         self._there: torch.Tensor | None = None
         self._mark: Mark | None = None
+
+    def move(self, home: torch.Tensor) -> None:
+        """Let the shards be in this memory from now on."""
+        self._shards.move(list(self._cut(home)))
+        self._shards.watch(self._bring, self._ready, self._done)
 
     @property
     def lent(self) -> bool:
@@ -100,7 +133,7 @@ class _Unit:
             self._done()
 
     def _bring(self) -> list[torch.Tensor]:
-        self._there, self._mark = self._owner.bring(self._home)
+        self._there, self._mark = self._owner.bring(self._index, self.size_bytes)
         return list(self._cut(self._there))
 
     def _ready(self) -> None:
