@@ -60,8 +60,8 @@ def command(
     ] = None,
     smallest: Annotated[bool, typer.Option("--smallest", help="Plan the smallest cluster that fits.")] = False,
     largest: Annotated[
-        Literal["micro_batch", "sequence_length", "global_batch"] | None,
-        typer.Option("--largest", help="Plan the largest value of this that fits."),
+        Literal["micro_batch", "sequence_length", "global_batch", "model"] | None,
+        typer.Option("--largest", help="Plan the largest value of this that fits; of a model, the most layers."),
     ] = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="All parts of time and memory.")] = False,
     trace: Annotated[

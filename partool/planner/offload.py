@@ -82,6 +82,13 @@ def owned(problem: Problem, row: Layouts) -> float:
     return problem.parameters / (float(row.pp) * float(row.tp) * shards)
 
 
+def in_parts(problem: Problem) -> Problem | None:
+    """Return the problem with state on both sides where it has to leave the device; None where that changes nothing."""
+    offload = problem.spec.parallel.offload
+    may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
+    return replace(problem, split=True) if may and not problem.split else None
+
+
 def to_disks(problem: Problem) -> Problem | None:
     """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
     offload = problem.spec.parallel.offload

@@ -51,8 +51,9 @@ def policies_of(problem: Problem) -> Policies:
     else:
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
     may = problem.host_link
-    # Where the state has to leave, all of it does, but for what hides the host's last work once a layout is found.
-    several = GPU_FRACTIONS if may and offload.optimizer == "auto" else (0.0,)
+    # Where the state has to leave, all of it does, but for what hides the host's last work once a layout is found,
+    # and for what host memory has no room for.
+    several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or problem.split) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     optimizer = _open(offload.optimizer, host, may=may)
@@ -63,7 +64,7 @@ def policies_of(problem: Problem) -> Policies:
         for stored in parameters
         for saved in activations
         for moved in optimizer
-        if not stored or moved == max(optimizer)
+        if not stored or moved == max(optimizer) > 0
         for policy, share in recompute
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]

@@ -48,6 +48,8 @@ class Problem:
     """Memory is short: what is open about gathers is chosen to need least of it."""
     tiled: bool = False
     """Memory is so short that open tiles of sequences are taken."""
+    split: bool = False
+    """Host memory is so short that a part of an optimizer's state that has to leave may stay on the device."""
     on_disks: bool = False
     """Host memory is so short that an open optimizer's state goes to the disks that the spec names."""
 
@@ -227,6 +229,12 @@ class Problem:
         """Return the same problem with other values in the ``parallel`` section."""
         parallel = self.spec.parallel.model_copy(update=changes)
         return replace(self, spec=self.spec.model_copy(update={"parallel": parallel}))
+
+    def with_layers(self, layers: int) -> Problem:
+        """Return the same problem with a deeper or flatter model; kinds of attention repeat in their order."""
+        kinds = self.model.layer_types
+        repeated = tuple(kinds[layer % len(kinds)] for layer in range(layers)) if kinds else ()
+        return replace(self, model=self.model.model_copy(update={"layers": layers, "layer_types": repeated}))
 
     def with_training(self, **changes: object) -> Problem:
         """Return the same problem with other values in the ``training`` section."""

@@ -16,7 +16,7 @@ from partool.planner.solve import harder_ones
 from partool.planner.space import build
 from partool.spec.spec import Spec
 
-Largest = Literal["micro_batch", "sequence_length", "global_batch"]
+Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
 LENGTH = "training.sequence_length"
 _SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
@@ -25,6 +25,7 @@ _MOST_NODES = 2**17
 _GRAIN = 256
 """Sequence lengths are tried in multiples of this many tokens."""
 _MOST = 2**24
+_MOST_LAYERS = 2**14
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
@@ -53,7 +54,8 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
     """Return the override with the largest value under which a layout is sure to fit; None where none does.
 
     ``global_batch`` is the most sequences per step without more micro-batches than pipeline stages: with more of them
-    any batch would fit.
+    any batch would fit. ``model`` is the model with more or fewer layers, all else as it is; None as well for one whose
+    layers are given one by one, or that transformers builds.
     """
     problem = resolve(spec, base_dir).problem
     if problem is None:
@@ -69,6 +71,8 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
         count = _most(batch_fits, _MOST // unit)
         return None if count is None else [f"training.global_batch={count * unit}"]
+    if what == "model":
+        return _largest_model(problem)
     limit = problem.model.max_position if problem.model.position == "learned" else _MOST
 
     def length_fits(count: int) -> bool:
@@ -76,6 +80,20 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
     count = _most(length_fits, limit // _GRAIN)
     return None if count is None else [f"training.sequence_length={count * _GRAIN}"]
+
+
+def _largest_model(problem: Problem) -> list[str] | None:
+    """Return the override with the most layers of the model's that fit; host memory and disks count, as allowed."""
+    given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
+    if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
+        return None
+    least = 1 if problem.model.moe is None else problem.model.moe.first_dense_layers + 1
+
+    def layers_fit(count: int) -> bool:
+        return fits(problem.with_layers(least + count - 1))
+
+    count = _most(layers_fit, _MOST_LAYERS)
+    return None if count is None else [f"model.layers={least + count - 1}"]
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:

@@ -143,7 +143,7 @@ class Search:
     def could_fit(self) -> bool:
         """Return False if nothing fits even with the policies that save most, host memory counted."""
         for policy in self.extremes():
-            groups = self.groups[self.space.allowed(self.groups, np.full(len(self.groups), policy))]
+            groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self._room(groups, np.full(len(groups), policy))
             fits = (total <= self.problem.capacity_bytes * self._slack(groups)) & (host <= host_limit(self.problem))
             if fits.any():
@@ -154,7 +154,7 @@ class Search:
         """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
         found = []
         for policy in self.extremes():
-            groups = self.groups[self.space.allowed(self.groups, np.full(len(self.groups), policy))]
+            groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
             total, _, host = self._room(groups, np.full(len(groups), policy))
             if len(groups):
                 worst = np.where(host <= host_limit(self.problem), total, total + host)
@@ -162,12 +162,13 @@ class Search:
         return min(found)[1:]
 
     def extremes(self) -> list[int]:
-        """Return the policies that save most memory: on the device alone, and with host memory."""
+        """Return the policies that save most memory: on the device alone, and with more and more of host memory."""
         table = self.space.policies
         moved = table.optimizer + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
         stays = self.policies[table.parameters[self.policies] == 0]
-        return sorted({int(here[-1]), int(stays[-1] if len(stays) else here[-1]), int(self.policies[-1])})
+        parts = [stays[table.optimizer[stays] == part] for part in np.unique(table.optimizer[stays])]
+        return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
         """Return lower bounds of time, and memory; both are infinite where device or host memory is too small."""

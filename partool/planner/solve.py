@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from partool.plan.types import SearchSummary
-from partool.planner.offload import refined, to_disks
+from partool.planner.offload import in_parts, refined, to_disks
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
 from partool.planner.search import Found, Search, firsts
@@ -80,8 +80,8 @@ class Solution:
 def solve(problem: Problem) -> Solution:
     """Search all layouts, and where the best cannot run, those that can.
 
-    If none is sure to fit, they are searched again with gathers that need least memory, then with tiles of sequences,
-    and last with the optimizer's state in files, if the spec names a folder for them.
+    If none is sure to fit, they are searched again: with an optimizer's state on both sides where it has to leave, with
+    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder.
     """
     solution = _solve(problem)
     for harder in harder_ones(problem):
@@ -94,7 +94,9 @@ def solve(problem: Problem) -> Solution:
 
 def harder_ones(problem: Problem) -> Iterator[Problem]:
     """Yield the problem with more and more that saves memory and costs time."""
-    found = (under_pressure(problem), in_tiles(problem), to_disks(problem), to_disks(_smallest(problem)))
+    parts = in_parts(problem)
+    last = parts or problem
+    found = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
     yield from (one for at, one in enumerate(found) if one is not None and one not in found[:at])
 
 
@@ -124,7 +126,7 @@ def _solve(problem: Problem) -> Solution:
 
 def may_fit(problem: Problem) -> bool:
     """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
-    problem = _smallest(problem)
+    problem = _smallest(in_parts(problem) or problem)
     problem = to_disks(problem) or problem
     space = build(problem)
     return space.size > 0 and Search(problem, space).could_fit()

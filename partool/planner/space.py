@@ -84,8 +84,12 @@ class Space:
         before = less[np.searchsorted(less, share) - 1]
         none = self.policies.recompute[policy] == 0
         differs = none | (self._share(taken, share) > self._share(taken, before))
-        found = ((self.policies.parameters[policy] == 0) | (taken.zero == 3)) & differs
-        return np.where(taken.ring, self.only[policy], found)
+        return self.goes(group, policy) & (differs | taken.ring)
+
+    def goes(self, group: Any, policy: Any) -> Any:
+        """Return the same where shares that come to the same layers each stand for themselves."""
+        taken = self.groups.take(group)
+        return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
     @cached_property
     def counted(self) -> Any:
