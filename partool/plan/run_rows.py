@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
+from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 
 RUNS_FILE = "measured_runs.csv"
 SOURCE = "partool run"
@@ -36,10 +36,15 @@ OWN_COLUMNS = (
 """``calibration`` is the hash of the machine's figures that the plan used, empty for the catalog's; the scalars are
 those that the predictions hold already."""
 _PATIENCE_S = 10.0
-_UNITS = {"memory": "bytes", "time": "s", "traffic": "bytes"}
+_UNITS = {"memory": "bytes", "host": "bytes", "time": "s", "traffic": "bytes"}
 TERM_COLUMNS = tuple(
     f"{what}_{section}_{term}_{_UNITS[section]}"
-    for section, terms in (("time", TIME_TERMS), ("memory", MEMORY_TERMS), ("traffic", TRAFFIC_TERMS))
+    for section, terms in (
+        ("time", TIME_TERMS),
+        ("memory", MEMORY_TERMS),
+        ("traffic", TRAFFIC_TERMS),
+        ("host", HOST_TERMS),
+    )
     for term in terms
     for what in ("predicted", "measured")
 )

@@ -22,7 +22,9 @@ from partool.report.units import counted, seconds, size
 from partool.schedule import Action
 
 SUMMARY_FILE = "summary.json"
-_SECTIONS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per step"}
+_SECTIONS = {
+    "memory": "memory per rank", "host": "host memory per rank", "time": "time per step", "traffic": "sent per step",
+}  # fmt: skip
 _STAGES = 16
 """Stages that get a line; of more, those whose times are furthest from the plan's."""
 

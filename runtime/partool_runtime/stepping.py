@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from partool.spec.training import OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
-from partool_runtime.optim.grad_norm import Mode, check_gradients, clip_factor
+from partool_runtime.optim.grad_norm import GradientCheck, Mode, check_gradients, clip_factor
 from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
@@ -146,18 +146,28 @@ class Stepper:
             lr = self._spec.lr * lr_factor(self._spec.schedule, step, self._training.steps)
             self.optimizer.begin(lr, 1.0 / self._scaler.scale)
         loss_sum = self._passes.step(batch, self._scaler.scale / tokens.clamp(min=1), timer)
+        beside, scale = self.optimizer.beside, self._scaler.scale
+        with timer("offload") if beside else nullcontext():
+            sums = self.optimizer.sums(self._kernels) if beside else None
         with timer("optimizer"):
-            check = check_gradients(self.optimizer.sums(self._kernels), loss_sum, self._ranks)
+            sums = self.optimizer.sums(self._kernels) if sums is None else sums
+            check = check_gradients(sums, loss_sum, self._ranks)
             count = int(tokens)  # read where the host waits anyway, and not behind the update
-            scale = self._scaler.scale
-            norm = check.norm / scale
-            if check.finite:
-                self.optimizer.step(lr, clip_factor(norm, self._spec.clip) / scale)
-            else:
-                self.optimizer.skip()
-            self._scaler.update(check.finite)
+            if not beside:
+                self._end(check, lr, scale)
+        with timer("offload") if beside else nullcontext():
+            if beside:
+                self._end(check, lr, scale)
         self._count_nonfinite(step, check.finite)
-        return StepResult(check.loss_sum / max(count, 1), norm, lr, count, not check.finite)
+        return StepResult(check.loss_sum / max(count, 1), check.norm / scale, lr, count, not check.finite)
+
+    def _end(self, check: GradientCheck, lr: float, scale: float) -> None:
+        """Update, or leave it, as the gradients are."""
+        if check.finite:
+            self.optimizer.step(lr, clip_factor(check.norm / scale, self._spec.clip) / scale)
+        else:
+            self.optimizer.skip()
+        self._scaler.update(check.finite)
 
     @torch.no_grad()
     def validate(

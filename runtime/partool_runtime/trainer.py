@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from partool_runtime.fused.self_check import with_working_parts
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
 from partool_runtime.offload.optimizer import HostOptimizer
+from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import maximum_over
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
@@ -25,7 +26,7 @@ from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals import local_bytes
+from partool_runtime.torch_internals import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
 
@@ -51,6 +52,7 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         done = _Run(plan, stepper, data, saver, recorder, stop).steps(first)
         data.close()
         saver.close()
+        _report_host(stepper.optimizer, recorder)
         stepper.optimizer.close()
         prepared.passes.close()
         prepared.memory.close()
@@ -158,7 +160,7 @@ def _open(
     for note in optimizer.notes if isinstance(optimizer, HostOptimizer) else ():
         recorder.warning(note)
     recorder.note_memory("parameters", local_bytes(model.parameters()))
-    recorder.note_memory("optimizer", local_bytes(optimizer.state().values()))
+    recorder.note_memory("optimizer", _state_bytes(optimizer, ranks.device))
     recorder.probe_memory("gathered", prepared.gathered_bytes)
     recorder.probe_memory("gradients", prepared.gradient_bytes)
     scaler = LossScaler(plan.training.precision == "fp16")
@@ -192,3 +194,16 @@ def _open(
 def _report_write(saver: Saver, recorder: Recorder) -> None:
     if stats := saver.finished_write():
         recorder.event("checkpoint", step=stats.step, path=stats.path, write_s=stats.write_s, blocked_s=stats.blocked_s)
+
+
+def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
+    """Record what the host's part of the work took."""
+    if isinstance(optimizer, HostOptimizer):
+        recorder.note_host_memory(optimizer.held_bytes())
+        recorder.event("offload", **asdict(optimizer.figures))
+
+
+def _state_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of moments, and of masters besides the parameters, that are where compute is."""
+    tensors = [*optimizer.state().values(), *optimizer.masters().values()]
+    return local_bytes(tensor for tensor in tensors if local(tensor).device == device)

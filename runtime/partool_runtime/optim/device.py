@@ -31,6 +31,9 @@ class DeviceOptimizer:
     offloaded states have too, so that steps have the same bits with and without offload; else torch's operators.
     """
 
+    beside = False
+    """See ``Optimizer``."""
+
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],

@@ -13,6 +13,8 @@ from partool_runtime.optim.grad_norm import LocalSums, Mode
 class Optimizer(Protocol):
     """Owns masters and moments. A step is ``begin``, the passes, ``sums``, and then ``step`` or ``skip``."""
 
+    beside: bool
+    """Whether it works beside the passes: then its time is what is waited for in ``sums``, ``step`` and ``skip``."""
     updates: int
     """Steps made, skipped ones not counted; checkpoints hold it."""
 

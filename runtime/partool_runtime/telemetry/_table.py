@@ -10,7 +10,12 @@ from rich.table import Table
 from partool_runtime.telemetry._figures import seconds, size
 from partool_runtime.telemetry.summary import UNITS, Row
 
-_HEADINGS = {"memory": "memory per rank", "time": "time per step", "traffic": "sent per step"}
+_HEADINGS = {
+    "memory": "memory per rank",
+    "host": "host memory per rank",
+    "time": "time per step",
+    "traffic": "sent per step",
+}
 
 
 def closing_table(rows: Sequence[Row], *, ranks: int, world_size: int) -> Table:

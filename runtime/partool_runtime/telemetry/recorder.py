@@ -7,7 +7,7 @@ import statistics
 import time
 import traceback as tracebacks
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +84,7 @@ class Recorder:
         self._spans = Spans(self._clock, host)
         self._opened_at = time.time()
         self._memory = self._first_memory()
+        self._host_memory: dict[str, Measurement] = {}
         self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
         self._events = EventWriter(run_dir, rank)
         self._sampler = StepSampler(plan, self._spans, rank)
@@ -205,6 +206,10 @@ class Recorder:
         if old is None or size_bytes > old.value:
             self._memory[term] = Measurement(float(size_bytes), measure)
 
+    def note_host_memory(self, terms_bytes: Mapping[str, int]) -> None:
+        """Take over bytes of host memory, by keys of ``HOST_TERMS``."""
+        self._host_memory = {term: Measurement(float(size), "counted tensors") for term, size in terms_bytes.items()}
+
     def probe_memory(self, term: str, count_bytes: Callable[[], int]) -> None:
         """Give a function that counts a memory term's bytes: called in the sampled step, the largest value stays.
 
@@ -224,7 +229,11 @@ class Recorder:
         # On a GPU only what follows the passes is timed.
         unseen = set(EXCHANGES) if self._collectives is None else self._collectives.asynchronous
         times = {term: m for term, m in times.items() if term not in unseen}
-        return Measures(memory, times, {}).merged(self._sampler.measures()).merged(self._pipeline.measures())
+        return (
+            Measures(memory, times, {}, self._host_memory)
+            .merged(self._sampler.measures())
+            .merged(self._pipeline.measures())
+        )
 
     def close(self, exit_code: int = EXIT_DONE, reason: str = "") -> None:
         """Write summary and last event, restore the terminal, print the closing table; calling again does nothing."""

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
+from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool.plan.types import Prediction
 
-Section = Literal["memory", "time", "traffic"]
+Section = Literal["memory", "host", "time", "traffic"]
 NOT_MEASURED = "not measured"
 TOTAL = "total"
-SECTIONS: dict[Section, dict[str, str]] = {"memory": MEMORY_TERMS, "time": TIME_TERMS, "traffic": TRAFFIC_TERMS}
-UNITS: dict[Section, str] = {"memory": "bytes", "time": "s", "traffic": "bytes"}
+SECTIONS: dict[Section, dict[str, str]] = {
+    "memory": MEMORY_TERMS, "host": HOST_TERMS, "time": TIME_TERMS, "traffic": TRAFFIC_TERMS,
+}  # fmt: skip
+UNITS: dict[Section, str] = {"memory": "bytes", "host": "bytes", "time": "s", "traffic": "bytes"}
+WITHOUT_TOTAL = ("host", "traffic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +36,15 @@ class Measures:
     memory: dict[str, Measurement] = field(default_factory=dict)
     time: dict[str, Measurement] = field(default_factory=dict)
     traffic: dict[str, Measurement] = field(default_factory=dict)
+    host: dict[str, Measurement] = field(default_factory=dict)
 
     def section(self, name: Section) -> dict[str, Measurement]:
         """Return the terms of a section; ``total`` is among them where it has a measure of its own."""
-        return {"memory": self.memory, "time": self.time, "traffic": self.traffic}[name]
+        return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
     def merged(self, other: Measures) -> Measures:
         """Return both; where both have a term, the other's counts."""
-        return Measures({**self.memory, **other.memory}, {**self.time, **other.time}, {**self.traffic, **other.traffic})
+        return Measures(**{name: {**self.section(name), **other.section(name)} for name in SECTIONS})
 
     def to_json(self) -> dict[str, Any]:
         """Return nested dicts."""
@@ -50,7 +54,7 @@ class Measures:
     def from_json(cls, value: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Measures:
         """Read what :meth:`to_json` gave."""
         sections = {
-            name: {term: Measurement(float(m["value"]), str(m["measure"])) for term, m in value[name].items()}
+            name: {term: Measurement(float(m["value"]), str(m["measure"])) for term, m in value.get(name, {}).items()}
             for name in SECTIONS
         }
         return cls(**sections)
@@ -81,7 +85,9 @@ def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
     With ``busiest``, times are those of the rank that computes longest, as they are predicted for pipelines, whose
     ranks have different work.
     """
-    rules: dict[Section, Callable[[list[float]], float]] = {"memory": max, "time": statistics.median, "traffic": max}
+    rules: dict[Section, Callable[[list[float]], float]] = {
+        "memory": max, "host": max, "time": statistics.median, "traffic": max,
+    }  # fmt: skip
     combined: dict[str, dict[str, Measurement]] = {}
     for name in SECTIONS:
         terms = sorted({term for rank in ranks for term in rank.section(name)})
@@ -103,12 +109,13 @@ def rows(prediction: Prediction, measures: Measures) -> list[Row]:
     """Return a row for every term of the vocabulary and for the totals, measured or not."""
     predicted: dict[Section, dict[str, float]] = {
         "memory": {**prediction.memory.terms_bytes, TOTAL: prediction.memory.total_bytes},
+        "host": {term: float(value) for term, value in prediction.memory.host_terms_bytes.items()},
         "time": {**prediction.time.terms_s, TOTAL: prediction.time.step_time_s},
         "traffic": {key: float(value) for key, value in prediction.time.traffic_bytes.items()},
     }
     table = []
     for name, terms in SECTIONS.items():
-        names = [*terms] if name == "traffic" else [*terms, TOTAL]
+        names = [*terms] if name in WITHOUT_TOTAL else [*terms, TOTAL]
         for term in names:
             found = measures.section(name).get(term)
             value, how = (None, NOT_MEASURED) if found is None else (found.value, found.measure)
