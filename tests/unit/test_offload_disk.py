@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import itertools
@@ -164,6 +165,26 @@ def test_the_next_bucket_is_read_while_one_is_used_and_one_is_written(tmp_path: 
                 assert ("read", buckets[index + 4].first * 4) not in calls.places, "there is no memory for it"
 
 
+def test_what_a_checkpoint_sees_leaves_memory_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        if not store._file.direct:
+            pytest.skip("the file system is in memory")
+        for flat in store.flat():
+            flat.fill_(1)
+        store.written()
+        assert _cached_pages(store) == 0
+
+
+def _cached_pages(store: DiskStore) -> int:
+    """Return how many pages of the state's file are in memory."""
+    assert store._mapping is not None
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, found = len(store._mapping), (ctypes.c_ubyte * (len(store._mapping) // 4096))()
+    address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(store._mapping)))
+    assert libc.mincore(address, ctypes.c_size_t(size), found) == 0
+    return sum(page & 1 for page in found)
+
+
 def test_several_buckets_may_be_open_and_one_too_many_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         fill(store)
@@ -173,6 +194,37 @@ def test_several_buckets_may_be_open_and_one_too_many_is_refused(tmp_path: Path)
             first[0].fill_(3)
         with store.open(0, write=False) as first:
             assert bool((first[0] == 3).all())
+
+
+def test_a_bucket_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
+    class Late(Calls):
+        going, begun = threading.Event(), threading.Event()
+
+        def write(self, descriptor: int, buffer: memoryview, place: int) -> int:
+            if len(buffer) > 4096:  # the first page is a trial
+                self.begun.set()
+                assert self.going.wait(30)
+            return super().write(descriptor, buffer, place)
+
+    calls, entered = Late(), threading.Event()
+
+    def change() -> None:
+        with store.open(0, write=True) as tensors:
+            entered.set()
+            tensors[0].fill_(7)
+
+    with opened(tmp_path, calls) as store:
+        put(store, 0, 1)
+        assert calls.begun.wait(30)
+        with store.open(0, write=False):
+            pass  # reading it is fine
+        thread = threading.Thread(target=change)
+        thread.start()
+        early = entered.wait(0.2)
+        calls.going.set()
+        thread.join()
+        assert entered.is_set()
+        assert not early
 
 
 def test_a_bucket_whose_user_failed_is_as_it_was(tmp_path: Path) -> None:

@@ -42,6 +42,16 @@ class Slot:
         return self.users == 0 and self.moving == 0
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What went to and from the disk so far."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    waited: int = 0
+    """Times that a bucket was asked for and not there yet."""
+
+
 def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[Stretch]], int]:
     """Cut buckets into blocks; return each bucket's, and the size of the file in bytes.
 

@@ -1,8 +1,9 @@
-"""What the system says about a disk, as errors that name the folder and what to do."""
+"""What the system says about a disk, as errors that name the folder and what to do, and as notes."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 from partool_runtime.errors import ConfigurationError
@@ -70,3 +71,15 @@ def no_memory(error: Exception, buffers: int, each_bytes: int) -> ConfigurationE
     """Return the error for buffers that the host has no memory for."""
     message = f"the host has no memory for {buffers} buffers of {each_bytes:,} bytes: {error}"
     return ConfigurationError("PT674", message, "lower parallel.offload.buffers (3 at least) or bucket_mib")
+
+
+def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
+    """Return what a run's log should say of the folder, and of dead runs whose claims were there."""
+    found = [
+        f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
+        "the last checkpoint, or begins anew where there is none"
+        for whose in dead
+    ]
+    if not direct:
+        found.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
+    return tuple(found)

@@ -7,7 +7,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,21 +16,11 @@ from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.disk import problems
 from partool_runtime.offload.disk.claims import Claim
 from partool_runtime.offload.disk.file import IO_BYTES, Block, Calls, StateFile
-from partool_runtime.offload.disk.memory import Slot, Stretch, lay_out, make_slots
+from partool_runtime.offload.disk.memory import Slot, Stretch, Traffic, lay_out, make_slots
 
 THREADS = 8
 """Transfers under way at once; they wait for the disk, and take cores only for checksums."""
 Transfer = Callable[[Block, memoryview], None]
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What went to and from the disk so far."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    waited: int = 0
-    """Times that a bucket was asked for and not there yet."""
 
 
 class DiskStore:
@@ -72,7 +61,7 @@ class DiskStore:
             if isinstance(error, OSError):
                 raise problems.cannot_begin(error, folder, what, size_bytes, None) from error
             raise
-        self.notes = _notes(folder, what, self._file.direct, self._claim.dead)
+        self.notes = problems.notes(folder, what, self._file.direct, self._claim.dead)
         """Sentences for the run's log."""
         self.traffic = Traffic()
         self._resident: dict[int, Slot] = {}
@@ -131,14 +120,15 @@ class DiskStore:
             self._resident.clear()
         self._file.settle()
         self._over_all(self._file.adopt)
-        self._file.forget()
+        self._forget()
 
     def flush(self) -> None:
         """See ``Store``. What :meth:`flat` shows was then read back and compared with its checksums."""
         self._wait_for_transfers()
-        self._file.settle()
+        if not self._file.direct:
+            self._file.settle()
         if self._flat is not None:
-            self._file.forget()
+            self._forget()
             self._over_all(self._file.check)
 
     def close(self) -> None:
@@ -284,6 +274,12 @@ class DiskStore:
         if self._error is not None:
             raise self._error
 
+    def _forget(self) -> None:
+        """Drop the page cache's copies of the file: once the mapping lets go of its pages, or they would be kept."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        self._file.forget()
+
     def _mapped(self) -> tuple[torch.Tensor, ...]:
         if self._elements == 0:
             return tuple(torch.empty(0, dtype=dtype) for dtype in self._dtypes)
@@ -293,14 +289,3 @@ class DiskStore:
             tensors.append(torch.frombuffer(self._mapping, dtype=dtype, count=self._elements, offset=place))
             place += self._elements * dtype.itemsize
         return tuple(tensors)
-
-
-def _notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[str, ...]:
-    notes = [
-        f"{whose} was killed while it kept state in {folder}; nothing of that is read: the {what} is built again from "
-        "the last checkpoint, or begins anew where there is none"
-        for whose in dead
-    ]
-    if not direct:
-        notes.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
-    return tuple(notes)
