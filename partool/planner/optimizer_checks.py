@@ -25,8 +25,22 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     for pattern in groups:
         matched = {name for name in names if fnmatchcase(name, pattern)}
         if not matched & left:
-            yield _without_effect(pattern, matched, names, problem.spec.model.frozen)
+            yield _tied(problem, pattern) or _without_effect(pattern, matched, names, problem.spec.model.frozen)
         left -= matched
+
+
+def _tied(problem: Problem, pattern: str) -> Diagnostic | None:
+    """Return the finding for a pattern that has only the second name of a tied matrix."""
+    if problem.described is not None:
+        tied = dict(problem.described.structure.tied)
+    else:
+        tied = {"head.weight": "embed.weight"} if problem.model.tied_embeddings else {}
+    second = next((name for name in tied if fnmatchcase(name, pattern)), None)
+    if second is None or any(fnmatchcase(name, pattern) for name in _names(problem)):
+        return None
+    message = f"optimizer.groups: {pattern!r} matches only {second}, which is {tied[second]} once more"
+    path = ("optimizer", "groups", pattern)
+    return Diagnostic("PT225", message, path=path, help=f"name {tied[second]}: a tied matrix has one set of states")
 
 
 def _without_effect(pattern: str, matched: set[str], names: list[str], frozen: list[str]) -> Diagnostic:

@@ -239,6 +239,16 @@ def test_findings(optimizer: str, code: str, path: tuple[str | int, ...], words:
     assert words in errors[0].message
 
 
+def test_the_second_name_of_a_tied_matrix_is_told_apart(tmp_path: Path) -> None:
+    text = SPEC.replace("OPTIMIZER", "{groups: {'head.*': {lr_factor: 0.5}}}").replace(
+        'frozen: ["embed.*"]', "tied_embeddings: true"
+    )
+    spec = load_text(text).spec
+    assert spec is not None
+    (found,) = [d for d in make_plan(spec, base_dir=tmp_path, default_name="x").diagnostics if d.code == "PT225"]
+    assert "embed.weight" in found.message
+
+
 @pytest.mark.parametrize(("saved", "name"), [("adamw", "lion"), ("sgd", "adamw"), (None, "adagrad")])
 def test_a_checkpoint_of_another_optimizer_is_refused(saved: str | None, name: str) -> None:
     saver = Saver.__new__(Saver)
