@@ -119,11 +119,14 @@ def make_steps(side: Side, plan: Plan, steps: Steps) -> dict[str, Any]:
     """Make steps; return the seconds of all of them, from idle to idle, and what each one found."""
     data = [batches(plan, steps.first + index, steps) for index in range(steps.count)]
     _wait(side.device)
+    before = side.figures()
     start_s = time.perf_counter()
     found = [side.step(steps.first + index, batch, steps.clip) for index, batch in enumerate(data)]
     _wait(side.device)
     seconds = time.perf_counter() - start_s
-    return {"seconds": seconds, "losses": [loss for loss, _ in found], "norms": [norm for _, norm in found]}
+    counted = {name: value - before[name] for name, value in side.figures().items()}
+    losses, norms = [loss for loss, _ in found], [norm for _, norm in found]
+    return {"seconds": seconds, "losses": losses, "norms": norms, "figures": counted}
 
 
 def digests(side: Side) -> dict[str, str]:
@@ -137,11 +140,11 @@ def digests(side: Side) -> dict[str, str]:
     return found
 
 
-def usage(side: Side, before_bytes: int, steps: int) -> dict[str, Any]:
+def usage(side: Side, before_bytes: int) -> dict[str, Any]:
     """Return peaks of memory, of the device and of the process beyond what it had before it was set up."""
     device = torch.cuda.max_memory_allocated() if side.device.type == "cuda" else 0
     host = _peak_bytes() - before_bytes
-    return {"device_bytes": device, "host_bytes": host, "steps": steps, "figures": side.figures()}
+    return {"device_bytes": device, "host_bytes": host, "figures": side.figures()}
 
 
 def _peak_bytes() -> int:
@@ -167,17 +170,15 @@ def main(path: str) -> None:
     side = open_side(job)
     _wait(side.device)
     print(json.dumps({"ready_s": time.perf_counter() - start_s}), file=answers)
-    made = 0
     for line in sys.stdin:
         request = json.loads(line)
         what = request.pop("do")
         if what == "steps":
-            answer = make_steps(side, plan, steps := Steps(**request))
-            made += steps.count
+            answer = make_steps(side, plan, Steps(**request))
         elif what == "digests":
             answer = digests(side)
         else:
-            answer = usage(side, before_bytes, made)
+            answer = usage(side, before_bytes)
         print(json.dumps(answer), file=answers)
     close_ranks()
 

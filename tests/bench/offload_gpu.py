@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -34,8 +33,8 @@ from _offload_talk import Bench, compare_bits, in_turn
 from _record import write
 
 WHOLE_S = 525.0
-PARTS = {"checks": 100.0, "3B": 190.0, "6.5B": 100.0}
-"""Seconds of each part; the last is for each side. What a part leaves over is the next one's."""
+PARTS_END_S = {"checks": 90.0, "3B": 240.0, "6.5B": 480.0}
+"""Since the start: what a part leaves over is the next one's. The rest is for the planner."""
 DRY_S = 3600.0
 LEAST_S = 30.0
 """Less than that is not worth starting a side for."""
@@ -76,15 +75,17 @@ def speeds(record: Mapping[str, Any], shapes: Mapping[str, Steps]) -> dict[str, 
     }
 
 
-def overlap(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what share of the host's passes hid behind the device's work, over all steps: 1 is all of it.
-
-    The engine counts the seconds of its passes and those that training waited for it.
-    """
-    counted = record["usage"].get("offloaded", {}).get("figures", {})
-    if not counted.get("passes_s"):
-        return {}
-    return {"hidden": 1.0 - min(1.0, counted["waited_s"] / counted["passes_s"]), **counted}
+def overlap(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return how long the host's passes of a step took, by shape, and what share of it training did not wait for."""
+    return {
+        shape: {
+            "passes_s": sides["offloaded"]["passes_s"] / sides["offloaded"]["steps"],
+            "waited_s": sides["offloaded"]["waited_s"] / sides["offloaded"]["steps"],
+            "hidden": max(0.0, 1.0 - sides["offloaded"]["waited_s"] / sides["offloaded"]["passes_s"]),
+        }
+        for shape, sides in record["figures"].items()
+        if sides.get("offloaded", {}).get("passes_s")
+    }
 
 
 def memory(record: Mapping[str, Any], side: SideName) -> dict[str, Any]:
@@ -109,15 +110,16 @@ def together(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) 
     return summary(in_turn(bench, size, size, sides, shapes, rounds), shapes)
 
 
-def apart(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int, each_s: float) -> dict[str, Any]:
+def apart(bench: Bench, size: str, shapes: Mapping[str, Steps], rounds: int) -> dict[str, Any]:
     """Measure one side after the other, for the host's memory holds one; put what they found together."""
-    sides: list[SideName] = ["offloaded", "deepspeed", "device"]
+    sides: list[SideName] = ["offloaded", "deepspeed", "device"] if bench.deepspeed else ["offloaded", "device"]
     merged: dict[str, Any] = {}
-    for side in sides if bench.deepspeed else sides[::2]:
-        if bench.until_s - time.monotonic() < LEAST_S:
+    for place, side in enumerate(sides):
+        left_s = bench.until_s - time.monotonic()
+        if left_s < LEAST_S:
             merged.setdefault("failed", {})[side] = "no time left"
             continue
-        until_s = min(bench.until_s, time.monotonic() + each_s)
+        until_s = time.monotonic() + left_s / (len(sides) - place)
         merge(merged, in_turn(replace(bench, until_s=until_s), size, size, [side], shapes, rounds))
     return summary(merged, shapes)
 
@@ -133,8 +135,7 @@ def merge(into: dict[str, Any], found: Mapping[str, Any]) -> None:
 
 def summary(record: dict[str, Any], shapes: Mapping[str, Steps]) -> dict[str, Any]:
     """Add the figures that matter to what was measured."""
-    found = ratios(record)
-    balance = balanced(record)
+    found, balance = ratios(record), balanced(record)
     goals = {
         shape: {"goal": (goal := GOAL_BALANCED if shape in balance else GOALS["deepspeed"]), "met": slower >= goal}
         for shape, others in found.items()
@@ -151,19 +152,14 @@ def summary(record: dict[str, Any], shapes: Mapping[str, Steps]) -> dict[str, An
 
 
 def balanced(record: Mapping[str, Any]) -> set[str]:
-    """Return the shapes where the host's pass alone takes about as long as the backward pass.
+    """Return the shapes where the host's passes alone take about as long as the backward pass.
 
-    Seconds of a pass are those of a step of the engine, on average; the backward pass, with layers computed again, is
-    three quarters of the step of the side whose optimizer is on the device.
+    That one, with layers computed again, is three quarters of the step of the side whose optimizer is on the device.
     """
-    usage = record["usage"].get("offloaded", {})
-    passes_s, steps = usage.get("figures", {}).get("passes_s"), usage.get("steps")
-    if not passes_s or not steps:
-        return set()
     ratio = {
-        shape: passes_s / steps / (0.75 * times["device"])
-        for shape, times in record["step_s"].items()
-        if times.get("device")
+        shape: found["passes_s"] / (0.75 * record["step_s"][shape]["device"])
+        for shape, found in overlap(record).items()
+        if "device" in record["step_s"][shape]
     }
     return {shape for shape, value in ratio.items() if BALANCED[0] <= value <= BALANCED[1]}
 
@@ -215,7 +211,7 @@ def main() -> None:
             os.environ["OMP_NUM_THREADS"] = "1"
         built = asked.built or f"{name}/built"
         whole = Bench(Path(name), device, asked.deepspeed, built, start_s + (DRY_S if asked.dry else WHOLE_S))
-        result = measure(whole, dry=asked.dry)
+        result = measure(whole, start_s, dry=asked.dry)
     result["seconds"] = round(time.monotonic() - start_s, 1)
     if asked.dry:
         print(json.dumps(result, indent=2))
@@ -223,27 +219,23 @@ def main() -> None:
         write("offload_gpu", {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, **result}, "torch")
 
 
-def measure(whole: Bench, *, dry: bool) -> dict[str, Any]:
+def measure(whole: Bench, start_s: float, *, dry: bool) -> dict[str, Any]:
     """Return what all parts found."""
-    small = "tiny" if dry else "40M"
     shapes, first, second = (DRY_SHAPES, "tiny", "tiny") if dry else (SHAPES, "3B", "6.5B")
     result: dict[str, Any] = {"clipped_norms": {"never": NEVER, "always": ALWAYS}}
-    part = _part(whole, "checks", dry=dry)
-    result["checks"] = {"one micro-batch": compare_bits(part, small, CHECKED)}
-    result["checks"]["three micro-batches"] = compare_bits(part, small, ACCUMULATED)
+
+    def part(name: str) -> Bench:
+        return whole if dry else replace(whole, until_s=start_s + PARTS_END_S[name])
+
+    small = "tiny" if dry else "40M"
+    result["checks"] = {"one micro-batch": compare_bits(part("checks"), small, CHECKED, "waiting", "device")}
+    result["checks"]["three micro-batches"] = compare_bits(part("checks"), small, ACCUMULATED)
     print(json.dumps(result["checks"]), flush=True)
-    result[first] = together(_part(whole, "3B", dry=dry), first, shapes, 1 if dry else 3)
+    result[first] = together(part("3B"), first, shapes, 1 if dry else 3)
     print(json.dumps(result[first]["times_as_long_as_partool"]), flush=True)
-    name = "one after the other" if dry else second
-    result[name] = apart(whole, second, shapes, 1 if dry else 2, DRY_S if dry else PARTS["6.5B"])
+    result["one after the other" if dry else second] = apart(part("6.5B"), second, shapes, 1 if dry else 2)
     result["largest"] = largest(whole, second)
-    ratio = [each.get("deepspeed") for each in result[first]["times_as_long_as_partool"].values()]
-    result["median_times_deepspeed"] = statistics.median([r for r in ratio if r]) if any(ratio) else None
     return result
-
-
-def _part(whole: Bench, name: str, *, dry: bool) -> Bench:
-    return whole if dry else replace(whole, until_s=min(whole.until_s, time.monotonic() + PARTS[name]))
 
 
 if __name__ == "__main__":

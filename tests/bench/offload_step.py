@@ -53,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         built = asked.built or f"{name}/built"
         bench = Bench(Path(name), CPU, asked.deepspeed, built, time.monotonic() + LIMIT_S)
-        checked = compare_bits(bench, "tiny", CHECKED)
+        checked = compare_bits(bench, "tiny", CHECKED, "waiting", "device")
         record = in_turn(bench, "speed", asked.size, sides, SHAPES, asked.rounds)
     result = {"rounds": asked.rounds, "size": asked.size, "checked": checked, "times_as_long": ratios(record), **record}
     write("offload_step", result, "torch")
