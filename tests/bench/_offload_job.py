@@ -68,8 +68,11 @@ class Steps:
     clip: float = NEVER
 
 
-def make_plan(folder: Path, size: str, settings: Mapping[str, object]) -> Path:
-    """Plan one of :data:`SIZES` for one device of this machine, or its CPU; return the plan's file."""
+def make_plan(folder: Path, size: str, settings: Mapping[str, object], *options: str) -> Path:
+    """Plan one of :data:`SIZES` for one device of this machine, or its CPU; return the plan's file.
+
+    Raises ``RuntimeError`` where there is no such plan.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     spec = {
         "name": "offload",
@@ -85,7 +88,7 @@ def make_plan(folder: Path, size: str, settings: Mapping[str, object]) -> Path:
     source = folder / "spec.yaml"
     source.write_text(json.dumps({"spec": 1, **spec}), encoding="utf-8")
     sets = [f"--set={key}={value}" for key, value in settings.items()]
-    command = [sys.executable, "-c", "from partool.cli.main import run; run()", "plan", str(source), *sets]
+    command = [sys.executable, "-c", "from partool.cli.main import run; run()", "plan", str(source), *sets, *options]
     done = subprocess.run([*command, "--out", str(folder / "plan.json")], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"no plan of {size} with {dict(settings)}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _offload_job import ALWAYS, NEVER, SIZES, SideName, Steps, make_plan
+from _offload_job import ALWAYS, NEVER, SIZES, SideName, Steps, make_plan, read_plan
 from _offload_talk import Bench, compare_bits, in_turn
 from _record import write
 
@@ -165,23 +165,18 @@ def balanced(record: Mapping[str, Any]) -> set[str]:
 
 
 def largest(bench: Bench, size: str) -> dict[str, Any]:
-    """Return the most layers of a model's shape that the planner holds to fit, with and without offload."""
-    found = {}
+    """Return the most layers of a model's shape that the planner is sure of, with and without offload."""
+    found: dict[str, Any] = {}
     settings = {"training.sequence_length": 4096, "training.global_batch": 1} | dict(bench.device)
-    for name, offload in (("on the device", "none"), ("in host memory", "cpu")):
-        fits, fails = 0, 1024
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            where = bench.folder / "largest" / f"{offload}-{middle}"
-            asked = {"model.layers": middle, "parallel.offload.optimizer": offload}
-            try:
-                make_plan(where, size, settings | asked)
-                fits = middle
-            except RuntimeError:
-                fails = middle
-            if time.monotonic() > bench.until_s:
-                return found | {"failed": "no time left"}
-        found[name] = {"layers": fits, "parameters": parameters(size, fits)}
+    for where in ("none", "cpu"):
+        asked = settings | {"parallel.offload.optimizer": where}
+        try:
+            plan = read_plan(make_plan(bench.folder / "largest" / where, size, asked, "--largest", "model"))
+        except RuntimeError as error:
+            found[where] = {"failed": str(error)}
+            continue
+        layers, memory = plan.model.layers, plan.prediction.memory
+        found[where] = {"layers": layers, "parameters": parameters(size, layers), "host_bytes": memory.host_bytes}
     return found
 
 
