@@ -16,6 +16,7 @@
 namespace partool {
 namespace {
 
+constexpr int64_t STRETCH = 64, AHEAD = 512, LINE_BYTES = 64;
 constexpr int64_t TILE = 512;  // elements that stay in the first cache while types are converted around the step
 
 template <class To, class From>
@@ -58,8 +59,39 @@ void sums(const void* from, int64_t count, int32_t type, double* sum, int32_t* f
     squares.write(from, count, type, sum, finite);
 }
 
+// Asks for what the next tiles read and write: divisions and square roots take longer than processors look ahead.
+class Ahead {
+   public:
+    Ahead(const partool_part& part, int64_t first, bool commits, bool steps) {
+        add(part.master, part.master_type, first);
+        add(part.first, part.first_type, first);
+        add(part.second, part.second_type, first);
+        if (commits) add(part.commit, part.commit_type, first);
+        if (steps) add(part.step, part.step_type, first);
+        add(part.weights, part.weights_type, first);
+    }
+    // What a stretch will want that is as far into its tile as this one, which begins at element `first`.
+    void fetch(int64_t first) const {
+        for (int i = 0; i < count_; ++i)
+            for (int64_t at = first * size_[i]; at < (first + STRETCH) * size_[i]; at += LINE_BYTES)
+                __builtin_prefetch(data_[i] + at, 1);
+    }
+
+   private:
+    void add(const void* data, int32_t type, int64_t first) {
+        if (data == nullptr) return;
+        size_[count_] = size_of(type);
+        data_[count_++] = static_cast<const char*>(data) + (first + AHEAD) * size_of(type);
+    }
+
+    const char* data_[6];
+    int64_t size_[6];
+    int count_ = 0;
+};
+
 template <class Real>
 struct Arrays {
+    const Ahead& ahead;
     Real* p;
     Real* m;
     Real* v;
@@ -70,17 +102,16 @@ struct Arrays {
 };
 
 template <class Rule, class Real, bool COMMIT, bool STEP, bool KEEP>
-void loop(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real>& now) {
-    Real* __restrict p = a.p;
-    Real* __restrict m = a.m;
-    Real* __restrict v = a.v;
-    const Real* __restrict commit = a.commit;
-    const Real* __restrict step = a.step;
-    Real* __restrict out = a.out;
+void stretch(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real>& now, int64_t first, int64_t end) {
+    Real* p = a.p;
+    Real* m = a.m;
+    Real* v = a.v;
+    const Real* commit = a.commit;
+    const Real* step = a.step;
+    Real* out = a.out;
     const Numbers<Real> c = before, s = now;
-    const int64_t count = a.count;
     ARRAYS_ARE_APART
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = first; i < end; ++i) {
         Real weight = p[i], first = m[i], second = Rule::two ? v[i] : Real(0);
         if (COMMIT) Rule::apply(weight, first, second, commit[i], c);
         if (STEP && KEEP) Rule::apply(weight, first, second, step[i], s);
@@ -94,6 +125,16 @@ void loop(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real
             out[i] = weight;
         }
     }
+}
+
+template <class Rule, class Real, bool COMMIT, bool STEP, bool KEEP>
+void loop(const Arrays<Real>& a, const Numbers<Real>& before, const Numbers<Real>& now) {
+    int64_t first = 0;
+    for (; first + STRETCH <= a.count; first += STRETCH) {
+        a.ahead.fetch(first);
+        stretch<Rule, Real, COMMIT, STEP, KEEP>(a, before, now, first, first + STRETCH);
+    }
+    if (first < a.count) stretch<Rule, Real, COMMIT, STEP, KEEP>(a, before, now, first, a.count);
 }
 
 template <class Rule, class Real>
@@ -156,7 +197,8 @@ class Block {
 
     void tile(int64_t first, int64_t count) {
         Real* master = static_cast<Real*>(part_.master) + first;
-        Arrays<Real> a{master, first_.read(first, count), second_.read(first, count), commits_.read(first, count),
+        const Ahead ahead(part_, first, commit_ != nullptr, step_ != nullptr);
+        Arrays<Real> a{ahead, master, first_.read(first, count), second_.read(first, count), commits_.read(first, count),
                        steps_.read(first, count), out_, count};
         const Real* result = step_ && !keep_ ? out_ : master;
         if (apart_) {
