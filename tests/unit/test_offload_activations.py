@@ -315,3 +315,22 @@ def test_slabs_that_were_reserved_are_all_there_are() -> None:
         assert (memory.late_bytes > late) is not bool(reserved)
         assert not reserved or store.held_bytes == held == found[0]
         found.append(store.held_bytes)
+
+
+def test_what_is_smaller_than_a_slab_takes_a_part_of_one() -> None:
+    store = slabs(6400)
+    lent = [store.take(size) for size in (100, 101, 1600, 6400, 6400 + 50)]
+    # 100 and 101 are a 64th and a 32nd of the first slab, 1600 a quarter of it; 50 is a 64th again.
+    assert [sum(map(len, each.slabs)) for each in lent] == [100, 200, 1600, 6400, 6500]
+    assert store.made == 3
+    assert store.used_bytes == 100 + 200 + 1600 + 6400 + 6500
+    memories = [slab for each in lent for slab in each.slabs]
+    for number, memory in enumerate(memories):
+        memory.fill_(number)
+    assert [int(memory.unique()) for memory in memories] == list(range(len(memories)))  # none overlaps another
+    for each in lent:
+        store.give_back(each)
+    assert store.used_bytes == 0
+    for size in (100, 101, 1600, 6400, 6400 + 50):
+        store.take(size)
+    assert store.made == 3

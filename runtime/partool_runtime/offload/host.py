@@ -14,6 +14,10 @@ SLAB_BYTES = 2**26
 """A power of two, as PyTorch's allocator of pinned memory rounds up to: of other sizes up to half is lost."""
 
 
+_CUTS = 6
+"""How often a slab is halved at most: to :data:`partool_runtime.offload.activations.LEAST_BYTES`."""
+
+
 @dataclass(slots=True, eq=False)
 class Lent:
     """Slabs that belong together, and what still copies from them."""
@@ -26,46 +30,63 @@ class Lent:
 
 
 class Slabs:
-    """Lends host memory and takes it back. Takes none from its owner but slabs that are missing."""
+    """Lends host memory and takes it back. Takes none from its owner but slabs that are missing.
+
+    What is smaller than a slab gets a half of one, a quarter, and so on: pieces are cut as they are needed and not put
+    together again, as every step needs the same ones.
+    """
 
     def __init__(self, memory: HostMemory, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._memory, self._slab_bytes = memory, slab_bytes
-        self._free: list[Lent] = []
-        """One slab each."""
+        self._free: list[list[Lent]] = [[] for _ in range(_CUTS + 1)]
+        """One slab or piece each, by how often it was halved."""
         self.made = 0
         """Slabs there are, in use or not."""
+        self.used_bytes = 0
+        """What is lent, pieces and slabs as a whole."""
 
     @property
     def held_bytes(self) -> int:
         """Host memory that is held, in use or not."""
         return self.made * self._slab_bytes
 
-    @property
-    def used_bytes(self) -> int:
-        """Of this, what is in use."""
-        return (self.made - len(self._free)) * self._slab_bytes
-
     def reserve(self, size_bytes: int) -> None:
         """Have slabs for so many bytes in all, before the first collective; see :class:`HostMemory`."""
-        missing = -(-size_bytes // self._slab_bytes) - self.made
-        self._free = [Lent([self._made()]) for _ in range(missing)] + self._free
+        while self.held_bytes < size_bytes:
+            self._free[0].append(Lent([self._made()]))
 
     def take(self, size_bytes: int) -> Lent:
         """Lend slabs, uint8, that together hold so many bytes. Compute's next work is behind the copies from them."""
         slabs = []
-        for _ in range(0, size_bytes, self._slab_bytes):
-            if not self._free:
-                slabs.append(self._made())
-                continue
-            free = self._free.pop()
+        for start in range(0, size_bytes, self._slab_bytes):
+            free = self._piece(self._cuts(size_bytes - start))
             if free.mark is not None:
                 free.mark.before_compute()
             slabs += free.slabs
+        self.used_bytes += sum(map(len, slabs))
         return Lent(slabs)
+
+    def _cuts(self, size_bytes: int) -> int:
+        """Return how often a slab may be halved to hold so many bytes still."""
+        fits = (cuts for cuts in range(_CUTS, 0, -1) if size_bytes <= self._slab_bytes >> cuts)
+        return next(fits, 0)
+
+    def _piece(self, cuts: int) -> Lent:
+        if self._free[cuts]:
+            return self._free[cuts].pop()
+        if cuts == 0:
+            return Lent([self._made()])
+        whole = self._piece(cuts - 1)
+        size = self._slab_bytes >> cuts
+        for half in (whole.slabs[0][:size], whole.slabs[0][size : 2 * size]):
+            self._free[cuts].append(Lent([half], whole.mark, whole.reads))
+        return self._free[cuts].pop()
 
     def give_back(self, lent: Lent) -> None:
         """Take slabs back. Copies from them may still be on their way, and copies to them on one lane."""
-        self._free += [Lent([slab], lent.mark, lent.reads) for slab in lent.slabs]
+        for slab in lent.slabs:
+            self.used_bytes -= len(slab)
+            self._free[self._cuts(len(slab))].append(Lent([slab], lent.mark, lent.reads))
 
     def beside(self, memory: torch.Tensor, lent: Lent) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the parts of a memory, uint8, each with the slab, cut to its size, that it goes to or comes from."""

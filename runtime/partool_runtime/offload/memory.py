@@ -24,8 +24,8 @@ class HostMemory:
 
     All of it is to be taken before the first collective: while a collective waits for another rank, a rank that pins
     memory may wait for the collective, as pinning waits for the device. What is taken behind :meth:`freeze` is handed
-    out all the same, but counted and warned of once. Any thread may take. Nothing is given back before :meth:`close`;
-    who needs memory again and again keeps it.
+    out all the same, but not pinned, counted, and warned of once: copies to and from it are slower. Any thread may
+    take. Nothing is given back before :meth:`close`; who needs memory again and again keeps it.
     """
 
     def __init__(self, *, pinned: bool, limit_bytes: int = 0) -> None:
@@ -82,13 +82,14 @@ class HostMemory:
             self._held.clear()
 
     def _made(self, size_bytes: int) -> torch.Tensor:
+        pins = self.pinned and not self._frozen
         with torch.inference_mode(False):
-            if self.pinned and _rounded(size_bytes) - size_bytes <= _MOST_LOST * size_bytes:
+            if pins and _rounded(size_bytes) - size_bytes <= _MOST_LOST * size_bytes:
                 return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
             memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
             first = -memory.data_ptr() % PAGE_BYTES
             block = memory[first : first + size_bytes]
-            if self.pinned and size_bytes:
+            if pins and size_bytes:
                 torch.cuda.check_error(int(_cuda().cudaHostRegister(block.data_ptr(), size_bytes, 0)))
                 with self._lock:
                     self._registered.append(block)

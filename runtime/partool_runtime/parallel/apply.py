@@ -28,6 +28,9 @@ from partool_runtime.parallel.tiling import tile_loss, tile_networks
 from partool_runtime.parallel.zero import shard, shard_stages
 from partool_runtime.precision import COMPUTE_DTYPE
 
+_SPARE = 1.1
+"""Of what layers are predicted to save: host memory that is missing during the run is slower."""
+
 
 def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks, memory: HostMemory | None = None) -> GradSync:
     """Apply the plan's layout to a model, in place, and return what exchanges its gradients.
@@ -92,6 +95,8 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: 
     """Let layers keep what they save in host memory; outside of all that decides what that is."""
     if plan.layout.offload_activations == "cpu":
         slabs = None if memory is None else Slabs(memory)
+        if slabs is not None:
+            slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
         Activations(ranks.device, slabs=slabs).put(blocks, last=plan.model.layers - 1)
 
 
