@@ -67,7 +67,8 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
             yield Diagnostic("PT485", f"kernels.fused: {part} has nothing to compute: {reason}", path=path, help=help)
     shape, offload = spec.parallel.tensor.shape, spec.parallel.offload
     for name, why in _left(pinned, 1 if shape == "auto" else shape[1], offload.optimizer):
-        message = f"kernels.fused: {name} will be computed by torch's operators: {why}"
+        how = "on the host" if name == "adamw" else "by torch's operators"
+        message = f"kernels.fused: {name} will be computed {how}: {why}"
         yield Diagnostic("PT486", message, severity="warning", path=path, help=f"leave {name} out")
     on_cpu = problem.devices.backend == "cpu"
     if not pinned and spec.kernels.mode != "native":

@@ -27,6 +27,7 @@ USUAL = {
 }  # fmt: skip
 ALL = ("norm", "glu", "rope", "loss")
 SHARED = {"ranks": 4, "compile": "none, tensor: {shape: [2, 2]}"}
+LION = {"compile": "none}\noptimizer: {name: lion"}
 HOST = {"compile": "none, offload: {optimizer: cpu}"}
 
 
@@ -73,9 +74,10 @@ def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], 
     [
         ({"fused": "[glu]", "activation": "relu"}, "PT485", "activation: relu has no gate"),
         ({"fused": "[rope]", "position": "learned"}, "PT485", "positions are not rotated"),
+        ({"fused": "[adamw]", **LION}, "PT485", "optimizer.name is lion"),
         ({"mode": "native", "accelerator": "v100-16", "precision": "fp16"}, "PT270", "which v100-16 has none of"),
         ({"fused": "[norm]", **SHARED}, "PT486", "norm will be computed by torch's operators: 2 tensor ranks share"),
-        ({"fused": "[adamw]", **HOST}, "PT486", "adamw will be computed by torch's operators: the optimizer's state"),
+        ({"fused": "[adamw]", **HOST}, "PT486", "adamw will be computed on the host: the optimizer's state"),
         ({"fused": "[norm]", "precision": "fp64"}, "PT486", "precision is fp64"),
         ({"fused": "[norm]", "mode": "torch"}, "PT486", "kernels.mode is torch"),
         ({"fused": "[norm]", "accelerator": "v100-16", "precision": "fp16"}, "PT486", "none for|ones for v100-16"),
