@@ -78,7 +78,9 @@ def offload(
     early = weights / link + activations
     if job.stack.name != "partool":
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
-    from_disk = weights / disk_rate(job) if job.tiers.parameters == "nvme" else nothing
+    # Files of parameters are read for each pass and written once.
+    written = layouts.host_parameters * elements * job.compute_bytes
+    from_disk = (weights + written) / disk_rate(job) if job.tiers.parameters == "nvme" else nothing
     early = np.maximum(early, from_disk)
     share = layouts.host_optimizer
     whole = chain(job, layouts, elements)

@@ -31,7 +31,7 @@ from partool.cost.saved import (
     widths,
 )
 from partool.cost.states import States, states
-from partool.cost.tiers import PINNED
+from partool.cost.tiers import pinned_terms
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory
@@ -147,7 +147,7 @@ def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPredictio
         sigma_bytes=round(sigma),
         verdict=verdict(probability),
         ranks=ranks,
-        **_host(memories, layout),
+        **_host(job, memories, layout),
     )
 
 
@@ -156,7 +156,7 @@ def host_bytes(job: Job, layout: Layout) -> int:
     return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
 
 
-def _host(memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
+def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
     """Return the fields of a prediction about host memory, of the rank that needs most of it."""
     if not layout.offloads:
         return {}
@@ -165,7 +165,7 @@ def _host(memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
     return {
         "host_terms_bytes": {name: terms[name] for name in HOST_TERMS if terms.get(name)},
         "host_bytes": round(float(most.host_bytes)),
-        "pinned_bytes": sum(size for name, size in terms.items() if name in PINNED),
+        "pinned_bytes": sum(terms.get(name, 0) for name in pinned_terms(job)),
     }
 
 

@@ -18,6 +18,10 @@ HOST_FACTOR = 1.5
 rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
 
 
+_UNITS_LEAVING = 3
+"""Groups of parameters whose gradients may be on their way to the host: two that wait and one that is copied."""
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes on one rank; each field is a column."""
@@ -80,7 +84,9 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
         parameters = kept_wide + small * everywhere * (on_host > 0)
     stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
     away = np.where(layouts.host_parameters == 1, stored, 0.0)
-    gradients = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
+    ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
+    leaving = _leaving(job, layouts, sizes)
+    gradients = ended + leaving, before + leaving, stepping
     moments = job.moments * master * trained
     gathered = _gathered(job, layouts, stack, sizes, everything)
     if job.stack.name == "partool":
@@ -90,7 +96,19 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
         terms = {"masters": HOST_FACTOR * state}
     terms["parameters"] = _stored(job, layouts, away, sizes)
     optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
+    # Shards on their way up beside those that are gathered.
+    if job.stack.name == "partool":
+        gathered = gathered + np.where(layouts.host_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
     return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
+
+
+def _leaving(job: Job, layouts: Layouts, sizes: _Sizes) -> Column:
+    """Return the bytes of reduced gradients on their way to the host: the backward pass waits where there are more."""
+    if job.stack.name != "partool":
+        return 0.0
+    there = (layouts.host_optimizer > 0) & ~waits_on_device(layouts)
+    size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
+    return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
 def _stored(job: Job, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:

@@ -26,8 +26,6 @@ BUFFERS = 4
 """Buckets of a state on disks in host memory: one is stepped, one read, one written, one to spare."""
 UNDO_SHARE = 0.25
 """Of masters and moments, what copies of the state may take where the spec leaves it open."""
-PINNED = ("gradients", "weights", "parameters", "activations")
-"""Host memory that devices copy to and from by themselves, keys of ``plan.terms.HOST_TERMS``."""
 SPARE, _WEIGHTS = 2, 2
 """Buffers of gradients and of weights that are on their way, in buckets."""
 
@@ -85,6 +83,12 @@ def tiers_from(layout: Layout) -> Tiers:
         threads=work.threads,
         undo_bytes=work.undo_bytes,
     )
+
+
+def pinned_terms(job: Job) -> tuple[str, ...]:
+    """Return the terms of host memory that devices copy to and from by themselves, of ``plan.terms.HOST_TERMS``."""
+    found = ("gradients", "weights", "activations")
+    return found if job.tiers.parameters == "nvme" else (*found, "parameters")
 
 
 def wire_bytes(job: Job, layouts: Layouts) -> Column:

@@ -315,13 +315,6 @@ RULES: tuple[Rule, ...] = (
         _gpus("name: dense"),
     ),
     Rule(
-        "PT412",
-        "Parameters on disks are planned, not run yet",
-        "The plan can be read and compared; launch refuses it.",
-        _gpus("parallel: {data: {zero: 3}, offload: {parameters: nvme, dir: /nvme}}"),
-        _gpus("parallel: {data: {zero: 3}, offload: {parameters: cpu}}"),
-    ),
-    Rule(
         "PT303",
         "The model could not be traced",
         "plan --trace runs the runtime on fake tensors, which needs torch and a model that the runtime builds.",

@@ -231,6 +231,13 @@ RULES: tuple[Rule, ...] = (
         BASE + "optimizer: {name: sgd, momentum: 0.8}\n",
     ),
     Rule(
+        "PT236",
+        "Weights that the device updates, and that are not there",
+        "A state that stays on the device updates the weights beside it; parameters in host memory have none there.",
+        BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0.5}}\n",
+        BASE + "parallel: {data: {zero: 3}, offload: {parameters: cpu, gpu_fraction: 0}}\n",
+    ),
+    Rule(
         "PT431",
         "The layers of the stages are not the model's",
         "layers has one number per stage, ranks times chunks in all, and they sum up to the layers of the model.",

@@ -195,7 +195,10 @@ CAPABILITIES: tuple[Capability, ...] = (
         Capability(name, f"{_OFFLOAD}::test_steps_are_those_without_offload")
         for name in ("offload", "offload to disks")
     ),
-    Capability("offload of parameters", f"{_OFFLOAD}::test_parameters_on_the_host"),
+    *(
+        Capability(name, f"{_OFFLOAD}::test_parameters_on_the_host")
+        for name in ("offload of parameters", "offload of parameters to disks")
+    ),
     Capability("offload of activations", "tests/parity/test_cuda.py::test_activations_in_host_memory_change_nothing"),
     *(
         Capability(f"schedule {name}", _PIPELINES)
@@ -243,7 +246,6 @@ GAPS: dict[str, Gap] = {
         "PT489", "products in fp8 on tensor ranks of a model of transformers", _PRECISION
     ),
     "fp8 with weights that travel": Gap("PT489", "products in fp8 with WeiPipe's weights", _PRECISION),
-    "offload of parameters to disks": Gap("PT412", "parameters on disks", ("parallel", "offload", "parameters")),
 }
 """By aspect; together with the capabilities these are all aspects there are."""
 

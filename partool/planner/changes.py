@@ -93,6 +93,7 @@ def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
     """Yield (field, how many of its values to propose, values): freed pins first, then other sizes and devices."""
     for key, changed in _freed(problem):
         yield key, 1, iter([("auto", changed)])
+    yield "parallel.offload", 1, _disks(problem)
     yield "training.global_batch", 2, _batches(problem)
     yield "training.sequence_length", 1, _shorter(problem)
     yield "hardware.nodes", 1, _more_nodes(problem)
@@ -120,6 +121,14 @@ def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
         if getattr(whole, name) != "auto":
             freed = problem.with_parallel(**{section: whole.model_copy(update={name: "auto"})})
             yield f"parallel.{section}.{name}", freed
+
+
+def _disks(problem: Problem) -> Values:
+    """Yield the optimizer's state in files of a folder to be named, where it may leave the device."""
+    offload = problem.spec.parallel.offload
+    if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
+        changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})
+        yield "{optimizer: nvme, dir: /FOLDER}", problem.with_parallel(offload=changed)
 
 
 def _batches(problem: Problem) -> Values:

@@ -103,7 +103,7 @@ def refined(priced: Priced) -> Priced:
     """
     problem, layout = priced.problem, priced.layout
     open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
-    if layout.offload_optimizer == "none" or not open_:
+    if layout.offload_optimizer == "none" or layout.offload_parameters != "none" or not open_:
         return priced
     least = ceil(100.0 * hidden_share(priced.job, columns(layout))) / 100.0
     best = priced

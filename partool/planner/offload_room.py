@@ -37,7 +37,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     least = memory.pinned_bytes - min(spare, memory.host_terms_bytes.get("gradients", 0))
     if not limit or least <= limit:
         return
-    parts = {name: size for name, size in memory.host_terms_bytes.items() if name in tiers.PINNED}
+    parts = {name: size for name, size in memory.host_terms_bytes.items() if name in tiers.pinned_terms(priced.job)}
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     message = f"pinned_gib: {limit / GIB:g} is less than the {least / GIB:.2f} GiB that each rank needs (GiB: {listed})"
     help = f"use pinned_gib: {ceil(least / GIB * 10) / 10:g}, or offload less"

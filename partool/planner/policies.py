@@ -64,7 +64,7 @@ def policies_of(problem: Problem) -> Policies:
         for stored in parameters
         for saved in activations
         for moved in optimizer
-        if not stored or moved == max(optimizer) > 0
+        if not stored or moved == 1
         for policy, share in recompute
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]

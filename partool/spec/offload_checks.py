@@ -31,6 +31,10 @@ def _together(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT224", message, path=path, help="set optimizer: cpu, or drop gpu_fraction")
     if offload.parameters in ("auto", "none"):
         return
+    if offload.gpu_fraction not in ("auto", 0.0):
+        message = f"gpu_fraction: {offload.gpu_fraction:g} updates weights on the device, and parameters leave it"
+        help = "use gpu_fraction: 0, or parameters: none"
+        yield Diagnostic("PT236", message, path=(*_PATH, "gpu_fraction"), help=help)
     path, tier = (*_PATH, "parameters"), offload.parameters
     where = "host memory" if tier == "cpu" else "files"
     if zero not in ("auto", 3):

@@ -99,8 +99,8 @@ def test_what_is_not_in_the_table_is_not_runnable() -> None:
     assert gaps(PLAIN) == ()
     for kind in every_kind():
         assert bool(gaps(kind)) == (not set(aspects(kind)) <= KNOWN)
-    both = gaps(needs(expert=2, offload_parameters="nvme"))
-    assert [gap.code for gap in both] == ["PT404", "PT412"]
+    both = gaps(needs(expert=2, tensor=2, tensor_overlap="symmetric"))
+    assert [gap.code for gap in both] == ["PT401", "PT404"]
 
 
 def test_fp8_runs_where_kernels_for_it_are_compiled() -> None:

@@ -282,13 +282,11 @@ training: {sequence_length: 8192, global_batch: 64}
 """
 
 
-def test_auto_takes_what_runs_and_names_what_is_better() -> None:
+def test_auto_takes_what_runs() -> None:
     plan = planned(LARGE)
     assert plan.runnable
-    time_s = plan.prediction.time.step_time_s
-    better = [other for other in plan.alternatives if not other.runnable and (other.step_time_s or 0) < time_s]
-    assert better
-    assert any("cannot run yet" in reason for reason in plan.reasons)
+    assert plan.alternatives
+    assert all(other.runnable for other in plan.alternatives)
     assert [other.step_time_s for other in plan.alternatives] == sorted(o.step_time_s for o in plan.alternatives)  # type: ignore[type-var]
     assert planned(LARGE, ["hardware.nodes=2", "launch.target=torchrun"]).runnable
 

@@ -48,8 +48,8 @@ def test_screen(width: int) -> None:
 
 
 def test_a_plan_that_cannot_run_says_so() -> None:
-    text = screen(100, SPEC + "parallel: {data: {zero: 3}, offload: {parameters: nvme, dir: /nvme}}\n")
-    assert re.search(r"cannot be launched yet: .*partool explain PT412", text)
+    text = screen(100, SPEC + "parallel: {tensor: {degree: 2, overlap: symmetric}}\n")
+    assert re.search(r"cannot be launched yet: .*partool explain PT401", text)
     assert "partool launch" not in text
 
 

@@ -1,0 +1,288 @@
+"""Offload in plans: what a spec asks for, what is refused and with which numbers, what is solved, and what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partool.catalog.hardware import resolve_hardware
+from partool.cost import tiers
+from partool.cost.case import Job, Layouts
+from partool.cost.columns import columns
+from partool.cost.offload import chain, device_share, disk_rate, link_rate, offload
+from partool.cost.tiers import Tiers, tiers_from
+from partool.layout.parameters import count, parameters
+from partool.plan.terms import HOST_TERMS
+from partool.plan.types import Plan
+from partool.planner import PlanResult, make_plan
+from partool.planner.queries import largest
+from partool.planner.solve import harder_ones
+from partool.planner.words import change, summary
+from partool.spec import load_text
+from partool.spec.hardware import HardwareSpec
+from partool.spec.model import ModelConfig
+
+ONE_CPU = """\
+model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
+hardware: {accelerator: cpu, per_node: 1}
+data: python-stdlib
+training: {sequence_length: 64, global_batch: 8, steps: 2}
+"""
+ONE_GPU = """\
+model: {layers: 8, hidden: 2048, heads: 16, vocab: 32000}
+hardware: {accelerator: h100-sxm, per_node: 1, host_memory_gib: 64}
+data: python-stdlib
+training: {sequence_length: 1024, global_batch: 4}
+parallel: {recompute: full, micro_batch: 4, offload: {activations: none, parameters: none}}
+"""
+
+
+def plan_of(text: str, *overrides: str, base: Path = Path("/base")) -> PlanResult:
+    loaded = load_text(text, overrides=list(overrides))
+    assert loaded.spec is not None, loaded.diagnostics
+    return make_plan(loaded.spec, base_dir=base, default_name="test")
+
+
+def planned(text: str, *overrides: str) -> Plan:
+    result = plan_of(text, *overrides)
+    assert result.plan is not None, result.diagnostics
+    return result.plan
+
+
+def offloaded(fields: str) -> str:
+    return f"parallel.offload={{{fields}}}"
+
+
+# From the spec to the plan.
+
+
+def test_fields_are_those_of_the_spec() -> None:
+    asked = (
+        "optimizer: nvme, gpu_fraction: 0.25, speculate: undo, undo_gib: 0.5, gradients: fp32, moments: bf16, "
+        "bucket_mib: 0.5, threads: 1, dir: state, buffers: 5, pinned_gib: 2"
+    )
+    layout = planned(ONE_CPU, "training.precision=bf16", offloaded(asked)).layout
+    work = layout.host
+    assert (layout.offload_optimizer, layout.gpu_fraction, layout.offload_parameters) == ("nvme", 0.25, "none")
+    assert (work.speculate, work.undo_bytes, work.gradients, work.moments) == ("undo", 2**29, "master", "bf16")
+    assert (work.bucket_bytes, work.threads, work.buffers, work.pinned_bytes) == (2**19, 1, 5, 2**31)
+    assert work.folder == "/base/state"
+    assert layout.offloads
+    assert "optimizer 75% to disks" in summary(layout)
+
+
+def test_what_is_open_follows_from_the_layout() -> None:
+    """One rank's gradients lose nothing as they are; sums over ranks are as wide as masters."""
+    alone = planned(ONE_CPU, offloaded("optimizer: cpu")).layout
+    assert (alone.offload_optimizer, alone.gpu_fraction, alone.host.folder) == ("cpu", 0.0, "")
+    assert (alone.host.speculate, alone.host.gradients, alone.host.moments) == ("deferred", "compute", "master")
+    both = planned(ONE_CPU, offloaded("optimizer: cpu, speculate: false"), "hardware.per_node=2").layout
+    assert (both.host.speculate, both.host.gradients) == ("none", "master")
+    # Two cores of the node's for a rank's training at least.
+    cores = planned(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.host
+    assert cores.threads == 14
+    assert not planned(ONE_CPU).layout.offloads
+
+
+def test_the_plan_is_what_its_own_words_ask_for() -> None:
+    """``change`` of a layout, put into the spec, gives the layout again; it can be priced from the layout alone."""
+    first = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
+    text = change(first.layout).removeprefix("parallel: ")
+    again = planned(ONE_GPU, f"parallel={text}")
+    assert again.layout == first.layout
+    found = tiers_from(first.layout)
+    assert (found.optimizer, found.speculate, found.buffers) == ("nvme", "deferred", 4)
+
+
+REFUSED = {
+    "pinned": (ONE_GPU, "optimizer: cpu, pinned_gib: 0.1, gpu_fraction: 0", "PT473", "GiB that each rank needs"),
+    "cores": (ONE_GPU, "optimizer: cpu, threads: 999", "PT474", "999"),
+    "arena": (ONE_GPU, "optimizer: cpu, speculate: undo, undo_gib: 0.001", "PT488", "wait for the norm"),
+    "all of it stays": (ONE_GPU, "optimizer: cpu, gpu_fraction: 1.0", "PT494", "on the device"),
+    "one large bucket": (ONE_GPU, "optimizer: nvme, dir: /x, bucket_mib: 4096", "PT478", "hold all of the state"),
+    "no memory apart": (ONE_CPU, "optimizer: cpu", "PT274", "saves nothing"),
+}
+
+
+@pytest.mark.parametrize(("text", "fields", "code", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_suffice_is_said(text: str, fields: str, code: str, words: str) -> None:
+    found = [one for one in plan_of(text, offloaded(f"{fields}, activations: none")).diagnostics if one.code == code]
+    assert len(found) == 1
+    assert words in found[0].message
+    assert found[0].help
+
+
+def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = offloaded(f"optimizer: nvme, dir: {tmp_path}")
+    assert plan_of(ONE_CPU, fields).plan is not None
+    monkeypatch.setattr("partool.planner.offload_room.shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    (found,) = (one for one in plan_of(ONE_CPU, fields).diagnostics if one.code == "PT487")
+    assert found.severity == "error"
+    assert str(tmp_path) in found.message
+
+
+# What is where.
+
+
+def test_host_memory_by_term() -> None:
+    plan = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"))
+    elements = count(parameters(plan.model))
+    terms = plan.prediction.memory.host_terms_bytes
+    bucket = plan.layout.host.bucket_bytes
+    assert list(terms) == [name for name in HOST_TERMS if name in terms]
+    assert terms["masters"] == pytest.approx(4 * elements, rel=1e-6)
+    assert terms["moments"] == pytest.approx(8 * elements, rel=1e-6)
+    # Each gradient waits for the norm, and two buckets more are under way.
+    assert terms["gradients"] == pytest.approx(2 * elements + 2 * bucket, rel=1e-6)
+    assert terms["weights"] == 2 * bucket
+    memory = plan.prediction.memory
+    assert memory.pinned_bytes == terms["gradients"] + terms["weights"]
+    assert memory.host_bytes == pytest.approx(sum(terms.values()), rel=1e-6)
+    assert memory.terms_bytes["optimizer"] == 0
+    device = planned(ONE_GPU, offloaded("optimizer: none, activations: none")).prediction.memory
+    assert device.terms_bytes["parameters"] == pytest.approx(2 * memory.terms_bytes["parameters"], rel=1e-6)
+    assert (device.host_terms_bytes, device.host_bytes, device.pinned_bytes) == ({}, 0, 0)
+    adds = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), "parallel.micro_batch=1")
+    assert adds.prediction.memory.host_terms_bytes["totals"] == pytest.approx(4 * elements, rel=1e-6)
+    disk = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, gpu_fraction: 0, activations: none"))
+    kept = disk.prediction.memory.host_terms_bytes
+    assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.host.bucket_bytes // 2
+    assert disk.prediction.time.step_time_s > plan.prediction.time.step_time_s
+
+
+def test_optimizers_with_one_moment_take_less() -> None:
+    moments = [
+        planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), f"optimizer.name={name}")
+        .prediction.memory.host_terms_bytes["moments"]
+        for name in ("adamw", "lion")
+    ]  # fmt: skip
+    assert moments[0] == 2 * moments[1]
+
+
+def test_files_are_taken_where_host_memory_is_short() -> None:
+    """First what fits on both sides, then files, and those only with a folder."""
+    short = ("hardware.memory_gib=6", "hardware.host_memory_gib=3", "hardware.nvme_gb_per_s=2")
+    refused = plan_of(ONE_GPU, *short, offloaded("activations: none, parameters: none"))
+    assert refused.plan is None
+    assert [one.code for one in refused.diagnostics if one.severity == "error"] == ["PT301"]
+    assert any("nvme" in one.help for one in refused.diagnostics)
+    files = planned(ONE_GPU, *short, offloaded("activations: none, parameters: none, dir: /nvme"))
+    assert files.layout.offload_optimizer == "nvme"
+    assert files.layout.host.folder == "/nvme"
+    assert any("files under /nvme" in reason for reason in files.reasons)
+
+
+def test_a_state_may_be_on_both_sides() -> None:
+    """What host memory has no room for stays on the device, though the spec asks for the host."""
+    fields = offloaded("optimizer: cpu, activations: none, parameters: none")
+    plan = planned(ONE_GPU, "hardware.host_memory_gib=5", fields)
+    assert plan.layout.gpu_fraction >= 0.25
+    assert plan.prediction.memory.host_bytes <= 0.9 * 5 * 2**30
+
+
+def test_the_largest_model_that_fits() -> None:
+    def layers(*fields: str) -> int:
+        loaded = load_text(ONE_GPU, overrides=["hardware.memory_gib=16", "hardware.host_memory_gib=24", *fields])
+        assert loaded.spec is not None
+        found = largest(loaded.spec, Path("/base"), "model")
+        assert found is not None
+        return int(found[0].removeprefix("model.layers="))
+
+    device = layers(offloaded("optimizer: none, activations: none, parameters: none"))
+    host = layers(offloaded("optimizer: cpu, activations: none, parameters: none"))
+    files = layers(offloaded("optimizer: nvme, dir: /nvme, activations: none, parameters: none"))
+    assert device < host < files
+
+
+# What it costs.
+
+GPU = resolve_hardware(HardwareSpec(accelerator="h100-sxm", per_node=1), "bf16").devices
+MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000)
+
+
+def job(**changes: Any) -> Job:
+    assert GPU is not None
+    return Job(MODEL, GPU, 1024, 8, "bf16", tiers=Tiers(**changes))
+
+
+def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:
+    """Return when the last of many buckets is done, whose gradients come evenly and which the host takes in turn."""
+    there = round(pieces * (1.0 - share))
+    free = 0.0
+    for piece in range(there):
+        free = max(free, backward_s * (piece + 1) / pieces) + host_s / pieces
+    return free
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.floats(0.05, 2.0), st.floats(0.01, 4.0))
+def test_the_least_share_hides_the_host(backward_s: float, host_s: float) -> None:
+    """Less than the share leaves work behind the backward pass, the share itself does not."""
+    pieces = 4000
+    share = device_share(backward_s, host_s, host_s / pieces)
+    assert simulated(share, backward_s, host_s, pieces) <= backward_s * 1.001
+    if share > 0.01:
+        assert simulated(share - 0.01, backward_s, host_s, pieces) > backward_s * (1 - 0.001)
+    assert device_share(1.0, 0.5, 2.0) == 1.0
+    assert device_share(1.0, 0.0, 0.0) == 0.0
+
+
+def test_a_step_is_the_slowest_part_with_one_bucket_of_lag() -> None:
+    """Speculating, the update hides behind the backward pass; without, all of it comes behind the norm."""
+    elements, layouts = 1e9, Layouts(host_optimizer=1.0)
+    parts = chain(job(), layouts, elements)
+    assert parts.down_s == pytest.approx(2e9 / link_rate(job()))
+    assert parts.up_s == parts.down_s
+    assert parts.lag_s == pytest.approx(2**26 / 2e9 * (parts.down_s + parts.update_s + parts.up_s))
+
+    def shown(backward_s: float, **changes: Any) -> float:
+        one = offload(job(**changes), layouts, elements, saved_bytes=0.0, passes_s=9.0, last_s=backward_s)
+        return float(one.exposed_s)
+
+    slow = 5.0 * float(parts.update_s)
+    assert shown(slow) == pytest.approx(parts.lag_s)
+    assert shown(0.0) == pytest.approx(max(parts.update_s, parts.down_s) + parts.lag_s)
+    late = chain(job(speculate="none"), layouts, elements)
+    assert shown(slow, speculate="none") == pytest.approx(max(late.update_s, late.up_s) + late.lag_s)
+    assert late.update_s < parts.update_s
+
+
+def test_disks_read_and_write_the_state_once_a_step() -> None:
+    files = job(optimizer="nvme")
+    found = chain(files, Layouts(host_optimizer=1.0), 1e9)
+    assert found.disk_s == pytest.approx(24e9 / disk_rate(files))
+    narrow = chain(job(optimizer="nvme", narrow_moments=True), Layouts(host_optimizer=1.0), 1e9)
+    assert narrow.disk_s == pytest.approx(16e9 / disk_rate(files))
+
+
+def test_which_gradients_the_host_adds_up() -> None:
+    """As the runtime has it: after each micro-batch where they are reduced after each, else once."""
+    rows = Layouts(
+        accumulation=np.array([1, 4, 4, 4, 4, 4]),
+        shards=np.array([1, 1, 2, 2, 2, 1]),
+        replicas=np.array([1, 1, 1, 1, 2, 1]),
+        zero=np.array([0, 0, 2, 1, 2, 0]),
+        pp=np.array([1, 1, 1, 1, 1, 2]),
+    )
+    assert tiers.accumulates(rows).tolist() == [False, True, True, False, False, False]
+    assert tiers.waits_on_device(rows).tolist() == [False, False, False, True, True, True]
+    assert tiers.wire_bytes(job(), rows).tolist() == [2, 2, 4, 4, 4, 4]
+
+
+def test_harder_problems_save_more_and_more() -> None:
+    from partool.planner.make import resolve
+
+    spec = load_text(ONE_GPU, overrides=[offloaded("optimizer: auto, dir: /nvme")]).spec
+    assert spec is not None
+    problem = resolve(spec, Path("/base")).problem
+    assert problem is not None
+    found = list(harder_ones(problem))
+    assert found[-1].on_disks
+    assert [one.on_disks for one in found] == sorted(one.on_disks for one in found)
+    assert len(found) == len({id(one) for one in found})
+    assert columns(planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme")).layout).host_optimizer > 0
