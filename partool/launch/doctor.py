@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -58,13 +59,23 @@ def _packages(plan: Plan | None) -> Iterator[Check]:
             yield Check(package, "skipped", f"not installed (extra {extra})")
 
 
+_ISA = "from partool_kernels import _native; print(_native.isa(), *_native.isas())"
+"""Asked of another process: nothing is loaded into this one."""
+
+
 def _kernels() -> Check:
-    spec = importlib.util.find_spec("partool_kernels")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    built = any(name.endswith(".so") for folder in folders for _, _, names in os.walk(folder) for name in names)
-    if built:
-        return Check("kernels", "ok", "the compiled library is installed")
-    return Check("kernels", "warning", "not compiled; torch's own operations are used", "reinstall with a C++ compiler")
+    asked = subprocess.run([sys.executable, "-c", _ISA], capture_output=True, text=True, check=False, timeout=60)
+    if asked.returncode != 0:
+        said = asked.stderr.strip().rpartition("\n")[2]
+        return Check("kernels", "failed", said, "unset PARTOOL_ISA, or name one that is here")
+    used, *have = asked.stdout.split()
+    if have:
+        others = ", ".join(name for name in have if name != used)
+        return Check(
+            "kernels", "ok", f"compiled, for {used}" + (f" (PARTOOL_ISA could say {others})" if others else "")
+        )
+    text = "not compiled: optimizers in host memory step by torch's fused AdamW, with more passes over memory"
+    return Check("kernels", "warning", text, "reinstall with a C++ compiler")
 
 
 def _compiler() -> Check:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from partool.launch import doctor
 from partool_kernels import KernelUnavailableError, _native
 from partool_kernels.host import HostKernelError, Part, Pass, Pool, Rule, accumulate, sums, update, zero
 from partool_kernels.host.types import Mode
@@ -251,3 +252,22 @@ def test_instruction_set_by_environment() -> None:
     refused = _python(ISA, PARTOOL_ISA="mmx")
     assert refused.returncode == 1
     assert f"PARTOOL_ISA='mmx': this machine and this build have {', '.join(_native.isas())}" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "words"),
+    [
+        ((0, "avx2 avx512 avx2 baseline\n", ""), "ok", "compiled, for avx2 (PARTOOL_ISA could say avx512, baseline)"),
+        ((0, "baseline baseline\n", ""), "ok", "compiled, for baseline"),
+        ((0, "None\n", ""), "warning", "not compiled: optimizers in host memory step by torch's fused AdamW"),
+        ((1, "", "Traceback\nInstructionSetError: PARTOOL_ISA='mmx'\n"), "failed", "PARTOOL_ISA='mmx'"),
+    ],
+)
+def test_doctor_says_what_runs(
+    said: tuple[int, str, str], status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = subprocess.CompletedProcess([], said[0], said[1], said[2])
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: answer)
+    found = next(check for check in doctor.checks(None) if check.name == "kernels")
+    assert found.verdict == status
+    assert words in found.text
