@@ -42,6 +42,7 @@ class Case:
     """Room for copies, in largest buckets."""
     spare: int = 2
     resident: tuple[str, ...] = ()
+    in_host: tuple[str, ...] = ()
     lends_copies: bool = False
     seed: int = 5
 
@@ -59,6 +60,8 @@ class Step:
     poison: str = ""
     missing: frozenset[str] = frozenset()
     shuffled: bool = False
+    backwards: bool = False
+    """Gradients come in the other order than is expected at first."""
     flushed: bool = False
     """Before the next step."""
     left: bool = False
@@ -106,7 +109,9 @@ class Together:
         buckets = fill_buckets(held, BUCKET)
         dtypes = (case.master, *((case.moments or case.master) for _ in MOMENTS[case.kind]))
         self.weights = {name: torch.zeros(size, dtype=case.compute) for name, size in shards.items()}
-        targets = {name: Target(weights, GROUPS[name]) for name, weights in self.weights.items()}
+        targets = {
+            name: Target(weights, GROUPS[name], in_host=name in case.in_host) for name, weights in self.weights.items()
+        }
         self.store = (Lender if case.lends_copies else MemoryStore)(buckets, dtypes)
         lanes, pool = ThreadLanes(random.Random(case.seed) if delays else None), Pool()
         self.resident = Resident(
@@ -187,6 +192,8 @@ class Together:
         for index, micro in enumerate(grads):
             self.engine.micro_batch(last=index == len(grads) - 1)
             names = [name for name in micro if self.shards[name]]
+            if step.backwards:
+                names.reverse()
             if step.shuffled:
                 self.random.shuffle(names)
             for name in names:
@@ -228,6 +235,7 @@ class Together:
 
     def go(self, history: Sequence[Step]) -> None:
         """Make steps, compare after each, and at the end all there is."""
+        self.compare(flushed=True)
         for step in history:
             self.step(step)
             if step.flushed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.buckets import fill_buckets
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.engine import Engine
+from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.resident import tail
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,6 +72,7 @@ steps = st.builds(
     poison=st.sampled_from(["", "", "", "a", "b", "e"]),
     missing=st.frozensets(st.sampled_from("abcde"), max_size=5),
     shuffled=st.booleans(),
+    backwards=st.booleans(),
     flushed=st.booleans(),
     left=st.sampled_from([False] * 6 + [True]),
     loss_scale=st.sampled_from([1.0, 1.0, 1024.0]),
@@ -89,6 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
         undo_buckets=draw(st.sampled_from([0, 1, 9])),
         spare=draw(st.integers(0, 2)),
         resident=draw(st.sampled_from([(), ("d",), ("e", "d"), tuple("abcde")])),
+        in_host=draw(st.sampled_from([(), ("a", "b"), tuple("abcde")])),
         lends_copies=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -164,6 +168,13 @@ def test_pinned_memory_is_as_much_as_was_allowed() -> None:
         taken(7 * each - 1)
     with pytest.raises(ConfigurationError, match=r"PT660: .* do not hold 1 buckets"):
         taken(3 * each - 1, torch.float32)
+    # What others hold of the same memory counts.
+    memory = HostMemory(pinned=False, limit_bytes=9 * each)
+    memory.take(2 * each, "parameters")
+    types = {"gradients": torch.bfloat16, "weights": torch.bfloat16, "totals": None}
+    assert len(Buffers(buckets, **types, memory=memory, pinned_bytes=9 * each)._free) == 5
+    with pytest.raises(ConfigurationError, match=r"PT660: 0.00 GiB of pinned memory, of 0.00, do not hold 5 buckets"):
+        Buffers(buckets, **types, memory=memory, pinned_bytes=9 * each)
 
 
 @pytest.mark.parametrize("speculation", ["none", "deferred", "undo"])
@@ -207,8 +218,14 @@ def test_what_was_read_ahead_is_what_is_needed() -> None:
     """Once the order of gradients is known, no bucket comes as a surprise to a store, and none is read in vain."""
     for speculation, micro_batches in itertools.product(("none", "deferred", "undo"), (1, 2)):
         with together(Case(speculation, micro_batches, lends_copies=True)) as both:  # type: ignore[arg-type]
-            both.go([Step(), Step(clip=1.0), Step(poison="a"), Step(flushed=True), Step(), Step()])
             assert isinstance(both.store, Lender)
+            both.step(Step(backwards=True))
+            assert both.store.surprises > 0 or speculation == "none"
+            both.engine.flush()
+            both.store.surprises = both.store.in_vain = 0
+            both.store.asked.clear()
+            verdicts = [Step(), Step(clip=1.0), Step(poison="a"), Step(flushed=True), Step(), Step()]
+            both.go([replace(step, backwards=True) for step in verdicts])
             assert both.store.surprises == 0
             assert both.store.in_vain == len(both.store.asked) == 0
 

@@ -34,7 +34,8 @@ class Buffers:
     ``spare`` ones come on top as far as ``pinned_bytes`` allows, 0 being no limit. With ``totals``, of that type, the
     gradients of several micro-batches are added up in memory that no device reaches, and ``spare`` buffers do.
 
-    ``memory`` is what all pinned memory of a rank comes from; without it there is one of its own.
+    ``memory`` is what all pinned memory of a rank comes from, and what it holds already counts; without it there is
+    memory of their own, which is not pinned.
 
     Raises ConfigurationError PT660 if ``pinned_bytes`` does not hold what a step needs.
     """
@@ -46,14 +47,13 @@ class Buffers:
         gradients: torch.dtype,
         weights: torch.dtype,
         totals: torch.dtype | None,
-        pinned: bool = False,
         memory: HostMemory | None = None,
         spare: int = SPARE,
         pinned_bytes: int = 0,
     ) -> None:
         self._most = max((bucket.elements for bucket in buckets), default=0)
         self._gradients = gradients
-        self._memory = memory or HostMemory(pinned=pinned)
+        self._memory = memory or HostMemory(pinned=False)
         self.accumulates = totals is not None
         """Whether a step has several micro-batches, whose gradients are added up here."""
         least = min(len(buckets), 1) if self.accumulates else len(buckets)
@@ -69,15 +69,16 @@ class Buffers:
         """Return how many buffers for gradients there are to be."""
         if pinned_bytes == 0 or self._most == 0:
             return wanted
+        left = pinned_bytes - self._memory.held_bytes
         each, fixed = self._most * self._gradients.itemsize, WEIGHTS * self._most * weights.itemsize
-        if fixed + least * each > pinned_bytes:
+        if fixed + least * each > left:
             raise ConfigurationError(
                 "PT660",
-                f"{pinned_bytes / 2**30:.2f} GiB of pinned memory do not hold {least} buckets of gradients and "
-                f"{WEIGHTS} of weights: they are {(fixed + least * each) / 2**30:.2f} GiB",
+                f"{max(left, 0) / 2**30:.2f} GiB of pinned memory, of {pinned_bytes / 2**30:.2f}, do not hold {least} "
+                f"buckets of gradients and {WEIGHTS} of weights: they are {(fixed + least * each) / 2**30:.2f} GiB",
                 "a larger parallel.offload.pinned_gib, or a smaller bucket_mib",
             )
-        return min(wanted, (pinned_bytes - fixed) // each)
+        return min(wanted, (left - fixed) // each)
 
     @property
     def gradient_bytes(self) -> int:
