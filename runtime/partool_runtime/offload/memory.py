@@ -47,7 +47,7 @@ class HostMemory:
     @property
     def purposes(self) -> dict[str, int]:
         """Bytes that are held, by what they are for."""
-        return dict(self._held)
+        return {what: size for what, size in self._held.items() if size}
 
     def take(self, size_bytes: int, what: str) -> torch.Tensor:
         """Return so many bytes, uint8, that begin at a page and hold anything. ``what`` they are for is counted.
