@@ -228,7 +228,7 @@ def _open_store(
 ) -> tuple[Store, tuple[str, ...]]:
     """Return where masters and moments are kept, and what is to be said of it."""
     if not setting.on_disk:
-        return MemoryStore(buckets, dtypes), ()
+        return MemoryStore(buckets, dtypes, setting.pool), ()
     work = setting.work
     disk = DiskStore(buckets, dtypes, work.folder, buffers=work.buffers, owner=setting.owner)
     return disk, disk.notes

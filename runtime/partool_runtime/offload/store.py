@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from partool_kernels.host import Pool, zero
 from partool_runtime.offload.buckets import Bucket
 
 
@@ -37,12 +38,15 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Everything stays in host memory."""
+    """Everything stays in host memory, near to the threads of ``pool`` that pass over it."""
 
-    def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], pool: Pool | None = None) -> None:
         elements = buckets[-1].first + buckets[-1].elements if buckets else 0
-        self._flat = tuple(torch.zeros(elements, dtype=dtype) for dtype in dtypes)
+        self._flat = tuple(torch.empty(elements, dtype=dtype) for dtype in dtypes)
         self._spans = [slice(bucket.first, bucket.first + bucket.elements) for bucket in buckets]
+        for span in self._spans:
+            for tensor in self._flat:
+                zero([tensor[span]], pool=pool)
 
     def expect(self, order: Sequence[int]) -> None:
         """See :class:`Store`: all of it is here."""
