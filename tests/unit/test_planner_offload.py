@@ -148,7 +148,9 @@ def test_host_memory_by_term() -> None:
     assert device.terms_bytes["parameters"] == pytest.approx(2 * memory.terms_bytes["parameters"], rel=1e-6)
     assert (device.host_terms_bytes, device.host_bytes, device.pinned_bytes) == ({}, 0, 0)
     adds = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"), "parallel.micro_batch=1")
-    assert adds.prediction.memory.host_terms_bytes["totals"] == pytest.approx(4 * elements, rel=1e-6)
+    several = adds.prediction.memory.host_terms_bytes
+    assert several["totals"] == pytest.approx(4 * elements, rel=1e-6)
+    assert several["gradients"] == 2 * bucket
     disk = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, gpu_fraction: 0, activations: none"))
     kept = disk.prediction.memory.host_terms_bytes
     assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.host.bucket_bytes // 2

@@ -24,7 +24,8 @@ def test_everything_is_open_by_default() -> None:
     flat = ParallelSpec().model_dump()
     values = [inner for value in flat.values() for inner in (value.values() if isinstance(value, dict) else [value])]
     assert values.count({}) == 1  # patterns: none
-    assert {value for value in values if value != {}} == {"auto"}
+    assert values.count(None) == 1  # offload.dir: no folder, so no files
+    assert {value for value in values if value not in ({}, None)} == {"auto"}
 
 
 @pytest.mark.parametrize(
