@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,6 +81,24 @@ def notes(folder: Path, what: str, direct: bool, dead: Sequence[str]) -> tuple[s
         "the last checkpoint, or begins anew where there is none"
         for whose in dead
     ]
-    if not direct:
+    if _in_memory(folder):
+        found.append(f"{folder} is a file system in memory: to keep the {what} there saves none")
+    elif not direct:
         found.append(f"{folder} has no direct transfers (O_DIRECT): the {what} goes through the page cache, in memory")
     return tuple(found)
+
+
+def _in_memory(folder: Path) -> bool:
+    """Return whether a folder is known to be on no disk at all."""
+    device = folder.stat().st_dev
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return False
+    place = f"{os.major(device)}:{os.minor(device)}"
+    # proc(5): the third field is the device, and the type follows a hyphen behind a varying number of fields.
+    return any(
+        fields[2] == place and fields[fields.index("-") + 1] in ("tmpfs", "ramfs")
+        for fields in map(str.split, mounts)
+        if "-" in fields[:-1]
+    )
