@@ -109,3 +109,7 @@ class Reference:
     def figures(self) -> dict[str, Any]:
         """See ``Side``."""
         return {}
+
+    def held_bytes(self) -> dict[str, int]:
+        """See ``Side``."""
+        return {}

@@ -24,6 +24,7 @@ from partool.plan.types import Plan
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import close_ranks, open_ranks
 from partool_runtime.offload.install import open_optimizer
+from partool_runtime.offload.optimizer import HostOptimizer
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
@@ -46,6 +47,9 @@ class Side(Protocol):
 
     def figures(self) -> dict[str, Any]:
         """Return what it has counted."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the host memory that it says it holds, by term; none where it does not know."""
 
 
 class Partool:
@@ -91,6 +95,10 @@ class Partool:
         """See :class:`Side`."""
         counted = getattr(self._optimizer, "figures", None)
         return {} if counted is None else {name: getattr(counted, name) for name in counted.__slots__}
+
+    def held_bytes(self) -> dict[str, int]:
+        """See :class:`Side`."""
+        return self._optimizer.held_bytes() if isinstance(self._optimizer, HostOptimizer) else {}
 
 
 def open_side(job: Job) -> Side:
@@ -144,7 +152,7 @@ def usage(side: Side, before_bytes: int) -> dict[str, Any]:
     """Return peaks of memory, of the device and of the process beyond what it had before it was set up."""
     device = torch.cuda.max_memory_allocated() if side.device.type == "cuda" else 0
     host = _peak_bytes() - before_bytes
-    return {"device_bytes": device, "host_bytes": host, "figures": side.figures()}
+    return {"device_bytes": device, "host_bytes": host, "held_bytes": side.held_bytes(), "figures": side.figures()}
 
 
 def _peak_bytes() -> int:

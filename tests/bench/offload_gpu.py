@@ -64,6 +64,16 @@ def ratios(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
+def losses_apart(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return how far the losses of others are from those of partool with offload, relative, at most."""
+    found: dict[str, float] = {}
+    for sides in record["losses"].values():
+        for other, losses in sides.items():
+            pairs = zip(losses, sides.get("offloaded", losses), strict=True)
+            found[other] = max(found.get(other, 0.0), *(abs(a - b) / abs(b) for a, b in pairs))
+    return found
+
+
 def speeds(record: Mapping[str, Any], shapes: Mapping[str, Steps]) -> dict[str, dict[str, float]]:
     """Return tokens per second, by shape and side."""
     return {
@@ -89,13 +99,17 @@ def overlap(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def memory(record: Mapping[str, Any], side: SideName) -> dict[str, Any]:
-    """Return predicted and measured peaks of a side: of torch's allocator, and of the process's host memory."""
+    """Return predicted and measured peaks of a side: of torch's allocator, of what it keeps in host memory by its own
+    count, and of the whole process's growth, which holds more than is predicted: libraries, the device's driver.
+    """
     usage, predicted = record["usage"].get(side), record.get("predicted", {}).get(side)
     if usage is None or predicted is None:
         return {}
     device = sum(size for term, size in predicted["memory_bytes"].items() if term not in NOT_ALLOCATED)
     host = sum(predicted["host_bytes"].values())
-    found = {"device": (device, usage["device_bytes"]), "host": (host, usage["host_bytes"])}
+    found = {"device": (device, usage["device_bytes"])}
+    if host:
+        found |= {"host": (host, sum(usage["held_bytes"].values())), "process": (host, usage["host_bytes"])}
     return {
         where: {"predicted_bytes": expected, "measured_bytes": seen, "ratio": expected / seen if seen else None}
         for where, (expected, seen) in found.items()
@@ -143,6 +157,7 @@ def summary(record: dict[str, Any], shapes: Mapping[str, Steps]) -> dict[str, An
     }
     return {
         "times_as_long_as_partool": found,
+        "losses_apart": losses_apart(record),
         "tokens_per_s": speeds(record, shapes),
         "goals": goals,
         "overlap": overlap(record),

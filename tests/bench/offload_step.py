@@ -27,7 +27,7 @@ CHECKED = [
     Steps(2, 2, 1, 2, 24, ALWAYS),
     Steps(4, 2, 1, 2, 24, NEVER),
 ]
-SHAPES = {"128 tokens": Steps(0, 2, 1, 1, 128), "512 tokens": Steps(0, 2, 1, 2, 256)}
+SHAPES = {"64 tokens": Steps(0, 2, 1, 1, 64), "256 tokens": Steps(0, 2, 1, 1, 256)}
 
 
 def ratios(record: dict[str, Any], side: SideName = "offloaded") -> dict[str, dict[str, float]]:
