@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -81,6 +81,7 @@ class Calls:
 
         class Stream:
             made = 0
+            device = torch.device("cuda", 0)
 
             def __init__(self, device: torch.device) -> None:
                 self.name = ("down", "up")[Stream.made]
@@ -117,7 +118,14 @@ class Calls:
             stream.name = calls.current
             return stream
 
-        for name, fake in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", current_stream)):
+        fakes = {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": on,
+            "current_stream": current_stream,
+            "device": nullcontext,
+        }
+        for name, fake in fakes.items():
             monkeypatch.setattr(lanes_module.torch.cuda, name, fake)
 
 

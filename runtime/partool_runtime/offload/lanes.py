@@ -66,12 +66,15 @@ class _EventMark:
         # Who waits for it sleeps: a host thread that spins would take a core from training or from the optimizer.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._device = stream.device
 
     def wait(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):  # a thread that never chose one would take memory of the first device
+            self._event.synchronize()
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def before_compute(self) -> None:
         self.before(torch.cuda.current_stream())
