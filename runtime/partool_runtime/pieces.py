@@ -76,7 +76,7 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[Piece]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part, sharing memory with the tensor."""
-    return local(tensor.detach())
+    return local(tensor).detach()  # of a shard in host memory: the tensor itself claims to be on the device
 
 
 def local_rows(tensor: torch.Tensor) -> range:

@@ -411,7 +411,8 @@ class UnitShards:
 
     FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but reduced gradients go there, too: each waits for its
     copy where hooks are to see them. Here shards alone do: their parameters stay tensors of the device to all that
-    looks at them, so that gradients do, and ``bring`` is asked for what is gathered.
+    looks at them, so that gradients do, and ``bring`` is asked for what is gathered. No views are taken of such a
+    parameter, ``detach()`` included, but of its :func:`local` part.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:

@@ -85,7 +85,7 @@ def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int =
         with torch.no_grad():
             seen.append(model(x).clone())  # evaluation, which leaves the root gathered
         model.reshard()  # type: ignore[operator]
-    return [*seen, *(local(parameter.detach()).clone() for parameter in model.parameters())]
+    return [*seen, *(local(parameter).detach().clone() for parameter in model.parameters())]
 
 
 def moved(model: nn.Module, folder: str = "", delays: random.Random | None = None) -> HostParameters:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload import parameters
 from partool_runtime.offload.lanes import Mark, ThreadLanes
-from partool_runtime.torch_internals import in_memory_store, local
+from partool_runtime.torch_internals import in_memory_store, local, placed_like, unit_shards
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_shards_are_written_to_when_nothing_reads_them(alone: DeviceMesh) -> Non
     handle = model[3].unshard(async_op=True)  # type: ignore[operator]
     shards.settle()
     for parameter in model.parameters():
-        local(parameter.detach()).zero_()
+        local(parameter).detach().zero_()
     handle.wait()
     assert all(torch.equal(found, wanted) for found, wanted in zip(model[3].parameters(), kept, strict=True))
     shards.close()
@@ -93,7 +93,24 @@ def test_a_file_that_changed_by_itself_ends_the_run(alone: DeviceMesh, tmp_path:
     x = torch.zeros(1, worker.WIDTH, dtype=torch.float64)
     model(x)
     model.reshard()  # type: ignore[operator]
-    local(next(model[0].parameters()).detach()).view(-1)[0] += 1
+    local(next(model[0].parameters())).detach().view(-1)[0] += 1
     with pytest.raises(ConfigurationError, match="PT673"):
         model(x)
     shards.close()
+
+
+def test_shards_are_moved_but_their_parameters_stay(alone: DeviceMesh) -> None:
+    """To all that looks at them they are the device's: here of one that has no memory, as a second one is missing."""
+    device = torch.device("meta")
+    model = worker.sharded(alone)
+    wanted = [local(parameter).clone() for parameter in model.parameters()]
+    for unit in unit_shards([model], device):
+        unit.move([torch.empty(elements, dtype=dtype) for elements, dtype in unit.sizes])
+    for parameter, before in zip(model.parameters(), wanted, strict=True):
+        assert parameter.device == device
+        shard = local(parameter).detach()
+        assert torch.equal(shard, before)
+        assert shard.data_ptr() == local(parameter).data_ptr()
+        parameter.grad = placed_like(parameter, torch.zeros_like(before, device=device))
+        with pytest.raises(RuntimeError, match="device"):
+            parameter.grad = torch.zeros_like(before)

@@ -121,7 +121,7 @@ class HostOptimizer:
         """See ``Optimizer``."""
 
     def _target(self, name: str) -> Target:
-        weights = local(self._parameters[name].detach()).view(-1)
+        weights = local(self._parameters[name]).detach().view(-1)
         return Target(weights, self._groups.of[name], in_host=self._shards is not None)
 
     def begin(self, lr: float, scale: float) -> None:
@@ -180,7 +180,7 @@ class HostOptimizer:
     def _placed(self, name: str, place: int) -> torch.Tensor:
         """Return a parameter's master, or the moment at ``place``, placed as the parameter is."""
         parameter = self._parameters[name]
-        part = local(parameter.detach())
+        part = local(parameter).detach()
         if name in self._resident:
             flat = self._resident.state(name)[place]
         else:
