@@ -111,9 +111,9 @@ def test_error_is_no_larger_than_that_of_torch_fused() -> None:
 
 
 @needs_library
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([1, 2, 15, 16, 17, 511, 512, 513, 2049, BLOCK, BLOCK + 1]), min_size=1, max_size=4),
+    sizes=st.lists(st.sampled_from([1, 2, 15, 16, 17, 511, 512, 513, 2049, BLOCK, BLOCK + 1]), min_size=1, max_size=2),
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
     types=st.tuples(st.sampled_from(DTYPES[:2]), st.booleans(), *[st.sampled_from(DTYPES)] * 3),
@@ -250,7 +250,7 @@ def test_conversions_are_those_of_torch(source: torch.dtype, to: torch.dtype, al
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[source.itemsize]
     x = torch.arange(-(2**15), 2**15).to(width) << (8 * (source.itemsize - 2))
     if source.itemsize > 2:  # ties and their neighbours, and what overflows or vanishes in narrow types
-        x = torch.cat([x + offset for offset in (0, 1, 2**11, 2**12, 2**12 + 1, 2**15 - 1, 2**15, 2**15 + 1)])
+        x = torch.cat([x + offset for offset in (0, 2**12, 2**12 + 1, 2**15, 2**15 + 1)])
     x = x.view(source)
     if source == torch.float64:
         x = torch.cat([x, torch.randn(4096, dtype=source), x.float().double()])
