@@ -88,7 +88,9 @@ def _zero(problem: Problem) -> Iterator[Diagnostic]:
     dp = problem.world_size // shared
     # Ranks of one sequence have the same parameters, and share their state as well.
     shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
-    if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1:
+    # A device alone has no use for ZeRO-3 but to hold the copies that layers compute with for one layer at a time.
+    alone = data.zero == 3 and problem.world_size == 1 and problem.host_link
+    if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1 and not alone:
         message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
         help = "use zero: 0 or auto, or more devices"
         yield Diagnostic("PT268", message, severity="warning", path=("parallel", "data", "zero"), help=help)

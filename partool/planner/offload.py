@@ -138,7 +138,7 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
     if layout.offload_activations != "none":
         told = ", as the spec asks" if asked.activations == "cpu" else ""
         yield f"Activations in host memory{told}: {waits:.1%} of the step waits for what goes there and back."
-    if memory.pinned_bytes:
+    if memory.pinned_bytes and problem.host_link:
         yield f"Pinned memory: {memory.pinned_bytes / GIB:.1f} GiB of each rank, taken before the first step."
 
 

@@ -170,7 +170,8 @@ def _host_rows(table: Table, plan: Plan) -> None:
     for name, size in memory.host_terms_bytes.items():
         bar = "█" * round(_BAR * size * plan.devices.per_node / max(host, total)) or "▏"
         table.add_row(f"host {name}", gib(size), bar)
-    pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if memory.pinned_bytes else ""
+    apart = memory.pinned_bytes and plan.devices.backend != "cpu"
+    pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if apart else ""
     table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)} per node{pinned}")
 
 
