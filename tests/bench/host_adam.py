@@ -55,6 +55,7 @@ def main() -> None:
         "rounds": options.rounds,
         "threads": options.threads,
         "instruction set": isa(),
+        "load": [round(load, 1) for load in os.getloadavg()],
         "milliseconds": {name: round(1e3 * statistics.median(found), 2) for name, found in seconds.items()},
         "ratios": _ratios(seconds),
     }
