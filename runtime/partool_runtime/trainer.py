@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -159,8 +160,9 @@ def _open(
     optimizer = open_optimizer(plan, prepared, ranks)
     for note in optimizer.notes if isinstance(optimizer, HostOptimizer) else ():
         recorder.warning(note)
-    recorder.note_memory("parameters", local_bytes(model.parameters()))
-    recorder.note_memory("optimizer", _state_bytes(optimizer, ranks.device))
+    state = [*optimizer.state().values(), *optimizer.masters().values()]
+    recorder.note_memory("parameters", _bytes_on(ranks.device, model.parameters()))
+    recorder.note_memory("optimizer", _bytes_on(ranks.device, state))
     recorder.probe_memory("gathered", prepared.gathered_bytes)
     recorder.probe_memory("gradients", prepared.gradient_bytes)
     scaler = LossScaler(plan.training.precision == "fp16")
@@ -203,7 +205,6 @@ def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
         recorder.event("offload", **asdict(optimizer.figures))
 
 
-def _state_bytes(optimizer: Optimizer, device: torch.device) -> int:
-    """Return the bytes of moments, and of masters besides the parameters, that are where compute is."""
-    tensors = [*optimizer.state().values(), *optimizer.masters().values()]
+def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of this rank's parts of tensors, of those that are where compute is."""
     return local_bytes(tensor for tensor in tensors if local(tensor).device == device)
