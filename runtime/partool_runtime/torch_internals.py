@@ -467,12 +467,12 @@ class UnitShards:
         for parameter, shard in zip(self._parameters, self._bring(), strict=True):
             parameter._sharded_param_data = shard
         if group._all_gather_process_group.size() > 1:
-            # A gather of one message copies shards on a stream of its own; gathers of their own start on this one.
+            # A gather of one message copies shards on a stream of its own.
             stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
             with group.device_handle.stream(stream):
                 self._ready()
-            if isinstance(getattr(self._gather, "__self__", None), GroupGather):
-                self._ready()
+        if isinstance(getattr(self._gather, "__self__", None), GroupGather):
+            self._ready()  # messages of single parameters start on this one, of one rank alone, too
         self._gather(async_op)
 
     def _wait_for_unshard(self) -> None:

@@ -17,7 +17,6 @@ from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.torch_internals import gather_otherwise, gathered_bytes, local
 
-CPU = torch.device("cpu")
 WIDTH = 7
 
 
@@ -66,12 +65,12 @@ class Resting:
 
 def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int = 3) -> list[torch.Tensor]:
     """Train; return all gradients of all steps and what this rank has of the parameters then."""
-    draws = torch.Generator().manual_seed(dist.get_rank())
+    draws, device = torch.Generator().manual_seed(dist.get_rank()), next(model.parameters()).device
     seen = []
     for step in range(steps):
         shards.begin()
         for _ in range(2):
-            x = torch.randn(4, WIDTH, generator=draws, dtype=torch.float64)
+            x = torch.randn(4, WIDTH, generator=draws, dtype=torch.float64).to(device)
             model(x).square().sum().backward()
         shards.settle()
         for parameter in model.parameters():
@@ -79,7 +78,8 @@ def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int =
             assert grad is not None
             seen.append(local(grad).clone())
             with torch.no_grad():
-                local(parameter).sub_(local(grad), alpha=0.01 * (step + 1))
+                shard = local(parameter)
+                shard.sub_(local(grad).to(shard.device), alpha=0.01 * (step + 1))
             parameter.grad = None
         shards.written()
         with torch.no_grad():
@@ -91,7 +91,9 @@ def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int =
 def moved(model: nn.Module, folder: str = "", delays: random.Random | None = None) -> HostParameters:
     """Let a model's shards be in host memory, or in a folder."""
     disk = HostWork(folder=folder, buffers=3) if folder else None
-    return HostParameters([model], CPU, memory=HostMemory(pinned=False), lanes=ThreadLanes(delays), disk=disk)
+    device = next(model.parameters()).device
+    memory, lanes = HostMemory(pinned=device.type == "cuda"), ThreadLanes(delays) if device.type == "cpu" else None
+    return HostParameters([model], device, memory=memory, lanes=lanes, disk=disk)
 
 
 def compared(mesh: DeviceMesh, folder: str = "", **how: int) -> HostParameters:
@@ -101,7 +103,7 @@ def compared(mesh: DeviceMesh, folder: str = "", **how: int) -> HostParameters:
     model = sharded(mesh, **how)  # type: ignore[arg-type]
     shards = moved(model, folder, random.Random(dist.get_rank()))
     found = trained(model, shards)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, wanted, strict=True))
     assert shards.moved_bytes > 0
     assert shards.lent_bytes == 0
     shards.close()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import _offload_parameters_worker as shards
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from partool.spec.model import ModelConfig
 from partool.spec.training import OptimizerSpec
@@ -14,6 +18,7 @@ from partool_runtime.offload import Activations
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
+from partool_runtime.torch_internals import in_memory_store
 
 CONFIG = ModelConfig(
     layers=2,
@@ -103,3 +108,17 @@ def test_tiles_change_little() -> None:
     (want, _, _), (got, _, _) = (long_step("full", tiles=tiles) for tiles in (0, 500))
     for one, other in zip(got, want, strict=True):
         assert float((one - other).norm() / other.norm()) <= 2e-2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_in_host_memory_change_nothing(tmp_path: Path) -> None:
+    """Nor in files: shards are copied on a stream of their own, which gathers wait for."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=in_memory_store(), rank=0, world_size=1, device_id=device)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        shards.compared(mesh)
+        shards.compared(mesh, apart=True)
+        shards.compared(mesh, folder=str(tmp_path))
+    finally:
+        dist.destroy_process_group()
