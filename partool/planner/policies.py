@@ -55,8 +55,11 @@ def policies_of(problem: Problem) -> Policies:
     # and for what host memory has no room for.
     several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or problem.split) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
+    fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
-    optimizer = _open(offload.optimizer, host, may=may)
+    # Parameters that have to leave take the optimizer's state with them.
+    follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
+    optimizer = _open("cpu" if follows else offload.optimizer, host, may=may)
     activations = _open(offload.activations, [1], may=may)
     parameters = _open(offload.parameters, [1], may=may and parallel.data.zero in ("auto", 3))
     rows = [

@@ -89,6 +89,18 @@ def test_what_is_open_follows_from_the_layout() -> None:
     assert not planned(ONE_CPU).layout.offloads
 
 
+@pytest.mark.parametrize(("text", "tier"), [(ONE_CPU, "cpu"), (ONE_CPU, "nvme"), (ONE_GPU, "nvme")])
+def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
+    folder = ", dir: /nvme" if tier == "nvme" else ""
+    plan = planned(text, offloaded(f"parameters: {tier}, activations: none{folder}"))
+    layout = plan.layout
+    assert (layout.zero, layout.offload_parameters, layout.offload_optimizer) == (3, tier, "cpu")
+    assert layout.gpu_fraction == 0.0
+    assert layout.host.folder == ("/nvme" if folder else "")
+    assert plan.runnable
+    assert plan.prediction.memory.host_terms_bytes["parameters"] > 0
+
+
 def test_the_plan_is_what_its_own_words_ask_for() -> None:
     """``change`` of a layout, put into the spec, gives the layout again; it can be priced from the layout alone."""
     first = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
