@@ -11,6 +11,7 @@ weights and gradients, fp32 masters and moments, clipping on. Bits are compared 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +21,8 @@ from _offload_job import ALWAYS, NEVER, SideName, Steps
 from _offload_talk import Bench, compare_bits, in_turn
 from _record import write
 
-CPU = {"hardware.accelerator": "cpu", "hardware.per_node": 1}
+CPU = {"hardware.accelerator": "cpu", "hardware.per_node": 1, "launch.env.OMP_NUM_THREADS": "'1'"}
+"""All sides compute with one thread and update with one: what is compared is the work, and not how cores are dealt."""
 LIMIT_S = 900.0
 CHECKED = [
     Steps(0, 2, 1, 2, 24, NEVER),
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", default="40M")
     asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     sides: list[SideName] = ["offloaded", "waiting", "device"]
     if asked.deepspeed:
         sides.append("deepspeed")
