@@ -106,7 +106,7 @@ def test_the_schema_knows_the_shorthands() -> None:
     base = {"model": "llama3-8b", "data": "python-stdlib"}
     for good in ({"pipeline": 4}, {"sequence": "auto"}, {"pipeline": {"stages": 2}}, {"recompute": ["none", "full"]}):
         assert list(check.iter_errors({**base, "parallel": good})) == [], good
-    for bad in ({"pipeline": 0}, {"sequence": "ring"}, {"recompute": ["ful"]}, {"offload": {"optimizer": "nvme"}}):
+    for bad in ({"pipeline": 0}, {"sequence": "ring"}, {"recompute": ["ful"]}, {"offload": {"optimizer": "disk"}}):
         assert list(check.iter_errors({**base, "parallel": bad})), bad
 
 
