@@ -169,6 +169,10 @@ def assert_same_bits(jobs: Jobs, name: str, reference: str, ranks: int = 2) -> N
     assert repr(steps(jobs, name)) == repr(steps(jobs, reference))  # a norm may be NaN
     assert jobs.events(name, "validation") == jobs.events(reference, "validation")
     assert_same_state(state(jobs, name), state(jobs, reference))
+    for rank in range(ranks):
+        (counted,) = jobs.events(name, "offload", rank)
+        assert counted["bytes_down"] > 0
+        assert counted["late_buffers"] == 0
 
 
 def assert_same_state(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
