@@ -15,10 +15,15 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
 
-def shorthand(field: str, *kinds: type) -> Any:
-    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``); default: text."""
+def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
+    """Return a before-validator that reads a bare value as ``{field: value}`` (``model: llama3-8b``); default: text.
+
+    ``none``: fields that the word of that name is a value of as well.
+    """
 
     def expand(value: Any) -> Any:
-        return {field: value} if isinstance(value, kinds or str) and not isinstance(value, bool) else value
+        if not isinstance(value, kinds or str) or isinstance(value, bool):
+            return value
+        return dict.fromkeys((field, *(none if value == "none" else ())), value)
 
     return expand

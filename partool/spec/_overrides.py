@@ -8,13 +8,16 @@ from partool.diagnostics.record import Diagnostic, Span
 from partool.spec import _pydantic, _yaml
 from partool.spec._source import Source, SpecPath
 
-_SHORTHAND: dict[SpecPath, str] = {
-    ("model",): "preset",
-    ("hardware",): "accelerator",
-    ("data",): "source",
-    ("parallel", "pipeline"): "stages",
-    ("parallel", "sequence"): "degree",
+_SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
+    ("model",): ("preset",),
+    ("hardware",): ("accelerator",),
+    ("data",): ("source",),
+    ("parallel", "tensor"): ("degree",),
+    ("parallel", "pipeline"): ("stages",),
+    ("parallel", "sequence"): ("degree",),
+    ("parallel", "offload"): ("optimizer", "parameters", "activations"),
 }
+"""Sections that may be one value, and the key whose value that then is, with those that ``none`` is for as well."""
 
 
 def apply_overrides(document: dict[str, Any], overrides: list[str], source: Source) -> list[Diagnostic]:
@@ -40,6 +43,9 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
     if wrong and wrong[0].code != "PT005":
         return Diagnostic("PT107", f"--set {key}: {wrong[0].message}", span=span, help=wrong[0].help)
     _write(document, path, value)
+    for places in (source.values, source.keys):  # of what stood there, and is gone
+        for old in [inner for inner in places if inner[: len(path)] == path]:
+            del places[old]
     source.values[path] = span
     source.keys[path] = span
     return None
@@ -65,7 +71,8 @@ def _write(document: dict[str, Any], path: SpecPath, value: Any) -> None:
     for length, part in enumerate(path[:-1], 1):
         inner = section.get(str(part))
         if isinstance(inner, str | int) and path[:length] in _SHORTHAND:
-            inner = {_SHORTHAND[path[:length]]: inner}  # `model: llama3-8b` with --set model.layers=4
+            names = _SHORTHAND[path[:length]]  # `model: llama3-8b` with --set model.layers=4
+            inner = dict.fromkeys(names if inner == "none" else names[:1], inner)
         elif not isinstance(inner, dict):
             inner = {}
         section[str(part)] = inner

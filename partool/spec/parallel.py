@@ -171,7 +171,8 @@ class ParallelSpec(Section):
     tiles: Tiles = Tiles()
     expert: PositiveInt | Auto = "auto"
     """Ranks that share the experts of a layer."""
-    offload: Offload = Offload()
+    offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
+    """Or in one word: none, nothing leaves the device; cpu or nvme, the optimizer does; auto."""
     recompute: Recompute | Auto | list[Recompute] = "auto"
     """What the backward pass computes again, for all layers or as a list with one policy per layer."""
     compile: Compile | Auto = "auto"

@@ -15,9 +15,15 @@ from partool.spec.spec import Spec
 
 _WORD = {"type": "string"}
 _NUMBER = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}
+_TIER = {"enum": ["auto", "none", "cpu", "nvme"]}
 _SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
     "Spec": (("model", "preset", _WORD), ("hardware", "accelerator", _WORD), ("data", "source", _WORD)),
-    "ParallelSpec": (("pipeline", "stages", _NUMBER), ("sequence", "degree", _NUMBER)),
+    "ParallelSpec": (
+        ("tensor", "degree", _NUMBER),
+        ("pipeline", "stages", _NUMBER),
+        ("sequence", "degree", _NUMBER),
+        ("offload", "optimizer", _TIER),
+    ),
 }
 """By the section they are in: sections that may be one value, the key whose value that then is, and its type."""
 

@@ -35,6 +35,9 @@ def test_everything_is_open_by_default() -> None:
         ("{pipeline: auto}", "{}"),
         ("{sequence: 2}", "{sequence: {degree: 2}}"),
         ("{sequence: auto, tensor: auto, expert: auto}", "{}"),
+        ("{offload: auto}", "{}"),
+        ("{offload: none}", "{offload: {optimizer: none, parameters: none, activations: none}}"),
+        ("{offload: cpu}", "{offload: {optimizer: cpu}}"),
     ],
 )
 def test_shorthands_stand_for_sections(text: str, full: str) -> None:
@@ -47,6 +50,20 @@ def test_overrides_open_shorthands() -> None:
     )
     assert (found.pipeline.stages, found.pipeline.schedule) == (4, "gpipe")
     assert (found.sequence.degree, found.sequence.method) == (2, "ring")
+    found = parallel("{tensor: 2, offload: none}", ["parallel.tensor.overlap=none", "parallel.offload.activations=cpu"])
+    assert (found.tensor.degree, found.tensor.overlap) == (2, "none")
+    offload = found.offload
+    assert (offload.optimizer, offload.parameters, offload.activations) == ("none", "none", "cpu")
+    offload = parallel("{}", ["parallel.offload=nvme", "parallel.offload.dir=/nvme"]).offload
+    assert (offload.optimizer, offload.parameters, offload.dir) == ("nvme", "auto", "/nvme")
+
+
+def test_a_section_that_an_override_replaces_is_not_pointed_at() -> None:
+    text = f"{BASE}parallel: {{offload: {{optimizer: nvme, dir: /tmp}}}}\n"
+    (found,) = load_text(text, overrides=["parallel.offload=nvme"]).diagnostics
+    assert found.code == "PT230"
+    assert found.span is not None
+    assert found.span.file == "--set parallel.offload=nvme"
 
 
 def test_recompute_is_a_word_or_a_list() -> None:
@@ -57,6 +74,8 @@ def test_recompute_is_a_word_or_a_list() -> None:
 WRONG: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     "zero degree": ("{tensor: 0}", "PT105", ("parallel", "tensor")),
     "word": ("{pipeline: four}", "PT105", ("parallel", "pipeline")),
+    "a tier": ("{offload: disk}", "PT105", ("parallel", "offload")),
+    "a tier without its folder": ("{offload: nvme}", "PT230", ("parallel", "offload", "optimizer")),
     "truth": ("{sequence: true}", "PT102", ("parallel", "sequence")),
     "policy": ("{recompute: [none, ful]}", "PT105", ("parallel", "recompute", 1)),
     "fraction": ("{offload: {gpu_fraction: 1.5}}", "PT105", ("parallel", "offload", "gpu_fraction")),
@@ -104,9 +123,23 @@ def test_contradictions_are_found_at_their_place(text: str, code: str, path: tup
 def test_the_schema_knows_the_shorthands() -> None:
     check = jsonschema.Draft7Validator(json_schema())
     base = {"model": "llama3-8b", "data": "python-stdlib"}
-    for good in ({"pipeline": 4}, {"sequence": "auto"}, {"pipeline": {"stages": 2}}, {"recompute": ["none", "full"]}):
+    words = [{"offload": word} for word in ("auto", "none", "cpu", "nvme")]
+    for good in (
+        *words,
+        {"pipeline": 4},
+        {"sequence": "auto"},
+        {"tensor": 2},
+        {"pipeline": {"stages": 2}},
+        {"recompute": ["none", "full"]},
+    ):
         assert list(check.iter_errors({**base, "parallel": good})) == [], good
-    for bad in ({"pipeline": 0}, {"sequence": "ring"}, {"recompute": ["ful"]}, {"offload": {"optimizer": "disk"}}):
+    for bad in (
+        {"pipeline": 0},
+        {"sequence": "ring"},
+        {"recompute": ["ful"]},
+        {"offload": "disk"},
+        {"offload": {"optimizer": "disk"}},
+    ):
         assert list(check.iter_errors({**base, "parallel": bad})), bad
 
 
@@ -119,6 +152,7 @@ HELPS: dict[str, tuple[str, str, str]] = {
     "off": ("{pipeline: off}", "a whole number, a section with keys or auto", "use 1 for none"),
     "false": ("{pipeline: false}", "not false", "use 1 for none"),
     "no ranks": ("{tensor: 0}", "greater than 0, a section with keys or auto", "use 1 for none"),
+    "a near tier": ("{offload: nvm}", "must be a section with keys, none, cpu, nvme or auto", "did you mean `nvme`?"),
     "a near word": ("{recompute: ful}", "not 'ful'", "did you mean `full`?"),
     "true": ("{pipeline: {waves: true}}", "not true", ""),
 }
