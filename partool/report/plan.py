@@ -18,7 +18,8 @@ _BAR = 24
 _SMALL = 0.001
 """Share of the step below which a term has no line of its own."""
 _SIDE_BY_SIDE = 120
-"""Columns from which memory and time stand beside each other."""
+"""Columns from which memory and time stand beside each other, if nothing of them is cut."""
+_APART = 4
 
 
 def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
@@ -27,8 +28,8 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
     console.print(_labelled(_layout(plan)))
     console.print()
     memory, time = _memory(plan), _time(plan)
-    if console.width >= _SIDE_BY_SIDE:
-        both = Table.grid(padding=(0, 4, 0, 0))
+    if console.width >= max(_SIDE_BY_SIDE, _wanted(console, memory) + _APART + _wanted(console, time)):
+        both = Table.grid(padding=(0, _APART, 0, 0))
         both.add_row(memory, time)
         console.print(both)
     else:
@@ -40,6 +41,11 @@ def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> N
     _lines(console, "Warnings", tuple(f"{f.code} {f.message}" for f in plan.findings))
     console.print()
     console.print(_labelled([("Next", _next(plan, source))]))
+
+
+def _wanted(console: Console, table: Table) -> int:
+    """Return the columns that a table takes where it has all it wants."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def _head(plan: Plan) -> Text:
@@ -148,7 +154,7 @@ def _memory(plan: Plan) -> Table:
     )
     table.add_column("term", no_wrap=True)
     table.add_column("GiB", justify="right", no_wrap=True)
-    table.add_column("share of the device", no_wrap=True)
+    table.add_column("share of the device")
     device = max(plan.devices.memory_bytes, memory.total_bytes)
     for name, size in memory.terms_bytes.items():
         if size:
@@ -184,7 +190,7 @@ def _time(plan: Plan) -> Table:
     table = Table(title="Time per step", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("term", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("share of the step", no_wrap=True)
+    table.add_column("share of the step")
     small = sum(value for value in time.terms_s.values() if value < _SMALL * time.step_time_s)
     large = {name: value for name, value in time.terms_s.items() if value >= _SMALL * time.step_time_s}
     for name, value in {**large, "all else": small}.items():

@@ -47,6 +47,30 @@ def test_screen(width: int) -> None:
     assert len(got.splitlines()) <= 64
 
 
+HOST = """\
+model: {layers: 4, hidden: 4096, heads: 32, vocab: 32000}
+hardware: {accelerator: h100-sxm, per_node: 8}
+data: python-stdlib
+training: {global_batch: 64, sequence_length: 4096}
+parallel: {recompute: full, micro_batch: 1, offload: {optimizer: cpu, parameters: cpu, activations: none}}
+"""
+
+
+def test_figures_are_never_cut() -> None:
+    """What is in host memory has a long line; times go below memory where both do not fit beside each other."""
+    loaded = load_text(HOST)
+    assert loaded.spec is not None
+    plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
+    assert plan is not None
+    beside = {}
+    for width in (60, 80, 110, 120, 160):
+        out = io.StringIO()
+        render_plan(plan, Console(file=out, width=width, color_system=None))
+        assert "…" not in out.getvalue(), width
+        beside[width] = re.search("peak +Time per step", out.getvalue()) is not None
+    assert (beside[80], beside[120], beside[160]) == (False, False, True)
+
+
 def test_a_plan_that_cannot_run_says_so() -> None:
     text = screen(100, SPEC + "parallel: {tensor: {degree: 2, overlap: symmetric}}\n")
     assert re.search(r"cannot be launched yet: .*partool explain PT401", text)
