@@ -93,6 +93,8 @@ class DiskShelf:
         """Units in the order of the last step."""
         self._order: list[int] = []
         """Of this one so far."""
+        self._in_step = False
+        """What is fetched between steps, as by an evaluation, says nothing about the next step."""
         self._follows = False
         """This step's is that of the last one so far."""
         self._work: queue.SimpleQueue[tuple[int, torch.Tensor, Mark | None, _Fetched] | None] = queue.SimpleQueue()
@@ -101,13 +103,14 @@ class DiskShelf:
 
     def begin(self) -> None:
         """See :class:`Shelf`."""
-        self._order, self._follows = [], True
+        self._order, self._in_step, self._follows = [], True, True
         self._store.expect(self._last)
 
     def fetch(self, unit: int, into: torch.Tensor, after: Mark | None) -> Mark:
         """See :class:`Shelf`."""
         place = len(self._order)
-        self._order.append(unit)
+        if self._in_step:
+            self._order.append(unit)
         if self._follows and self._last[place : place + 1] != [unit]:
             self._follows = False
             self._store.expect(())
@@ -117,8 +120,10 @@ class DiskShelf:
 
     def settle(self) -> None:
         """See :class:`Shelf`."""
-        self._last = self._order
-        self._store.expect(())
+        if self._in_step:
+            self._last, self._order = self._order, []
+        self._in_step = self._follows = False
+        self._store.rest()
 
     def written(self) -> None:
         """See :class:`Shelf`; raises ConfigurationError PT670 or PT671 where the disk does not take it."""

@@ -111,6 +111,11 @@ class DiskStore:
             self._flat = self._mapped()
         return self._flat
 
+    def rest(self) -> None:
+        """Expect nothing more, and return when nothing is read or written: :meth:`flat` may be written to then."""
+        self.expect(())
+        self._wait_for_transfers()
+
     def written(self) -> None:
         """See ``Store``."""
         self._wait_for_transfers()
