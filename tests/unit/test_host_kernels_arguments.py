@@ -226,6 +226,33 @@ if child == 0:
     os._exit(0 if total.tolist() == [3.0] * 5 else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), total.tolist())
 """
+ENDED_EARLY = """
+import threading, time, torch
+from partool_kernels.host import Pool, accumulate
+
+def begun(pool, total, turns):
+    def call():
+        for turn in range(turns):
+            accumulate([total], [one], first=False, pool=pool)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+one = torch.ones(4_000_000)
+for _ in range(10):  # more threads than cores: some begin a turn when others are through with it
+    pool, total = Pool(8), torch.zeros(one.shape)
+    call = begun(pool, total, 1)
+    while not total[::65536].any():
+        pass
+    pool.close()
+    call.join()
+    assert bool((total == 1).all())
+pool = Pool(8)
+begun(pool, total, 10**9)
+time.sleep(0.1)
+print("closed", flush=True)
+raise SystemExit(3)
+"""
 ISA = "from partool_kernels import isa; print(isa())"
 
 
@@ -244,6 +271,13 @@ def _python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_fork_goes_on_without_threads_and_the_process_ends() -> None:
     # The pool is not closed by the parent: interpreters end with pools open.
     assert _python(FORKED).stdout == "0 [2.0, 2.0, 2.0, 2.0, 2.0]\n"
+
+
+@needs_library
+@pytest.mark.timeout(90)
+def test_pools_end_while_another_thread_makes_a_pass() -> None:
+    ended = _python(ENDED_EARLY)
+    assert (ended.stdout, ended.returncode) == ("closed\n", 3), ended.stderr
 
 
 @needs_library

@@ -80,6 +80,7 @@ Pool::~Pool() { end(); }
 bool Pool::is_here() const { return getpid() == owner_; }
 
 void Pool::end() {
+    const std::lock_guard<std::mutex> last(calls_);  // behind the pass that another thread may be making
     {
         const std::lock_guard<std::mutex> hold(lock_);
         ending_ = true;
@@ -113,7 +114,7 @@ void Pool::loop(int self) {
         {
             std::unique_lock<std::mutex> hold(lock_);
             begun_.wait(hold, [&] { return ending_ || turn_ != seen; });
-            if (ending_) return;
+            if (turn_ == seen) return;  // a turn that was begun is finished first: its caller waits for all threads
             seen = turn_;
             threads = static_cast<int>(threads_.size());
         }

@@ -34,6 +34,8 @@ class Pool:
             why = os.strerror(error.value)
             raise HostKernelError(f"cannot start {threads} threads on cores {list(cores) or 'of any number'}: {why}")
         self._end = weakref.finalize(self, lib.partool_pool_close, self._handle)
+        # A daemon thread may still make passes as the interpreter ends; the threads end with the process anyway.
+        self._end.atexit = False
 
     @property
     def handle(self) -> int | None:
