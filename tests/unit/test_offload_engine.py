@@ -19,7 +19,7 @@ from partool_runtime.offload.buckets import fill_buckets
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.engine import Engine
 from partool_runtime.offload.memory import HostMemory
-from partool_runtime.offload.resident import _fused, tail
+from partool_runtime.offload.resident import _fused, share_note, tail
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -245,11 +245,28 @@ def test_figures() -> None:
 def test_the_tail_that_stays_on_the_device() -> None:
     order = [("head", 10), ("layer", 40), ("norm", 2), ("embedding", 48)]
     assert tail(order, 0.0) == frozenset()
-    assert tail(order, 0.2) == frozenset()
+    assert tail(order, 0.2) == {"norm", "head"}  # 12 of 20: nearer than with the embedding's 48
+    assert tail(order, 0.009) == frozenset()
     assert tail(order, 0.25) == {"embedding"}
     assert tail(order, 0.5) == {"embedding", "norm"}
     assert tail(order, 1.0) == {"embedding", "norm", "layer", "head"}
     assert tail([], 0.5) == frozenset()
+
+
+def test_a_small_share_passes_over_what_is_too_large_for_it() -> None:
+    layers = [(f"layer {index}", 60) for index in range(100)]
+    assert tail([*layers, ("embedding", 500)], 0.01) == {"layer 99"}
+    assert tail([*layers, ("embedding", 500)], 0.03) == {"layer 99", "layer 98", "layer 97"}
+
+
+def test_a_share_that_whole_parameters_cannot_make_is_said() -> None:
+    shards = [("layers", 7000), ("embedding", 525)]
+    assert share_note(shards, tail(shards, 0.01), 0.01) == (
+        "0.0% of the optimizer's state stays on the device, not 1.0%: only whole parameters do",
+    )
+    (note,) = share_note(shards, tail(shards, 0.04), 0.04)
+    assert note.startswith("7.0% ")
+    assert share_note(shards, tail(shards, 0.06), 0.06) == share_note(shards, (), 0.0) == share_note([], (), 0.5) == ()
 
 
 def test_what_steps_on_a_gpu_agrees_with_what_steps_in_host_memory() -> None:

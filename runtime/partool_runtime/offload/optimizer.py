@@ -17,7 +17,7 @@ from partool_runtime.offload.engine import Buffers, Engine, Target
 from partool_runtime.offload.lanes import open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
-from partool_runtime.offload.resident import Resident, tail
+from partool_runtime.offload.resident import Resident, share_note, tail
 from partool_runtime.offload.store import MemoryStore, Store
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
@@ -92,7 +92,8 @@ class HostOptimizer:
         self._buckets, self._places = buckets, places(buckets)
         dtypes = setting.dtypes(len(self._groups.moments))
         self._store, notes = _open_store(buckets, dtypes, setting)
-        self.notes = (*notes, *(() if self._shards is None else self._shards.notes))
+        shared = share_note(held, staying, setting.resident)
+        self.notes = (*notes, *shared, *(() if self._shards is None else self._shards.notes))
         targets = {name: self._target(name) for name, _ in held}
         lanes = open_lanes(setting.device)
         self._resident = Resident(

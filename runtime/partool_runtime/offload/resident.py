@@ -19,15 +19,24 @@ def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:
 
     They come in the order in which their gradients are expected. What is left to do after the last gradient would
     otherwise be their way to the host, their pass, and the way back. Whole shards, of together as near to ``fraction``
-    of all elements as whole ones come.
+    of all elements as whole ones come: what would miss it by more with than without, such as an embedding, is passed
+    over.
     """
     wanted, held, names = fraction * sum(elements for _, elements in shards), 0, []
     for name, elements in reversed(shards):
-        if held + elements / 2 > wanted:
-            break
-        held += elements
-        names.append(name)
+        if held + elements / 2 <= wanted:
+            held += elements
+            names.append(name)
     return frozenset(names) if fraction > 0 else frozenset()
+
+
+def share_note(shards: Sequence[tuple[str, int]], staying: Collection[str], fraction: float) -> tuple[str, ...]:
+    """Return what is to be said where the share that stays is not the planned one, by more than half of it."""
+    total = sum(elements for _, elements in shards)
+    kept = sum(elements for name, elements in shards if name in staying) / max(1, total)
+    if total == 0 or abs(kept - fraction) <= fraction / 2:
+        return ()
+    return (f"{kept:.1%} of the optimizer's state stays on the device, not {fraction:.1%}: only whole parameters do",)
 
 
 class Resident:
