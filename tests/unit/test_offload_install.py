@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.offload.install import expected, split_cores
+from partool_runtime.offload import install
+from partool_runtime.offload.install import expected, open_pool, split_cores
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.preparation import prepare
 from partool_runtime.weights import fill
@@ -33,7 +37,9 @@ MACHINE = list(range(16))
         (MACHINE[8:], 4, 3, 3, [12], [13, 14, 15]),
         (MACHINE, 3, 2, 1, [10, 11, 12, 13], [14]),
         (MACHINE, 16, 3, 1, [], []),
-        (MACHINE, 2, 0, 8, [], []),
+        (MACHINE, 2, 0, 8, [0, 1], [2, 3, 4, 5, 6, 7]),  # a plan for a larger machine
+        (MACHINE, 1, 0, 110, [0, 1], list(range(2, 16))),
+        (MACHINE, 8, 1, 110, [2], [3]),
     ],
 )
 def test_cores_are_shared_out(
@@ -43,12 +49,53 @@ def test_cores_are_shared_out(
 
 
 @pytest.mark.parametrize("per_node", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 3, 110])
 def test_no_core_is_given_twice(per_node: int, threads: int) -> None:
     given = [
         core for rank in range(per_node) for part in split_cores(MACHINE, per_node, rank, threads, 16) for core in part
     ]
     assert len(given) == len(set(given))
+
+
+@pytest.mark.parametrize(
+    ("own", "starter", "device", "threads", "optimizer", "training", "note"),
+    [
+        (range(16), range(16), "cuda", 14, range(2, 16), {0, 1}, ""),
+        (
+            range(16),
+            range(16),
+            "cuda",
+            110,
+            range(2, 16),
+            {0, 1},
+            "the plan has 110 .* this rank has 16 of its own: .* 14",
+        ),
+        (range(8), range(16), "cuda", 7, range(1, 8), {0}, ""),  # one of two ranks, bound to memory nodes
+        (range(1), range(1), "cuda", 3, (), None, "this rank has none to itself: threads that update: 1"),
+        (range(4), range(4), "cpu", 4, (), None, ""),
+        (range(4), range(4), "cpu", 9, (), None, "9 cores for the update, and this rank has 4 of its own: .* 4"),
+    ],
+)
+def test_threads_are_as_many_as_the_rank_has_cores_for(
+    monkeypatch: pytest.MonkeyPatch,
+    own: Sequence[int],
+    starter: Sequence[int],
+    device: str,
+    threads: int,
+    optimizer: Sequence[int],
+    training: set[int] | None,
+    note: str,
+) -> None:
+    left: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(starter if process else own))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: left.append(set(cores)))
+    monkeypatch.setattr(install, "Pool", lambda threads, cores=(): SimpleNamespace(threads=threads, cores=tuple(cores)))
+    pool, notes = open_pool(threads, 2 if len(starter) > len(own) else 1, torch.device(device))
+    assert pool.cores == tuple(optimizer)
+    assert pool.threads == (len(optimizer) or min(threads, len(own)))
+    assert left == ([] if training is None else [training])
+    assert len(notes) == bool(note)
+    assert re.search(note, "".join(notes))
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
     comes_each = sync is not None and sync.comes_each and plan.layout.accumulation > 1
     layout = plan.layout
+    pool, note = open_pool(layout.host.threads, plan.devices.per_node, ranks.device)
     setting = HostSetting(
         layout.host,
         ranks.device,
@@ -57,7 +58,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         accumulates=comes_each,
         memory=prepared.memory,
         shards=prepared.shards,
-        pool=Pool(layout.host.threads, _cores(plan, ranks.device)),
+        pool=pool,
         resident=layout.gpu_fraction,
         on_disk=layout.offload_optimizer == "nvme",
         owner=f"rank {ranks.rank}",
@@ -65,6 +66,7 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     )
     frozen = {name: p for name, p in model.named_parameters() if name not in trained}
     optimizer = HostOptimizer({name: trained[name] for name in order}, plan.optimizer, model.copies, setting, frozen)
+    optimizer.notes += note
     for name, parameter in trained.items():
         if name not in late:
             parameter.register_post_accumulate_grad_hook(partial(_leave, optimizer, name))  # type: ignore[no-untyped-call]
@@ -95,34 +97,46 @@ def expected(model: Decoder | HfDecoder, trained: Mapping[str, nn.Parameter], la
     return [*found, *(name for name in trained if name not in found)]
 
 
-def _cores(plan: Plan, device: torch.device) -> Sequence[int]:
-    """Split this rank's cores: training stays with the first ones, the optimizer's threads get the rest, returned.
+def open_pool(threads: int, per_node: int, device: torch.device) -> tuple[Pool, tuple[str, ...]]:
+    """Return the optimizer's threads, as many as planned or as there are cores for, and what to say of it.
 
-    Without an accelerator both need all of them, at different times; nothing is split then.
+    Training stays with the first of this rank's cores, the optimizer's threads get the rest, one each. Without an
+    accelerator both need all of them, at different times; nothing is split then.
     """
-    if device.type == "cpu":
-        return ()
     allowed = sorted(os.sched_getaffinity(0))
-    place = int(os.environ.get("LOCAL_RANK", "0"))
-    training, optimizer = split_cores(allowed, plan.devices.per_node, place, plan.layout.host.threads)
-    if training:
-        os.sched_setaffinity(0, training)
-    return optimizer
+    if device.type == "cpu":
+        own = allowed
+        pool = Pool(min(threads, len(allowed)))
+    else:
+        # Ranks may be bound to memory nodes; who started them is not.
+        machine = max(len(allowed), len(os.sched_getaffinity(os.getppid())))
+        place = int(os.environ.get("LOCAL_RANK", "0"))
+        training, optimizer = split_cores(allowed, per_node, place, threads, machine)
+        own = [*training, *optimizer]
+        pool = Pool(max(1, len(optimizer)), optimizer)
+        if training:
+            os.sched_setaffinity(0, training)
+    if pool.threads == threads:
+        return pool, ()
+    had = f"this rank has {len(own)} of its own" if own else "this rank has none to itself"
+    return pool, (f"the plan has {threads} cores for the update, and {had}: threads that update: {pool.threads}",)
 
 
 def split_cores(
-    allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int | None = None
+    allowed: Sequence[int], per_node: int, local_rank: int, threads: int, machine: int
 ) -> tuple[list[int], list[int]]:
     """Return the cores of a rank's training and those of its optimizer, of which none is another rank's.
 
-    ``allowed`` are the rank's cores, of ``machine`` in all: where ranks are bound to memory nodes, those beside it have
-    the same ones. Both lists are empty where there are too few to tell them apart.
+    ``allowed`` are the rank's cores, of ``machine`` that all ranks of the node have: where they are bound to memory
+    nodes, those beside it have the same ones. Where there are fewer than ``threads`` and one, training keeps two if it
+    can. Both lists are empty where there are too few to tell them apart.
     """
-    machine = machine or os.cpu_count() or len(allowed)
     sharers = max(1, -(-per_node * len(allowed) // machine))
     each = len(allowed) // sharers
-    if each <= threads:
+    if each < 2:
         return [], []
+    if each <= threads:
+        threads = max(1, each - 2)
     first = local_rank % sharers * each
     own = list(allowed[first : first + each])
     return own[:-threads], own[-threads:]
