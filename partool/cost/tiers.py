@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 MIB, GIB = 2**20, 2**30
 BUCKET_BYTES = 64 * MIB
 """Of gradients: copies of as much run at the full rate of any host link (SuperOffload, arXiv 2509.21271)."""
-SMALLEST_BUCKET_BYTES = 4 * MIB
+_SMALLEST_BUCKET, _SMALLEST_ON_DISKS = 4 * MIB, MIB // 4
+"""Of gradients. Smaller ones cost more calls than they hide; but in files small models' states are to be, as well."""
 BUCKETS = 16
 """A step has so many buckets at least, so that the first are worked on while the last are not there yet."""
 BUFFERS = 4
@@ -126,14 +127,19 @@ def state_bytes(job: Job) -> float:
     return job.master_bytes + moment_bytes(job)
 
 
+def smallest_bucket(asked: Tiers) -> int:
+    """Return the least bytes of a bucket where its size is open."""
+    return _SMALLEST_ON_DISKS if asked.optimizer == "nvme" else _SMALLEST_BUCKET
+
+
 def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
-    """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few of them."""
+    """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few."""
     wire = wire_bytes(job, layouts)
     if job.tiers.bucket_bytes:
         size = job.tiers.bucket_bytes + 0 * wire
     else:
         share = np.exp2(np.floor(np.log2(np.maximum(1.0, wire * elements / BUCKETS))))
-        size = np.clip(share, SMALLEST_BUCKET_BYTES, BUCKET_BYTES)
+        size = np.clip(share, smallest_bucket(job.tiers), BUCKET_BYTES)
     return np.minimum(size / wire, np.maximum(elements, 1.0))
 
 
@@ -145,21 +151,22 @@ def undo_bytes(job: Job, elements: Column) -> Column:
     return np.maximum(MIB, UNDO_SHARE * whole) if not job.tiers.undo_bytes else 0.0 * whole + job.tiers.undo_bytes
 
 
-def host_terms(job: Job, layouts: Layouts, held: Column, trained: Column) -> dict[str, Column]:
+def host_terms(job: Job, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
     """Return the bytes on the host of an optimizer that has left the device, keys of ``plan.terms.HOST_TERMS``.
 
-    ``held`` are the parameters whose masters are there, frozen ones too, ``trained`` those with moments and gradients.
+    ``frozen`` are the parameters that have masters only, ``trained`` those with moments and gradients, too.
     """
     bucket = bucket_elements(job, layouts, trained)
     there = np.asarray(trained) > 0
     adds = accumulates(layouts)
-    masters, moments = job.master_bytes * held, moment_bytes(job) * trained
+    masters, moments = job.master_bytes * trained, moment_bytes(job) * trained
     if job.tiers.optimizer == "nvme":
-        # Frozen parameters' masters are not read between checkpoints, and so are in files too.
         masters, moments = (
             np.minimum(masters, job.tiers.buffers * bucket * job.master_bytes),
             np.minimum(moments, job.tiers.buffers * bucket * moment_bytes(job)),
         )
+    # Frozen parameters' masters are in no bucket, and so in memory where the others are in files.
+    masters = masters + job.master_bytes * frozen
     wire = wire_bytes(job, layouts) * (np.where(adds, 0.0, trained) + SPARE * bucket)
     return {
         "masters": masters,

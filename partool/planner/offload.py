@@ -60,7 +60,7 @@ def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
         undo_bytes=int(tiers.undo_bytes(job, elements)),
         gradients="compute" if asked.gradients == "compute" or wire == job.compute_bytes else "master",
         moments="bf16" if asked.narrow_moments else "master",
-        bucket_bytes=asked.bucket_bytes or max(tiers.SMALLEST_BUCKET_BYTES, int(wire * bucket)),
+        bucket_bytes=asked.bucket_bytes or max(tiers.smallest_bucket(asked), int(wire * bucket)),
         threads=threads(problem),
     )
 

@@ -60,11 +60,12 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
             yield Diagnostic("PT487", message, path=(*_OFFLOAD, "dir"), help=help)
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) * devices.per_node
     asked = problem.spec.parallel.offload
-    if (asked.bucket_mib, asked.buffers) != ("auto", "auto") and held >= 0.99 * size:
+    if held >= 0.99 * size:
         message = (
             f"{layout.host.buffers} buckets of {layout.host.bucket_bytes / tiers.MIB:.3g} MiB hold all of the state"
         )
-        help = "use a smaller bucket_mib, or optimizer: cpu, which does as much without disks"
+        smaller = "" if (asked.bucket_mib, asked.buffers) == ("auto", "auto") else "a smaller bucket_mib, or "
+        help = f"use {smaller}optimizer: cpu, which does as much without disks"
         yield Diagnostic("PT478", message, severity="warning", path=(*_OFFLOAD, "optimizer"), help=help)
 
 

@@ -138,6 +138,18 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(tmp_path) in found.message
 
 
+def test_small_models_are_in_files_too() -> None:
+    """The smallest buckets that are whole blocks: less than half of a model of 1.6 M parameters is in memory."""
+    spec = (Path(__file__).parents[2] / "specs" / "quickstart-offload.yaml").read_text(encoding="utf-8")
+    plan = planned(spec)
+    kept = plan.prediction.memory.host_terms_bytes
+    assert kept["masters"] + kept["moments"] < 0.35 * 12 * count(parameters(plan.model))
+    assert plan.layout.host.bucket_bytes == 2**18
+    tiny = plan_of(ONE_CPU, offloaded("optimizer: nvme, dir: /x"), "training.precision=bf16")
+    (found,) = (one for one in tiny.diagnostics if one.code == "PT478")
+    assert found.help == "use optimizer: cpu, which does as much without disks"
+
+
 # What is where.
 
 
@@ -167,6 +179,23 @@ def test_host_memory_by_term() -> None:
     kept = disk.prediction.memory.host_terms_bytes
     assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.host.bucket_bytes // 2
     assert disk.prediction.time.step_time_s > plan.prediction.time.step_time_s
+
+
+def test_frozen_masters_stay_in_memory() -> None:
+    """They are in no bucket, so files take none of them, and devices keep none of what stays there."""
+    for tier in ("cpu", "nvme, dir: /nvme"):
+        fields = [offloaded(f"optimizer: {tier}, gpu_fraction: {share}, activations: none") for share in (0, 0.5)]
+        trained, *both = (planned(ONE_GPU, one, *more) for one, more in (
+            (fields[0], []), (fields[0], ["model.frozen=[layers.*]"]), (fields[1], ["model.frozen=[layers.*]"]),
+        ))  # fmt: skip
+        frozen = count(parameters(trained.model)) - count(
+            one for one in parameters(trained.model) if not one.name.startswith("layers.")
+        )
+        for plan in both:
+            terms, host = plan.prediction.memory.host_terms_bytes, 1 - plan.layout.gpu_fraction
+            tail = host * (count(parameters(trained.model)) - frozen)
+            kept = tail if tier == "cpu" else min(tail, plan.layout.host.buffers * plan.layout.host.bucket_bytes / 2)
+            assert terms["masters"] == pytest.approx(4 * (frozen + kept), rel=1e-3)
 
 
 def test_optimizers_with_one_moment_take_less() -> None:
