@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from partool.plan.types import HostWork
+from partool.spec.training import OptimizerSpec
+from partool_kernels.host import Pool
+from partool_runtime.offload import HostMemory
 from partool_runtime.offload.disk.file import Block
 from partool_runtime.offload.lanes import ThreadLanes
+from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.offload.shelves import DiskShelf
 
 SIZES_BYTES = [9000, *[4096] * 5]
@@ -78,3 +84,46 @@ def test_the_order_of_a_step_outlasts_what_is_fetched_between_steps(tmp_path: Pa
     finally:
         shelf.close()
         lanes.close()
+
+
+class Record:
+    """Shards that are nowhere, and what they were told."""
+
+    notes = ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self.calls.append(name)
+
+
+@pytest.mark.parametrize("ending", ["begin", "save"])
+def test_an_interrupted_step_is_given_up_while_nothing_reads_shards(ending: str) -> None:
+    shards: Any = Record()
+    setting = HostSetting(
+        HostWork(threads=1),
+        torch.device("cpu"),
+        torch.float32,
+        torch.bfloat16,
+        accumulates=False,
+        memory=HostMemory(pinned=False),
+        pool=Pool(1),
+        shards=shards,
+    )
+    weights = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    optimizer = HostOptimizer({"w": weights}, OptimizerSpec(), (), setting)
+    abandon = optimizer._engine._abandon
+    optimizer._engine._abandon = lambda: (shards.calls.append("writes"), abandon())[1]  # type: ignore[method-assign]
+    try:
+        optimizer.loaded()
+        optimizer.begin(1e-3, 1.0)
+        optimizer.arrive("w", torch.ones(5, dtype=torch.bfloat16))
+        shards.calls.clear()
+        if ending == "save":
+            optimizer.settle()
+        optimizer.begin(1e-3, 1.0)
+        assert shards.calls == ["settle", "writes", "written", "begin"]
+        assert weights.eq(0).all()
+    finally:
+        optimizer.close()

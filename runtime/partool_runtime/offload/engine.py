@@ -90,6 +90,11 @@ class Engine:
         self._now: Speculation = "none"
         self._worker = Worker("partool-optimizer")
 
+    @property
+    def in_step(self) -> bool:
+        """Whether a step was begun that nobody has settled: to begin another one, or to flush, writes weights then."""
+        return self._in_step
+
     def begin(self, rules: Sequence[Rule]) -> None:
         """Begin a step that is expected to follow ``rules``, one per group."""
         self._worker.check()

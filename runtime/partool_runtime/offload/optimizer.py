@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -129,9 +130,10 @@ class HostOptimizer:
         """See ``Optimizer``."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        with self._abandoning():
+            self._engine.begin(self._groups.rules(lr, self.updates + 1, scale))
         if self._shards is not None:
             self._shards.begin()
-        self._engine.begin(self._groups.rules(lr, self.updates + 1, scale))
 
     def micro_batch(self, *, last: bool) -> None:
         """Say that gradients from now on are of another micro-batch."""
@@ -164,6 +166,16 @@ class HostOptimizer:
         self._engine.settle(None)
         self._written()
 
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Let shards be written to meanwhile, if a step is given up that passes were interrupted in."""
+        interrupted = self._shards is not None and self._engine.in_step
+        if interrupted and self._shards is not None:
+            self._shards.settle()
+        yield
+        if interrupted:
+            self._written()
+
     def _written(self) -> None:
         if self._shards is not None:
             self._shards.written()
@@ -191,7 +203,8 @@ class HostOptimizer:
 
     def settle(self) -> None:
         """See ``Optimizer``."""
-        self._engine.flush()
+        with self._abandoning():
+            self._engine.flush()
 
     def loaded(self) -> None:
         """See ``Optimizer``."""
