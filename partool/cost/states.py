@@ -90,7 +90,8 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     moments = job.moments * master * trained
     gathered = _gathered(job, layouts, stack, sizes, everything)
     if job.stack.name == "partool":
-        terms = host_terms(job, layouts, on_host * everywhere, on_host * trained)
+        frozen = np.where(on_host > 0, everywhere - trained, 0.0)
+        terms = host_terms(job, layouts, frozen, on_host * trained)
     else:
         state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
         terms = {"masters": HOST_FACTOR * state}

@@ -77,9 +77,13 @@ def threads(problem: Problem) -> int:
 
 
 def owned(problem: Problem, row: Layouts) -> float:
-    """Return the parameters whose state a rank has, with layers split evenly over pipeline ranks."""
-    shards = float(row.shards * row.cp) if row.zero else 1.0
-    return problem.parameters / (float(row.pp) * float(row.tp) * shards)
+    """Return the parameters whose moments a rank has, with layers split evenly over pipeline ranks."""
+    return problem.trained / sharing(row)
+
+
+def sharing(row: Layouts) -> float:
+    """Return the ranks that share one copy of the training state."""
+    return float(row.pp) * float(row.tp) * (float(row.shards * row.cp) if row.zero else 1.0)
 
 
 def in_parts(problem: Problem) -> Problem | None:

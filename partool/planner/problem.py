@@ -17,7 +17,7 @@ from partool.cost.stacks import own_stack
 from partool.cost.tiers import Tiers, tiers_of
 from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
-from partool.layout.parameters import count, parameters
+from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
@@ -176,6 +176,12 @@ class Problem:
     def parameters(self) -> int:
         """Number of the model's parameters."""
         return count(parameters(self.model))
+
+    @cached_property
+    def trained(self) -> int:
+        """Number of those that are not frozen."""
+        frozen = self.spec.model.frozen
+        return count(info for info in parameters(self.model) if not is_frozen(info.name, frozen))
 
     @property
     def host_link(self) -> bool:
