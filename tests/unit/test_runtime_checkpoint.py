@@ -302,6 +302,22 @@ def test_missing_and_other_models(tmp_path):
     checkpointer.close()
 
 
+def test_moments_of_another_type_are_converted_and_weights_are_not(tmp_path):
+    checkpointer = open_folder(tmp_path)
+    save(checkpointer, 5)
+    saved, found = state_of(5), blank(state_of(5))
+    found["exp_avg.a.weight"] = found["exp_avg.a.weight"].float()
+    found["exp_avg.scale"] = found["exp_avg.scale"].to(torch.bfloat16)
+    checkpointer.load(5, found)
+    assert torch.equal(found["exp_avg.a.weight"], saved["exp_avg.a.weight"].float())
+    assert torch.equal(found["exp_avg.scale"], saved["exp_avg.scale"].to(torch.bfloat16))
+    assert torch.equal(found["model.a.weight"], saved["model.a.weight"])
+    found["model.a.weight"] = found["model.a.weight"].float()
+    with pytest.raises(ConfigurationError, match=r"PT612.*float64\[7, 5\] in the checkpoint and float32\[7, 5\]"):
+        checkpointer.load(5, found)
+    checkpointer.close()
+
+
 class Failing(Files):
     """A file system that is full, or broken, after some bytes."""
 

@@ -31,6 +31,8 @@ from partool_runtime.pieces import Placed, Value
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
 _METADATA = ".metadata"
+_MODEL = "model."
+"""Before the names of parameters; other tensors are the optimizer's."""
 _NAMES_SHOWN = 5
 
 
@@ -50,8 +52,8 @@ def load_folder(
 ) -> dict[str, Any]:
     """Fill ``state`` in place from a checkpoint's folder and return its ``extra``; a collective if ``ranks`` is given.
 
-    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types. ``accept`` raises what
-    speaks against a checkpoint with this ``extra``, before anything is filled.
+    ``run`` is what errors call the run; with ``cast`` values may have been saved in other types, as moments always may.
+    ``accept`` raises what speaks against a checkpoint with this ``extra``, before anything is filled.
 
     The ranks may hold different names. Together they may leave out whole groups of names (a group is what stands
     before the first dot), but not parts of one.
@@ -67,7 +69,7 @@ def load_folder(
     metadata = ranks.on_first(lambda: _checked_metadata(path, manifest))
     saved = _shapes(metadata)
     own = {
-        name: (tuple(value.shape), _type(name, value, saved) if cast else value.dtype)
+        name: (tuple(value.shape), _type(name, value, saved, cast))
         for name, value in state.items()
         if holds_any(value)  # FSDP2 leaves out what is empty: its type is that of the computation
     }
@@ -77,8 +79,14 @@ def load_folder(
     return manifest.extra
 
 
-def _type(name: str, value: Value, saved: Entries) -> torch.dtype:
-    return saved[name][1] if name in saved else value.dtype
+def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
+    """Return the type that a value may have been saved in: its own, or the saved one where values are converted."""
+    if name not in saved:
+        return value.dtype
+    found = saved[name][1]
+    # A run may go on with moments that are wider or narrower than they were; with the model that would be another one.
+    moment = not name.startswith(_MODEL) and found.is_floating_point and value.dtype.is_floating_point
+    return found if cast or moment else value.dtype
 
 
 def _checked_manifest(path: Path, ranks: Ranks) -> Manifest:
