@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     """Find what goes to a host memory that is not there, cores that are not, and a share that moves nothing."""
     yield from _apart(problem)
     yield from _threads(problem)
+    yield from _folder(problem)
     offload = problem.spec.parallel.offload
     if offload.gpu_fraction == 1.0:
         message = "gpu_fraction: 1.0 leaves all of the optimizer's state on the device"
@@ -58,3 +60,19 @@ def _threads(problem: Problem) -> Iterator[Diagnostic]:
     message = f"threads: {asked} for the update, but each of a node's {devices.per_node} ranks has {cores} cores"
     help = f"use at most {max(1, cores - 1)}, or auto"
     yield Diagnostic("PT474", message, path=(*_OFFLOAD, "threads"), help=help)
+
+
+def _folder(problem: Problem) -> Iterator[Diagnostic]:
+    """Find a folder for files that is not on this machine, where that is the one that trains."""
+    offload, devices = problem.spec.parallel.offload, problem.devices
+    here = problem.spec.hardware.accelerator in ("cpu", "auto") and devices.nodes == 1
+    if not here or offload.dir is None or "nvme" not in (offload.optimizer, offload.parameters):
+        return
+    folder, path = Path(offload.dir), (*_OFFLOAD, "dir")
+    if not folder.is_dir():
+        wrong = "is not a folder" if folder.exists() else "does not exist"
+        help = "make it before the run starts, or name another one"
+        yield Diagnostic("PT667", f"{folder} {wrong} on this machine", severity="warning", path=path, help=help)
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        message = f"{folder} cannot be written on this machine"
+        yield Diagnostic("PT668", message, severity="warning", path=path, help="make it writable, or name another one")

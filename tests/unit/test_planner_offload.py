@@ -138,6 +138,18 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(tmp_path) in found.message
 
 
+def test_shards_in_files_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = offloaded(f"optimizer: cpu, parameters: nvme, dir: {tmp_path}, activations: none")
+    plan = planned(ONE_CPU, fields, "training.precision=bf16")
+    assert (plan.layout.offload_optimizer, plan.layout.offload_parameters) == ("cpu", "nvme")
+    size = 2 * count(parameters(plan.model))
+    for free, codes in ((size, []), (size - 1, ["PT487"])):
+        usage = type("Usage", (), {"free": free})
+        monkeypatch.setattr("partool.planner.offload_room.shutil.disk_usage", lambda _, usage=usage: usage)
+        found = plan_of(ONE_CPU, fields, "training.precision=bf16").diagnostics
+        assert [one.code for one in found if one.code == "PT487"] == codes
+
+
 def test_small_models_are_in_files_too() -> None:
     """The smallest buckets that are whole blocks: less than half of a model of 1.6 M parameters is in memory."""
     spec = (Path(__file__).parents[2] / "specs" / "quickstart-offload.yaml").read_text(encoding="utf-8")
@@ -148,6 +160,23 @@ def test_small_models_are_in_files_too() -> None:
     tiny = plan_of(ONE_CPU, offloaded("optimizer: nvme, dir: /x"), "training.precision=bf16")
     (found,) = (one for one in tiny.diagnostics if one.code == "PT478")
     assert found.help == "use optimizer: cpu, which does as much without disks"
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine that plans is the one that trains; the folders of others are not known."""
+    file = tmp_path / "file"
+    file.touch()
+
+    def found(text: str, folder: Path) -> list[tuple[str, str]]:
+        result = plan_of(text, offloaded(f"optimizer: nvme, dir: {folder}, activations: none"))
+        assert result.plan is not None
+        return [(one.code, one.message) for one in result.diagnostics if one.code in ("PT667", "PT668")]
+
+    assert found(ONE_CPU, tmp_path) == found(ONE_GPU, tmp_path / "none") == []
+    assert found(ONE_CPU, tmp_path / "none") == [("PT667", f"{tmp_path}/none does not exist on this machine")]
+    assert found(ONE_CPU, file) == [("PT667", f"{file} is not a folder on this machine")]
+    monkeypatch.setattr("partool.planner.offload_checks.os.access", lambda *_: False)
+    assert found(ONE_CPU, tmp_path) == [("PT668", f"{tmp_path} cannot be written on this machine")]
 
 
 # What is where.
