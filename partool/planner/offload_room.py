@@ -11,7 +11,7 @@ from partool.cost import tiers
 from partool.cost.columns import columns
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
-from partool.planner.offload import owned
+from partool.planner.offload import owned, sharing
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.words import GIB
@@ -24,8 +24,10 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     layout = priced.layout
     if layout.offloads:
         yield from _pinned(problem, priced)
-    if layout.offload_optimizer == "nvme":
+    if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
         yield from _disk(problem, priced)
+    if layout.offload_optimizer == "nvme":
+        yield from _buffers(problem, priced)
     if layout.host.speculate == "undo" and layout.offload_optimizer != "none":
         yield from _copies(problem, layout)
 
@@ -47,18 +49,40 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 
 def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
-    """Find a disk of this machine that is too small for the state of all ranks, and buffers that are too large."""
+    """Find a disk of this machine that is too small for the files of all ranks."""
     layout, devices = priced.layout, problem.devices
-    row = columns(layout)
-    size = tiers.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) * devices.per_node
+    sizes = {"the optimizer's state": _state_bytes(problem, priced), "parameters": _shard_bytes(problem, priced)}
+    size = sum(sizes.values()) * devices.per_node
     folder, local = Path(layout.host.folder), problem.spec.hardware.accelerator in ("cpu", "auto")
     if local and devices.nodes == 1 and folder.is_dir():
         free = shutil.disk_usage(folder).free
         if free < size:
-            message = f"dir: {folder} has {free / GIB:.1f} GiB free, the optimizer's state takes {size / GIB:.1f}"
-            help = "name a folder on a larger disk, or use moments: bf16"
+            kept = [name for name, bytes in sizes.items() if bytes]
+            message = f"dir: {folder} has {free / GIB:.1f} GiB free, {' and '.join(kept)} take {size / GIB:.1f}"
+            help = "name a folder on a larger disk"
+            if layout.offload_optimizer == "nvme":
+                help += ", or use moments: bf16"
             yield Diagnostic("PT487", message, path=(*_OFFLOAD, "dir"), help=help)
-    held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) * devices.per_node
+
+
+def _state_bytes(problem: Problem, priced: Priced) -> float:
+    """Return what a rank's files of masters and moments take."""
+    row = columns(priced.layout)
+    there = priced.layout.offload_optimizer == "nvme"
+    return tiers.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) if there else 0.0
+
+
+def _shard_bytes(problem: Problem, priced: Priced) -> float:
+    """Return what a rank's file of parameters takes, frozen ones too."""
+    there = priced.layout.offload_parameters == "nvme"
+    return priced.job.compute_bytes * problem.parameters / sharing(columns(priced.layout)) if there else 0.0
+
+
+def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
+    """Find buffers that hold what files are to keep."""
+    layout, size = priced.layout, _state_bytes(problem, priced)
+    frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(columns(layout))
+    held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
     asked = problem.spec.parallel.offload
     if held >= 0.99 * size:
         message = (
