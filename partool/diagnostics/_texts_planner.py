@@ -272,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         "PT302",
         "The plan may not fit after all",
         "Predictions of memory have an error. A plan near the limit can run for hours and then fail on a longer peak.",
-        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 64}\n"
+        "model: llama3.2-3b\nhardware: {accelerator: a100-80, per_node: 1, memory_gib: 59}\n"
         + _DATA
         + "training: {sequence_length: 8192, global_batch: 8}\n"
         "parallel: {micro_batch: 2, recompute: full, offload: {optimizer: none, activations: none}}\n"
