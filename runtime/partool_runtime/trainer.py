@@ -160,9 +160,8 @@ def _open(
     optimizer = open_optimizer(plan, prepared, ranks)
     for note in optimizer.notes if isinstance(optimizer, HostOptimizer) else ():
         recorder.warning(note)
-    state = [*optimizer.state().values(), *optimizer.masters().values()]
     recorder.note_memory("parameters", _bytes_on(ranks.device, model.parameters()))
-    recorder.note_memory("optimizer", _bytes_on(ranks.device, state))
+    recorder.note_memory("optimizer", _state_bytes(optimizer, ranks.device))
     recorder.probe_memory("gathered", prepared.gathered_bytes)
     recorder.probe_memory("gradients", prepared.gradient_bytes)
     scaler = LossScaler(plan.training.precision == "fp16")
@@ -203,6 +202,13 @@ def _report_host(optimizer: Optimizer, recorder: Recorder) -> None:
     if isinstance(optimizer, HostOptimizer):
         recorder.note_host_memory(optimizer.held_bytes())
         recorder.event("offload", **asdict(optimizer.figures))
+
+
+def _state_bytes(optimizer: Optimizer, device: torch.device) -> int:
+    """Return the bytes of the optimizer's state that are where compute is; what is in files is not."""
+    if isinstance(optimizer, HostOptimizer):
+        return optimizer.state_bytes()
+    return _bytes_on(device, [*optimizer.state().values(), *optimizer.masters().values()])
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:

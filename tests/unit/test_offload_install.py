@@ -13,11 +13,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from partool.plan.types import HostWork
+from partool.spec.training import OptimizerSpec
+from partool_kernels.host import Pool
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
-from partool_runtime.offload import install
+from partool_runtime.offload import HostMemory, install
 from partool_runtime.offload.install import expected, open_pool, split_cores
+from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.preparation import prepare
 from partool_runtime.weights import fill
@@ -26,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from _plans import small_plan
 
 MACHINE = list(range(16))
+WIDE = 2**18
+"""Elements of a parameter that fills four buckets."""
 
 
 @pytest.mark.parametrize(
@@ -119,3 +126,40 @@ def test_gradients_come_in_the_order_that_is_expected(ranks: partial[Ranks], tie
     assert came == expected(model, trained, ())  # type: ignore[arg-type]
     late = {came[0], came[-1]}
     assert expected(model, trained, late) == [n for n in came if n not in late] + [n for n in trained if n in late]  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("on_disk", "undo_bytes", "resident", "held_bytes"),
+    [
+        (False, 0, 0.0, 24 * WIDE),
+        (False, 2**20, 0.0, 24 * WIDE + 2**20),
+        (True, 0, 0.0, 9 * WIDE),
+        (True, 0, 0.5, 12 * WIDE + 9 * WIDE),
+    ],
+)
+def test_state_in_files_is_not_counted_as_memory(
+    on_disk: bool, undo_bytes: int, resident: float, held_bytes: int, tmp_path: Path
+) -> None:
+    """Three buckets of a state on disks are in memory; copies of one that is not are, too."""
+    undo = "undo" if undo_bytes else "deferred"
+    work = HostWork(
+        threads=1, bucket_bytes=2**17, buffers=3, folder=str(tmp_path), undo_bytes=undo_bytes, speculate=undo
+    )
+    setting = HostSetting(
+        work,
+        torch.device("cpu"),
+        torch.float32,
+        torch.bfloat16,
+        accumulates=False,
+        memory=HostMemory(pinned=False),
+        pool=Pool(1),
+        resident=resident,
+        on_disk=on_disk,
+    )
+    parameters = {name: nn.Parameter(torch.zeros(WIDE, dtype=torch.bfloat16)) for name in "ab"}
+    optimizer = HostOptimizer(parameters, OptimizerSpec(), (), setting)
+    try:
+        assert optimizer.state_bytes() == held_bytes
+    finally:
+        optimizer.close()

@@ -230,6 +230,15 @@ class HostOptimizer:
         }
         return {term: size for term, size in (found | setting.memory.purposes).items() if size}
 
+    def state_bytes(self) -> int:
+        """Return the bytes of masters and moments beside compute; on a CPU that is host memory, with copies of them."""
+        stays = [name for name in self._parameters if name in self._resident]
+        size = sum(tensor.nbytes for name in stays for tensor in self._resident.state(name))
+        if self._device.type != "cpu":
+            return size
+        held = self.held_bytes()
+        return size + sum(held.get(term, 0) for term in ("masters", "moments", "copies"))
+
     def close(self) -> None:
         """See ``Optimizer``."""
         self._engine.close()
