@@ -13,13 +13,14 @@ from _offload import KINDS, SHARDS, Case, Lender, Step, together
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partool_kernels.host import Part, Pass, Rule, update
+from partool_kernels.host import Part, Pass, Pool, Rule, update
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.buckets import fill_buckets
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.engine import Engine
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.resident import _fused, share_note, tail
+from partool_runtime.offload.undo import Undo
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -240,6 +241,14 @@ def test_figures() -> None:
         assert figures.bytes_up == 4 * weights  # once at the start, and again where the second step was rejected
         assert figures.passes_s > 0
         assert figures.waited_s > 0
+
+
+@pytest.mark.parametrize(("arena_bytes", "elements"), [(0, 0), (9 * 2048 * 12 + 5, 9 * 2048), (2**30, 2**17 + 2048)])
+def test_room_for_copies_is_taken_at_the_start(arena_bytes: int, elements: int) -> None:
+    buckets = fill_buckets([("a", 2**16), ("b", 2**16 + 1)], 2**16)
+    undo = Undo(buckets, arena_bytes, [torch.float32] * 3, pool=Pool(1), mode="auto")
+    assert [len(tensor) for tensor in undo._arena] == [elements] * 3
+    assert not any(tensor.any() for tensor in undo._arena)
 
 
 def test_the_tail_that_stays_on_the_device() -> None:

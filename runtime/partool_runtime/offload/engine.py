@@ -62,7 +62,8 @@ class Engine:
         self._speculation: Speculation = speculation
         self.verdicts = Verdicts()
         self.figures = Figures()
-        self._undo = Undo(buckets, undo_bytes, pool=pool, mode=mode) if speculation == "undo" else None
+        undoes = speculation == "undo"
+        self._undo = Undo(buckets, undo_bytes, store.dtypes, pool=pool, mode=mode) if undoes else None
         self._passes = BucketPasses(
             buckets,
             targets,

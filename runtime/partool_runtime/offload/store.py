@@ -15,6 +15,10 @@ from partool_runtime.offload.buckets import Bucket
 class Store(Protocol):
     """Masters and moments of buckets, as flat tensors: the master first."""
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the tensors."""
+
     def expect(self, order: Sequence[int]) -> None:
         """Say in which order buckets will be opened next, so that they can be brought ahead of their use."""
 
@@ -47,6 +51,11 @@ class MemoryStore:
         for span in self._spans:
             for tensor in self._flat:
                 zero([tensor[span]], pool=pool)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """See :class:`Store`."""
+        return tuple(tensor.dtype for tensor in self._flat)
 
     def expect(self, order: Sequence[int]) -> None:
         """See :class:`Store`: all of it is here."""

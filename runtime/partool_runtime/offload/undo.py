@@ -6,31 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_kernels.host import Pool, accumulate
+from partool_kernels.host import Pool, accumulate, zero
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.buckets import ALIGNED, Bucket
 
 
 class Undo:
-    """Holds the states of as many buckets as fit into ``arena_bytes``; those beyond wait.
+    """Holds the states of as many buckets as fit into ``arena_bytes``, which it takes at once; those beyond wait.
 
     Copies, not inverted steps: a step backwards through Adam's arithmetic does not give the bits of before, and nothing
     comes back from an infinity.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], arena_bytes: int, *, pool: Pool, mode: Mode) -> None:
-        self._most, self._arena_bytes = sum(bucket.elements for bucket in buckets), arena_bytes
-        self._arena: list[torch.Tensor] = []
+    def __init__(
+        self, buckets: Sequence[Bucket], arena_bytes: int, dtypes: Sequence[torch.dtype], *, pool: Pool, mode: Mode
+    ) -> None:
+        most = sum(bucket.elements for bucket in buckets)
+        room = min(most, arena_bytes // sum(dtype.itemsize for dtype in dtypes) // ALIGNED * ALIGNED)
+        self._arena = [torch.empty(room, dtype=dtype) for dtype in dtypes]
+        # Touched now: memory that is not there ends the run at its start, and not in its first step.
+        for tensor in self._arena:
+            zero([tensor], pool=pool)
         self._pool, self._mode = pool, mode
         self._used = 0
         self._kept: dict[int, slice] = {}
 
     def keep(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> bool:
         """Copy a bucket's state if there is room for it, and tell whether there was."""
-        if not self._arena:
-            each = sum(tensor.itemsize for tensor in state)
-            room = min(self._most, self._arena_bytes // each // ALIGNED * ALIGNED)
-            self._arena = [torch.empty(room, dtype=tensor.dtype) for tensor in state]
         if self._used + bucket.elements > len(self._arena[0]):
             return False
         place = self._kept[bucket.index] = slice(self._used, self._used + bucket.elements)

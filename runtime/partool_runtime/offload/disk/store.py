@@ -80,6 +80,11 @@ class DiskStore:
 
     # What users call.
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """See ``Store``."""
+        return self._dtypes
+
     def expect(self, order: Sequence[int]) -> None:
         """See ``Store``: as many as there is memory for are read from now on, the others as memory gets free."""
         with self._changed:
