@@ -15,6 +15,7 @@ from partool.cost import tiers
 from partool.cost.bound import hidden_share
 from partool.cost.case import Layouts
 from partool.cost.columns import columns
+from partool.cost.time import predict_time
 from partool.plan.types import HostWork
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
@@ -164,4 +165,19 @@ def _update(priced: Priced) -> str:
     wide = "as they are computed" if work.gradients == "compute" else "as wide as masters"
     cores = f"{work.threads} core{'s' * (work.threads > 1)}"
     size = work.bucket_bytes / tiers.MIB
-    return f"Update on {cores} per rank {when}. Gradients travel {wide}, {size:.3g} MiB at a time."
+    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {size:.3g} MiB at a time."
+    paused_s = _paused_s(priced)
+    if paused_s <= priced.time.step_time_s * (1.0 + TIE):
+        return said
+    return (
+        f"{said} While most steps clip, updates wait for the norm: {paused_s:.3g} s a step, which the price leaves out."
+    )
+
+
+def _paused_s(priced: Priced) -> float:
+    """Return the seconds of a step while so many guesses fail that the runtime makes none; 0.0 where none can."""
+    job, training = priced.job, priced.problem.spec.training
+    if job.tiers.speculate == "none" or not priced.problem.spec.optimizer.clip:
+        return 0.0
+    waiting = replace(job, tiers=replace(job.tiers, speculate="none"))
+    return predict_time(waiting, priced.layout, training.steps).step_time_s

@@ -162,6 +162,24 @@ def test_small_models_are_in_files_too() -> None:
     assert found.help == "use optimizer: cpu, which does as much without disks"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message", "help"),
+    [
+        ("pinned_gib: 0.0001", "pinned_gib: 0.0001 is less than the 0.0", "use pinned_gib: 0.0"),
+        ("pinned_gib: 0.0001, activations: cpu", "activations", "or activations: none"),
+    ],
+)
+def test_small_figures_are_figures(fields: str, message: str, help: str) -> None:
+    (found,) = (d for d in plan_of(ONE_CPU, offloaded(f"optimizer: cpu, {fields}")).diagnostics if d.code == "PT473")
+    assert message in found.message
+    assert help in found.help
+    assert "bf16" not in found.help  # gradients are as narrow as computation already
+    needed, suggested = (
+        float(text.split()[0]) for text in (found.message.split("the ")[1], found.help.split(": ")[1].replace(",", ""))
+    )
+    assert needed * 0.995 <= suggested <= needed * 1.15
+
+
 def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine that plans is the one that trains; the folders of others are not known."""
     file = tmp_path / "file"
@@ -225,6 +243,17 @@ def test_frozen_masters_stay_in_memory() -> None:
             tail = host * (count(parameters(trained.model)) - frozen)
             kept = tail if tier == "cpu" else min(tail, plan.layout.host.buffers * plan.layout.host.bucket_bytes / 2)
             assert terms["masters"] == pytest.approx(4 * (frozen + kept), rel=1e-3)
+
+
+def test_steps_that_clip_are_priced_in_words() -> None:
+    """The price is of guesses that hold; what a step takes where none is made is what that setting's plan says."""
+    fields = "optimizer: cpu, gpu_fraction: 0, activations: none, bucket_mib: 4"
+    guessing, waiting = (planned(ONE_GPU, offloaded(f"{fields}, speculate: {on}")) for on in ("true", "false"))
+    words = f"updates wait for the norm: {waiting.prediction.time.step_time_s:.3g} s a step"
+    assert waiting.prediction.time.step_time_s > guessing.prediction.time.step_time_s
+    assert [words in " ".join(plan.reasons) for plan in (guessing, waiting)] == [True, False]
+    never = planned(ONE_GPU, offloaded(fields), "optimizer.clip=0")
+    assert "updates wait" not in " ".join(never.reasons)
 
 
 def test_optimizers_with_one_moment_take_less() -> None:
