@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, floor, log10
 from pathlib import Path
 
 from partool.cost import tiers
@@ -34,18 +34,38 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Find a limit of pinned memory that a step's gradients and weights exceed."""
-    memory, limit = priced.memory, priced.layout.host.pinned_bytes
-    spare = tiers.SPARE * priced.layout.host.bucket_bytes if priced.layout.offload_optimizer != "none" else 0
-    least = memory.pinned_bytes - min(spare, memory.host_terms_bytes.get("gradients", 0))
+    limit, layout = priced.layout.host.pinned_bytes, priced.layout
+    parts = {n: size for n, size in priced.memory.host_terms_bytes.items() if n in tiers.pinned_terms(priced.job)}
+    if "gradients" in parts and layout.offload_optimizer != "none":
+        parts["gradients"] = max(0, parts["gradients"] - tiers.SPARE * layout.host.bucket_bytes)
+    least = sum(parts.values())
     if not limit or least <= limit:
         return
-    parts = {name: size for name, size in memory.host_terms_bytes.items() if name in tiers.pinned_terms(priced.job)}
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    message = f"pinned_gib: {limit / GIB:g} is less than the {least / GIB:.2f} GiB that each rank needs (GiB: {listed})"
-    help = f"use pinned_gib: {ceil(least / GIB * 10) / 10:g}, or offload less"
-    if "gradients" in parts and problem.spec.parallel.offload.gradients != "bf16":
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    asked = problem.spec.parallel.offload.pinned_gib
+    message = f"pinned_gib: {asked:g} is less than the {_gib(least)} GiB that each rank needs (GiB: {listed})"
+    largest = max(parts, key=lambda name: parts[name])
+    less = f"{largest}: none" if largest in ("activations", "parameters") else "a larger gpu_fraction"
+    help = f"use pinned_gib: {_rounded_up(least / GIB)}, or {less}"
+    if (
+        largest == "gradients"
+        and layout.host.gradients == "master"
+        and priced.job.compute_bytes < priced.job.master_bytes
+    ):
         help += "; gradients: bf16 halves what they take, and rounds them"
     yield Diagnostic("PT473", message, path=(*_OFFLOAD, "pinned_gib"), help=help)
+
+
+def _gib(size_bytes: float) -> str:
+    """Return bytes as GiB, with three figures however few they are."""
+    value = size_bytes / GIB
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _rounded_up(value: float) -> str:
+    """Return a number with two figures that is not less."""
+    step = 10.0 ** (floor(log10(value)) - 1)
+    return f"{round(ceil(value / step) * step, 9):g}"
 
 
 def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
@@ -58,7 +78,8 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
         free = shutil.disk_usage(folder).free
         if free < size:
             kept = [name for name, bytes in sizes.items() if bytes]
-            message = f"dir: {folder} has {free / GIB:.1f} GiB free, {' and '.join(kept)} take {size / GIB:.1f}"
+            take = "takes" if kept == ["the optimizer's state"] else "take"
+            message = f"dir: {folder} has {_gib(free)} GiB free, {' and '.join(kept)} {take} {_gib(size)}"
             help = "name a folder on a larger disk"
             if layout.offload_optimizer == "nvme":
                 help += ", or use moments: bf16"

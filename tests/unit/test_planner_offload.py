@@ -163,14 +163,14 @@ def test_small_models_are_in_files_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message", "help"),
+    ("text", "fields", "message", "help"),
     [
-        ("pinned_gib: 0.0001", "pinned_gib: 0.0001 is less than the 0.0", "use pinned_gib: 0.0"),
-        ("pinned_gib: 0.0001, activations: cpu", "activations", "or activations: none"),
+        (ONE_CPU, "pinned_gib: 0.0001", "pinned_gib: 0.0001 is less than the 0.0", "use pinned_gib: 0.0"),
+        (ONE_GPU.replace("full", "none"), "pinned_gib: 0.1, activations: cpu", "activations", "or activations: none"),
     ],
 )
-def test_small_figures_are_figures(fields: str, message: str, help: str) -> None:
-    (found,) = (d for d in plan_of(ONE_CPU, offloaded(f"optimizer: cpu, {fields}")).diagnostics if d.code == "PT473")
+def test_small_figures_are_figures(text: str, fields: str, message: str, help: str) -> None:
+    (found,) = (d for d in plan_of(text, offloaded(f"optimizer: cpu, {fields}")).diagnostics if d.code == "PT473")
     assert message in found.message
     assert help in found.help
     assert "bf16" not in found.help  # gradients are as narrow as computation already
