@@ -6,6 +6,8 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,3 +336,26 @@ def test_what_is_smaller_than_a_slab_takes_a_part_of_one() -> None:
     for size in (100, 101, 1600, 6400, 6400 + 50):
         store.take(size)
     assert store.made == 3
+
+
+def test_pieces_are_put_together_before_a_slab_is_made() -> None:
+    store = slabs(6400)
+    lent = [store.take(size) for size in (100, 1600, 3200, 6400)]
+    assert store.made == 2
+    waited: list[int] = []
+    for number, each in enumerate(lent[:-1]):
+        each.mark = SimpleNamespace(before_compute=partial(waited.append, number))  # type: ignore[assignment]
+        store.give_back(each)
+    again = store.take(6400)
+    assert store.made == 2
+    assert set(waited) == {0, 1, 2}
+    assert again.slabs[0].data_ptr() == store._slabs[0].data_ptr()
+    store.give_back(again)
+    part = store.take(100)
+    store.give_back(lent[-1])
+    store.take(6400)
+    store.take(3200)  # beside the part
+    assert store.made == 2
+    store.take(6400)  # nothing to put together while the part is in use
+    assert store.made == 3
+    assert len(part.slabs[0]) == 100

@@ -32,12 +32,13 @@ class Lent:
 class Slabs:
     """Lends host memory and takes it back. Takes none from its owner but slabs that are missing.
 
-    What is smaller than a slab gets a half of one, a quarter, and so on: pieces are cut as they are needed and not put
-    together again, as every step needs the same ones.
+    What is smaller than a slab gets a half of one, a quarter, and so on: pieces are cut as they are needed and put
+    together again only where a slab would be missing else, as steps mostly need the same ones.
     """
 
     def __init__(self, memory: HostMemory, *, slab_bytes: int = SLAB_BYTES) -> None:
         self._memory, self._slab_bytes = memory, slab_bytes
+        self._slabs: list[torch.Tensor] = []
         self._free: list[list[Lent]] = [[] for _ in range(_CUTS + 1)]
         """One slab or piece each, by how often it was halved."""
         self.made = 0
@@ -75,12 +76,26 @@ class Slabs:
         if self._free[cuts]:
             return self._free[cuts].pop()
         if cuts == 0:
-            return Lent([self._made()])
+            return self._joined() or Lent([self._made()])
         whole = self._piece(cuts - 1)
         size = self._slab_bytes >> cuts
         for half in (whole.slabs[0][:size], whole.slabs[0][size : 2 * size]):
             self._free[cuts].append(Lent([half], whole.mark, whole.reads))
         return self._free[cuts].pop()
+
+    def _joined(self) -> Lent | None:
+        """Put a slab together whose pieces are all free, if there is one."""
+        pieces = [piece for free in self._free[1:] for piece in free]
+        for slab in self._slabs:
+            first = slab.data_ptr()
+            found = [piece for piece in pieces if first <= piece.slabs[0].data_ptr() < first + self._slab_bytes]
+            if sum(len(piece.slabs[0]) for piece in found) == self._slab_bytes:
+                for piece in found:
+                    self._free[self._cuts(len(piece.slabs[0]))].remove(piece)
+                    if piece.mark is not None:
+                        piece.mark.before_compute()
+                return Lent([slab])
+        return None
 
     def give_back(self, lent: Lent) -> None:
         """Take slabs back. Copies from them may still be on their way, and copies to them on one lane."""
@@ -96,4 +111,5 @@ class Slabs:
 
     def _made(self) -> torch.Tensor:
         self.made += 1
-        return self._memory.take(self._slab_bytes, "activations")
+        self._slabs.append(self._memory.take(self._slab_bytes, "activations"))
+        return self._slabs[-1]
