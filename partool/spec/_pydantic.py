@@ -38,6 +38,7 @@ _DEGREES = {
 }  # fmt: skip
 """Numbers of ranks of which one means that there is no such parallelism."""
 _NONE = ("off", "none", "no", "false", "0")
+_TRUTHS = ("yes", "on", "no", "off", "none")
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
@@ -151,6 +152,8 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
     code = "PT105" if words else "PT102"
     expected = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if len(allowed) > 1 else allowed).replace("'", "")
     listed = next((_type_help(item) for item in items if item["type"] == "list_type"), "")
+    if "true or false" in allowed and str(found).lower() in _TRUTHS:  # YAML 1.1 read them so
+        near = ["true" if str(found).lower() in ("yes", "on") else "false"]
     help = f"did you mean `{near[0]}`?" if near else _number_help(path, items[0]) or listed
     return Diagnostic(code, f"`{dotted(path)}` must be {expected}, not {shown(found)}", path=path, help=help)
 

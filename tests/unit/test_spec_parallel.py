@@ -153,6 +153,7 @@ HELPS: dict[str, tuple[str, str, str]] = {
     "false": ("{pipeline: false}", "not false", "use 1 for none"),
     "no ranks": ("{tensor: 0}", "greater than 0, a section with keys or auto", "use 1 for none"),
     "a near tier": ("{offload: nvm}", "must be a section with keys, none, cpu, nvme or auto", "did you mean `nvme`?"),
+    "no": ("{offload: {speculate: no}}", "must be true or false, undo or auto, not 'no'", "did you mean `false`?"),
     "a near word": ("{recompute: ful}", "not 'ful'", "did you mean `full`?"),
     "true": ("{pipeline: {waves: true}}", "not true", ""),
 }
