@@ -141,7 +141,8 @@ def _recompute(solution: Solution, best: Priced) -> str:
     if moves_weights(best.layout):
         return "Recompute full: WeiPipe keeps the inputs of stages only, and computes the rest again."
     if text == "none":
-        return "Recompute none: all activations fit."
+        where = ", in host memory" if best.layout.offload_activations != "none" else ""
+        return f"Recompute none: all activations fit{where}."
     if "keep_attention" in best.layout.recompute:
         return (
             f"Recompute {text}: layouts that keep more do not fit, or are slower for what else they need; attention, "

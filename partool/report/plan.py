@@ -178,7 +178,9 @@ def _host_rows(table: Table, plan: Plan) -> None:
         table.add_row(f"host {name}", gib(size), bar)
     apart = memory.pinned_bytes and plan.devices.backend != "cpu"
     pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if apart else ""
-    table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)} per node{pinned}")
+    several = plan.devices.per_node > 1
+    ranks = f" for all {plan.devices.per_node} ranks of a node" if several else " per node"
+    table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)}{ranks}{pinned}")
 
 
 def _probability(value: float) -> str:
