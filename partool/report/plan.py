@@ -179,7 +179,7 @@ def _host_rows(table: Table, plan: Plan) -> None:
     apart = memory.pinned_bytes and plan.devices.backend != "cpu"
     pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if apart else ""
     several = plan.devices.per_node > 1
-    ranks = f" for all {plan.devices.per_node} ranks of a node" if several else " per node"
+    ranks = f" for {plan.devices.per_node} ranks" if several else " per node"
     table.add_row(Text("host", "bold"), Text(gib(total), "bold"), f"{total / host:.0%} of {gib(host)}{ranks}{pinned}")
 
 
