@@ -51,6 +51,12 @@ def render_breakdown(plan: Plan, console: Console) -> None:
             table.add_row(name, *(gib(rank.terms_bytes.get(name, 0)) for rank in shown))
     table.add_row(Text("total", "bold"), *(Text(gib(rank.total_bytes), "bold") for rank in shown))
     _show(console, "Memory by pipeline rank, GiB", table)
+    if memory.host_terms_bytes:
+        console.print()
+        host = _table("term", "GiB")
+        for name, size in (*memory.host_terms_bytes.items(), ("total", sum(memory.host_terms_bytes.values()))):
+            host.add_row(name, gib(size))
+        _show(console, "Host memory of the rank that takes most of it", host)
 
 
 def _shown_ranks(plan: Plan) -> list[Any]:

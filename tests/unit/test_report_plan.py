@@ -12,6 +12,7 @@ from rich.console import Console
 
 from partool.planner import make_plan
 from partool.report import render_plan
+from partool.report.tables import render_breakdown
 from partool.report.units import amount, duration, gib, seconds
 from partool.spec import load_text
 
@@ -69,6 +70,8 @@ def test_figures_are_never_cut() -> None:
         assert "…" not in out.getvalue(), width
         beside[width] = re.search("peak +Time per step", out.getvalue()) is not None
     assert (beside[80], beside[120], beside[160]) == (False, False, True)
+    render_breakdown(plan, Console(file=(out := io.StringIO()), width=100, color_system=None))
+    assert re.search("Host memory of the rank.*\nmasters +.*\ntotal +[0-9.]+ *$", out.getvalue(), re.DOTALL)
 
 
 def test_a_plan_that_cannot_run_says_so() -> None:
