@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.record import Diagnostic, Severity
 from partool.spec.pipeline_checks import WEIPIPE
 from partool.spec.spec import Spec
 
@@ -69,7 +69,10 @@ def _disks(spec: Spec) -> Iterator[Diagnostic]:
     for name in ("dir", "buffers"):
         if (value := getattr(offload, name)) not in (None, "auto"):
             message = f"{name}: {value} is about files, and nothing goes to any"
-            yield Diagnostic("PT231", message, path=(*_PATH, name), help=f"set optimizer: nvme, or drop {name}")
+            # Plans with and without files are compared by one word: a folder does no harm meanwhile.
+            kind: Severity = "warning" if name == "dir" else "error"
+            help = f"set optimizer: nvme, or drop {name}"
+            yield Diagnostic("PT231", message, severity=kind, path=(*_PATH, name), help=help)
 
 
 def _update(spec: Spec) -> Iterator[Diagnostic]:

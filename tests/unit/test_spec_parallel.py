@@ -66,6 +66,14 @@ def test_a_section_that_an_override_replaces_is_not_pointed_at() -> None:
     assert found.span.file == "--set parallel.offload=nvme"
 
 
+def test_a_folder_that_nobody_writes_is_no_error() -> None:
+    """So that one spec is compared with and without files by one word."""
+    found = load_text(f"{BASE}parallel: {{offload: {{optimizer: cpu, dir: /nvme}}}}\n")
+    assert found.spec is not None
+    assert [(one.code, one.severity) for one in found.diagnostics] == [("PT231", "warning")]
+    assert load_text(f"{BASE}parallel: {{offload: {{optimizer: cpu, buffers: 4}}}}\n").spec is None
+
+
 def test_recompute_is_a_word_or_a_list() -> None:
     assert parallel("{recompute: attention}").recompute == "attention"
     assert parallel("{recompute: [none, full]}").recompute == ["none", "full"]
