@@ -143,12 +143,16 @@ def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
     return np.minimum(size / wire, np.maximum(elements, 1.0))
 
 
-def undo_bytes(job: Job, elements: Column) -> Column:
-    """Return the host memory for copies of the state."""
+def undo_bytes(job: Job, layouts: Layouts, elements: Column) -> Column:
+    """Return the host memory for copies of the state: where it is open, for a bucket's at least."""
     if job.tiers.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements
-    return np.maximum(MIB, UNDO_SHARE * whole) if not job.tiers.undo_bytes else 0.0 * whole + job.tiers.undo_bytes
+    if job.tiers.undo_bytes:
+        return 0.0 * whole + job.tiers.undo_bytes
+    # Shards begin at whole pages, so small ones take more than their elements.
+    bucket = np.ceil(1.125 * state_bytes(job) * bucket_elements(job, layouts, elements))
+    return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
 
 
 def host_terms(job: Job, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
@@ -174,5 +178,5 @@ def host_terms(job: Job, layouts: Layouts, frozen: Column, trained: Column) -> d
         "gradients": np.where(there, wire, 0.0),
         "totals": np.where(adds, job.master_bytes * trained, 0.0),
         "weights": np.where(there, _WEIGHTS * bucket * job.compute_bytes, 0.0),
-        "copies": np.where(there, undo_bytes(job, trained), 0.0),
+        "copies": np.where(there, undo_bytes(job, layouts, trained), 0.0),
     }

@@ -58,7 +58,7 @@ def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
     return HostWork(
         **found,
         speculate=asked.speculate,
-        undo_bytes=int(tiers.undo_bytes(job, elements)),
+        undo_bytes=int(tiers.undo_bytes(job, row, elements)),
         gradients="compute" if asked.gradients == "compute" or wire == job.compute_bytes else "master",
         moments="bf16" if asked.narrow_moments else "master",
         bucket_bytes=asked.bucket_bytes or max(tiers.smallest_bucket(asked), int(wire * bucket)),

@@ -180,6 +180,15 @@ def test_small_figures_are_figures(text: str, fields: str, message: str, help: s
     assert needed * 0.995 <= suggested <= needed * 1.15
 
 
+def test_copies_have_room_for_a_bucket() -> None:
+    """Where the spec leaves it open, there is something to go back to on small models, too."""
+    for text in (ONE_CPU, ONE_GPU):
+        result = plan_of(text, offloaded("optimizer: cpu, speculate: undo, activations: none, gpu_fraction: 0"))
+        assert result.plan is not None
+        assert "PT488" not in [one.code for one in result.diagnostics]
+        assert result.plan.layout.host.undo_bytes >= 2**20
+
+
 def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the machine that plans is the one that trains; the folders of others are not known."""
     file = tmp_path / "file"
