@@ -10,7 +10,7 @@ from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
 from partool.cost.memory_stacks import MemoryStack
-from partool.cost.tiers import host_terms, waits_on_device, wire_bytes
+from partool.cost.tiers import accumulates, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.zero_controls import kept_elements
 
 HOST_FACTOR = 1.5
@@ -79,8 +79,10 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     kept_wide = master * everywhere * (1 - on_host)
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
+    elif job.stack.name == "partool":
+        # Beside an optimizer in host memory masters are the optimizer's, those that stay on the device too.
+        parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
-        # Beside an optimizer in host memory there are no masters; those of the state that stays are beside the weights.
         parameters = kept_wide + small * everywhere * (on_host > 0)
     stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
     away = np.where(layouts.host_parameters == 1, stored, 0.0)
@@ -92,11 +94,13 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     if job.stack.name == "partool":
         frozen = np.where(on_host > 0, everywhere - trained, 0.0)
         terms = host_terms(job, layouts, frozen, on_host * trained)
+        optimizer = np.where(on_host > 0, state_bytes(job) * trained, moments) * (1 - on_host)
     else:
+        optimizer = moments * (1 - on_host)
         state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
         terms = {"masters": HOST_FACTOR * state}
     terms["parameters"] = _stored(job, layouts, away, sizes)
-    optimizer, buffers = moments * (1 - on_host), _buffers(job, layouts, stack, sizes)
+    buffers = _buffers(job, layouts, stack, sizes)
     # Shards on their way up beside those that are gathered.
     if job.stack.name == "partool":
         gathered = gathered + np.where(layouts.host_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
@@ -195,8 +199,9 @@ def _gradients(
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
     size: Column = stack.gradient_bytes or master
     if job.stack.name == "partool":
-        # Beside an optimizer in host memory gradients are of the type in which they travel.
-        size = np.where(layouts.host_optimizer > 0, wire_bytes(job, layouts), size)
+        # Beside an optimizer in host memory gradients are of the type in which they travel; sums are as masters are.
+        kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
+        size = np.where(layouts.host_optimizer > 0, kept, size)
     if stack.lasting_gradients or stack.resident_copy:
         uncut: Column = layouts.zero < 2
     else:

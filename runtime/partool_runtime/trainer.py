@@ -163,7 +163,8 @@ def _open(
     recorder.note_memory("parameters", _bytes_on(ranks.device, model.parameters()))
     recorder.note_memory("optimizer", _state_bytes(optimizer, ranks.device))
     recorder.probe_memory("gathered", prepared.gathered_bytes)
-    recorder.probe_memory("gradients", prepared.gradient_bytes)
+    kept = optimizer.gradient_bytes if isinstance(optimizer, HostOptimizer) else int
+    recorder.probe_memory("gradients", lambda: prepared.gradient_bytes() + kept())
     scaler = LossScaler(plan.training.precision == "fp16")
     stepper = Stepper(
         prepared.passes,

@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from partool.plan.types import HostWork
+from partool.layout.parameters import parameters
+from partool.plan.types import HostWork, Plan
+from partool.planner import make_plan
+from partool.spec import load_text
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
 from partool_runtime.data.batches import MicroBatch
@@ -23,6 +26,7 @@ from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.offload import HostMemory, install
 from partool_runtime.offload.install import expected, open_pool, split_cores
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
+from partool_runtime.offload.resident import tail
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.preparation import prepare
 from partool_runtime.weights import fill
@@ -161,5 +165,75 @@ def test_state_in_files_is_not_counted_as_memory(
     optimizer = HostOptimizer(parameters, OptimizerSpec(), (), setting)
     try:
         assert optimizer.state_bytes() == held_bytes
+    finally:
+        optimizer.close()
+
+
+BOTH = """\
+model: {layers: 6, hidden: 64, heads: 4, vocab: 256}
+hardware: {accelerator: cpu, per_node: 1}
+data: python-stdlib
+training: {sequence_length: 64, global_batch: 8, steps: 2, precision: bf16}
+"""
+
+
+def on_both_sides(share: float, *fields: str) -> Plan:
+    offload = ["parallel.offload.optimizer=cpu", f"parallel.offload.gpu_fraction={share:.6f}"]
+    loaded = load_text(BOTH, overrides=[*offload, *fields])
+    assert loaded.spec is not None, loaded.diagnostics
+    plan = make_plan(loaded.spec, base_dir=Path("/base"), default_name="both").plan
+    assert plan is not None
+    return plan
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("micro_batch", "fields"),
+    [
+        (8, ()),
+        (8, ("parallel.offload.moments=bf16",)),
+        (8, ("optimizer.name=lion", "parallel.offload.gradients=fp32")),
+        (2, ("parallel.offload.speculate=false", "parallel.offload.moments=bf16")),
+    ],
+)
+def test_what_stays_on_the_device_is_what_was_planned(micro_batch: int, fields: tuple[str, ...]) -> None:
+    """Weights in the type of computation, masters and moments as on the host, and gradients until their verdict."""
+    fields = (*fields, f"parallel.micro_batch={micro_batch}")
+    model = on_both_sides(0.4, *fields).model
+    tensors = {one.name: nn.Parameter(torch.zeros(one.shape, dtype=torch.bfloat16)) for one in parameters(model)}
+    sizes = [(name, tensor.numel()) for name, tensor in tensors.items()]
+    staying = tail(sizes, 0.4)
+    share = sum(size for name, size in sizes if name in staying) / sum(size for _, size in sizes)
+    plan = on_both_sides(share, *fields)
+    setting = HostSetting(
+        plan.layout.host,
+        torch.device("cpu"),
+        torch.float32,
+        torch.bfloat16,
+        accumulates=micro_batch < 8,
+        memory=HostMemory(pinned=False),
+        pool=Pool(1),
+        resident=plan.layout.gpu_fraction,
+    )
+    optimizer = HostOptimizer(tensors, plan.optimizer, (), setting)
+    try:
+        optimizer.begin(1e-3, 1.0)
+        optimizer.micro_batch(last=micro_batch == 8)
+        for name, tensor in tensors.items():
+            optimizer.arrive(name, torch.zeros_like(tensor, dtype=setting.wire))
+        counted = {
+            "parameters": sum(tensor.nbytes for tensor in tensors.values()),
+            "optimizer": optimizer.state_bytes(),
+            "gradients": optimizer.gradient_bytes(),
+        }
+        predicted = plan.prediction.memory.terms_bytes
+        assert {term: predicted[term] for term in counted} == pytest.approx(counted, rel=0.01)
+        host = plan.prediction.memory.host_terms_bytes
+        kept = optimizer.held_bytes()
+        assert {term: host.get(term, 0) for term in ("masters", "moments", "totals")} == pytest.approx(
+            {term: kept.get(term, 0) for term in ("masters", "moments", "totals")}, rel=0.01
+        )
+        optimizer.skip()
+        assert optimizer.gradient_bytes() == 0
     finally:
         optimizer.close()

@@ -239,6 +239,10 @@ class HostOptimizer:
         held = self.held_bytes()
         return size + sum(held.get(term, 0) for term in ("masters", "moments", "copies"))
 
+    def gradient_bytes(self) -> int:
+        """Return the bytes of gradients that stay where compute is until the norm is known."""
+        return self._resident.gradient_bytes
+
     def close(self) -> None:
         """See ``Optimizer``."""
         self._engine.close()

@@ -72,6 +72,11 @@ class Resident:
         """Return a shard's master and moments, flat: the live tensors."""
         return self._states[name]
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that wait for their step's verdict."""
+        return sum(gradient.nbytes for gradient in self._gradients.values())
+
     def begin(self) -> None:
         """Drop all gradients."""
         self._gradients.clear()
