@@ -10,10 +10,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from partool.planner.make import resolve
+from partool.planner.offload_room import check_layout
 from partool.planner.problem import Problem
 from partool.planner.search import Search
-from partool.planner.solve import harder_ones
+from partool.planner.solve import harder_ones, solve
 from partool.planner.space import build
+from partool.planner.tensor_checks import partition
 from partool.spec.spec import Spec
 
 Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
@@ -26,6 +28,8 @@ _GRAIN = 256
 """Sequence lengths are tried in multiples of this many tokens."""
 _MOST = 2**24
 _MOST_LAYERS = 2**14
+_EXACT_DEVICES = 4
+"""Of no more devices the largest model is found by whole plans; of more, each of these takes many seconds."""
 
 
 def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
@@ -83,7 +87,10 @@ def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
 
 
 def _largest_model(problem: Problem) -> list[str] | None:
-    """Return the override with the most layers of the model's that fit; host memory and disks count, as allowed."""
+    """Return the override with the most layers of the model's that fit; host memory and disks count, as allowed.
+
+    On few devices one more is sure not to fit; on many, layouts between the extreme ones may hold some layers more.
+    """
     given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
     if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
         return None
@@ -92,8 +99,25 @@ def _largest_model(problem: Problem) -> list[str] | None:
     def layers_fit(count: int) -> bool:
         return fits(problem.with_layers(least + count - 1))
 
+    def layers_plan(count: int) -> bool:
+        return plans(problem.with_layers(least + count - 1))
+
     count = _most(layers_fit, _MOST_LAYERS)
+    if problem.world_size <= _EXACT_DEVICES:
+        count = _pushed(layers_plan, count or 1, _MOST_LAYERS)
     return None if count is None else [f"model.layers={least + count - 1}"]
+
+
+def plans(problem: Problem) -> bool:
+    """Return True if a plan comes of a problem: a layout that is sure to fit and that breaks no rule.
+
+    Slower than :func:`fits`, which looks at extreme layouts only, and exact.
+    """
+    best = solve(problem).chosen
+    if best is None or not best.safe:
+        return False
+    found = [*check_layout(problem, best), *partition(problem, best.layout).findings]
+    return not any(finding.severity == "error" for finding in found)
 
 
 def fits(problem: Problem, *, once: bool = False) -> bool:
@@ -182,6 +206,21 @@ def _most(fit: Callable[[int], bool], most: int) -> int | None:
         middle = (lower + upper) // 2
         lower, upper = (middle, upper) if fit(middle) else (lower, middle)
     return lower
+
+
+def _pushed(fit: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """Return the largest number that fits, near a guess: steps up that double, or else halves below, then bisecting."""
+    if fit(guess):
+        step = 1
+        while guess + step <= most and fit(guess + step):
+            guess, step = guess + step, 2 * step
+        lower, upper = guess, min(guess + step, most + 1)
+    else:
+        lower, upper = 0, guess
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if fit(middle) else (lower, middle)
+    return lower or None
 
 
 def _last(values: list[int]) -> int | None:

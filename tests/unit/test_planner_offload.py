@@ -19,7 +19,7 @@ from partool.cost.tiers import Tiers, tiers_from
 from partool.layout.parameters import count, parameters
 from partool.plan.terms import HOST_TERMS
 from partool.plan.types import Plan
-from partool.planner import PlanResult, make_plan
+from partool.planner import PlanResult, make_plan, queries
 from partool.planner.queries import largest
 from partool.planner.solve import harder_ones
 from partool.planner.words import change, summary
@@ -307,6 +307,26 @@ def test_the_largest_model_that_fits() -> None:
     host = layers(offloaded("optimizer: cpu, activations: none, parameters: none"))
     files = layers(offloaded("optimizer: nvme, dir: /nvme, activations: none, parameters: none"))
     assert device < host < files
+
+
+@pytest.mark.parametrize("limit", [(), ("parallel.offload.pinned_gib=4",)])
+def test_no_larger_model_plans(limit: tuple[str, ...]) -> None:
+    """Activations that leave in part are among the layouts, and rules about memory hold."""
+    machine = ["hardware.memory_gib=16", "hardware.host_memory_gib=24", "parallel.offload.activations=auto", *limit]
+    loaded = load_text(ONE_GPU, overrides=machine)
+    assert loaded.spec is not None
+    found = largest(loaded.spec, Path("/base"), "model")
+    assert found is not None
+    layers = int(found[0].removeprefix("model.layers="))
+    assert plan_of(ONE_GPU, *machine, f"model.layers={layers}").plan is not None
+    more = plan_of(ONE_GPU, *machine, f"model.layers={layers + 1}").plan
+    assert more is None or more.prediction.memory.verdict != "green"
+
+
+def test_the_largest_is_found_from_a_poor_guess() -> None:
+    for true in (0, 1, 2, 7, 100):
+        for guess in (1, 3, 7, 90, 100, 128):
+            assert queries._pushed(lambda n, true=true: n <= true, guess, 100) == (true or None)
 
 
 # What it costs.
