@@ -66,6 +66,14 @@ RULES: tuple[Rule, ...] = (
         _one_gpu("optimizer: cpu, gpu_fraction: 1.0"),
         _one_gpu("optimizer: cpu, gpu_fraction: 0.5"),
     ),
+    Rule(
+        "PT497",
+        "About an optimizer that leaves, and stays by itself",
+        "With optimizer: auto the planner keeps the state on the device where that is faster, and these fields then "
+        "have nothing to say.",
+        _one_gpu("gpu_fraction: 0.5"),
+        _one_gpu("optimizer: cpu, gpu_fraction: 0.5"),
+    ),
     _rule(
         "PT660",
         "Pinned memory does not hold a step's gradients",

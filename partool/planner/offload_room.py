@@ -15,6 +15,7 @@ from partool.planner.offload import owned, sharing
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.words import GIB
+from partool.spec.parallel import Offload
 
 _OFFLOAD = ("parallel", "offload")
 
@@ -24,6 +25,8 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     layout = priced.layout
     if layout.offloads:
         yield from _pinned(problem, priced)
+    if layout.offload_optimizer == "none" and problem.spec.parallel.offload.optimizer == "auto":
+        yield from _unused(problem)
     if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
         yield from _disk(problem, priced)
     if layout.offload_optimizer == "nvme":
@@ -34,26 +37,42 @@ def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Find a limit of pinned memory that a step's gradients and weights exceed."""
-    limit, layout = priced.layout.host.pinned_bytes, priced.layout
-    parts = {n: size for n, size in priced.memory.host_terms_bytes.items() if n in tiers.pinned_terms(priced.job)}
-    if "gradients" in parts and layout.offload_optimizer != "none":
-        parts["gradients"] = max(0, parts["gradients"] - tiers.SPARE * layout.host.bucket_bytes)
+    limit, layout, parts = priced.layout.host.pinned_bytes, priced.layout, priced.pinned_parts
     least = sum(parts.values())
     if not limit or least <= limit:
         return
     listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    asked = problem.spec.parallel.offload.pinned_gib
-    message = f"pinned_gib: {asked:g} is less than the {_gib(least)} GiB that each rank needs (GiB: {listed})"
-    largest = max(parts, key=lambda name: parts[name])
-    less = f"{largest}: none" if largest in ("activations", "parameters") else "a larger gpu_fraction"
-    help = f"use pinned_gib: {_rounded_up(least / GIB)}, or {less}"
-    if (
-        largest == "gradients"
-        and layout.host.gradients == "master"
-        and priced.job.compute_bytes < priced.job.master_bytes
-    ):
+    asked = problem.spec.parallel.offload
+    message = (
+        f"pinned_gib: {asked.pinned_gib:g} is less than the {_gib(least)} GiB that each rank needs (GiB: {listed})"
+    )
+    # What is open has been tried: only what the spec asks for can be asked for otherwise.
+    less = [f"{name}: none" for name in ("activations", "parameters") if parts.get(name) and _asked(asked, name)]
+    if parts.get("gradients") and asked.gpu_fraction != "auto":
+        less.append("a larger gpu_fraction")
+    help = ", or ".join([f"use pinned_gib: {_rounded_up(least / GIB)}", *less])
+    wide = layout.host.gradients == "master" and priced.job.compute_bytes < priced.job.master_bytes
+    if max(parts, key=lambda name: parts[name]) == "gradients" and wide:
         help += "; gradients: bf16 halves what they take, and rounds them"
     yield Diagnostic("PT473", message, path=(*_OFFLOAD, "pinned_gib"), help=help)
+
+
+def _unused(problem: Problem) -> Iterator[Diagnostic]:
+    """Find fields about an optimizer's state that leaves, where the planner found it faster to keep it."""
+    asked = problem.spec.parallel.offload
+    for name in ("gpu_fraction", "speculate", "undo_gib", "moments"):
+        if name not in asked.model_fields_set or getattr(asked, name) == "auto":
+            continue
+        value = str(getattr(asked, name))
+        value = value.lower() if value in ("True", "False") else value
+        message = f"{name}: {value} changes nothing: the plan keeps the optimizer's state on the device"
+        help = "drop it, or use optimizer: cpu"
+        yield Diagnostic("PT497", message, severity="warning", path=(*_OFFLOAD, name), help=help)
+
+
+def _asked(offload: Offload, name: str) -> bool:
+    """Return True if the spec itself sends a part away."""
+    return getattr(offload, name) not in ("auto", "none")
 
 
 def _gib(size_bytes: float) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from partool.cost import tiers
 from partool.cost.case import RECOMPUTE, Job, Layouts
 from partool.cost.fit import fit_probability
-from partool.cost.peak import host_bytes, peak_memory, predict_memory
+from partool.cost.peak import Memory, host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
 from partool.plan.types import Layout, MemoryPrediction, TimePrediction
 from partool.planner.problem import Problem
@@ -18,6 +20,8 @@ from partool.spec.hardware import Devices
 
 HOST_SHARE = 0.9
 """Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""
+_PINNED_SLACK = 1.05
+"""How far the closed equations of pinned memory may be above the exact ones."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,17 @@ class Priced:
     def fits(self) -> bool:
         """True if the predictions stay under the capacity of device and host."""
         small = self.memory.total_bytes <= self.memory.capacity_bytes
-        return small and self.host_bytes <= host_limit(self.problem)
+        small &= self.host_bytes <= host_limit(self.problem)
+        return small and (not self.layout.offloads or sum(self.pinned_parts.values()) <= pinned_limit(self.problem))
+
+    @property
+    def pinned_parts(self) -> dict[str, int]:
+        """Terms of host memory that a rank has to pin, in bytes; spare buffers of gradients may wait."""
+        terms = self.memory.host_terms_bytes
+        parts = {name: size for name, size in terms.items() if name in tiers.pinned_terms(self.job)}
+        if "gradients" in parts and self.layout.offload_optimizer != "none":
+            parts["gradients"] = max(0, parts["gradients"] - tiers.SPARE * self.layout.host.bucket_bytes)
+        return parts
 
     @property
     def safe(self) -> bool:
@@ -77,7 +91,27 @@ def room(problem: Problem, layouts: Layouts) -> Room:
     memory = peak_memory(problem.job, layouts)
     total = memory.total_bytes
     likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
-    return Room(total, likely, memory.host_bytes)
+    return Room(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
+
+
+def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Any:
+    """Return where layouts need more pinned memory than the spec allows, by more than columns may be off."""
+    limit = pinned_limit(problem)
+    if limit == float("inf"):
+        return False
+    job = problem.job
+    elements = problem.trained / (layouts.pp * layouts.tp * np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1))
+    bucket = tiers.bucket_elements(job, layouts, elements * layouts.host_optimizer)
+    spare = tiers.SPARE * tiers.wire_bytes(job, layouts) * bucket
+    parts = {name: size for name, size in memory.host_terms.items() if name in tiers.pinned_terms(job)}
+    least = sum(np.maximum(0.0, size - spare) if name == "gradients" else size for name, size in parts.items())
+    return least > limit * _PINNED_SLACK
+
+
+def pinned_limit(problem: Problem) -> float:
+    """Return the bytes that a rank may pin; infinite where the spec says nothing, or nothing does with as few."""
+    asked = problem.spec.parallel.offload.pinned_gib
+    return float("inf") if asked == "auto" or problem.any_pinned else float(int(asked * tiers.GIB))
 
 
 def bounds_s(problem: Problem, layouts: Layouts) -> Any:
@@ -94,8 +128,8 @@ def bounds_s(problem: Problem, layouts: Layouts) -> Any:
 
 
 def host_limit(problem: Problem) -> float:
-    """Return the bytes of a node's memory that may be filled; infinite where the size is not known."""
-    return host_room(problem.devices)
+    """Return the bytes of a node's memory that may be filled; as many as there are numbers where it is not known."""
+    return min(host_room(problem.devices), sys.float_info.max)
 
 
 def host_room(devices: Devices) -> float:

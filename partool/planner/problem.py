@@ -52,6 +52,8 @@ class Problem:
     """Host memory is so short that a part of an optimizer's state that has to leave may stay on the device."""
     on_disks: bool = False
     """Host memory is so short that an open optimizer's state goes to the disks that the spec names."""
+    any_pinned: bool = False
+    """Layouts may pin more than the spec allows: none that pins less fits, and a finding is to say what is needed."""
 
     @property
     def world_size(self) -> int:

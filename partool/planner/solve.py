@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -81,8 +81,16 @@ def solve(problem: Problem) -> Solution:
     """Search all layouts, and where the best cannot run, those that can.
 
     If none is sure to fit, they are searched again: with an optimizer's state on both sides where it has to leave, with
-    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder.
+    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. Where
+    none does with the pinned memory that the spec allows, this is left out, for a finding that says what is needed.
     """
+    solution = _solved(problem)
+    if solution.chosen is None and problem.spec.parallel.offload.pinned_gib != "auto" and not problem.any_pinned:
+        return _solved(replace(problem, any_pinned=True))
+    return solution
+
+
+def _solved(problem: Problem) -> Solution:
     solution = _solve(problem)
     for harder in harder_ones(problem):
         if solution.chosen is not None and solution.chosen.safe:
