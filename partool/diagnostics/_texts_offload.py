@@ -25,8 +25,8 @@ RULES: tuple[Rule, ...] = (
         "Pinned memory that cannot suffice",
         "Devices copy to and from pinned memory by themselves. A step's gradients stay in it until their norm is "
         "known, with a bucket of weights being written and one being sent. All is taken before the first step.",
-        _one_gpu("optimizer: cpu, pinned_gib: 0.01"),
-        _one_gpu("optimizer: cpu, pinned_gib: 4"),
+        _one_gpu("optimizer: cpu, gpu_fraction: 0, pinned_gib: 0.001"),
+        _one_gpu("optimizer: cpu, gpu_fraction: 0, pinned_gib: 4"),
     ),
     Rule(
         "PT474",
