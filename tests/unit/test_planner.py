@@ -323,7 +323,10 @@ def test_a_batch_that_ranks_cannot_share_leaves_them_sequences() -> None:
 
 def test_host_memory_is_a_limit() -> None:
     """An optimizer that would fit into a large host does not fit into a small one."""
-    text = LARGE.replace("llama3-8b", "llama3-70b") + "parallel: {offload: {optimizer: cpu}, recompute: full}\n"
+    text = (
+        LARGE.replace("llama3-8b", "llama3-70b")
+        + "parallel: {pipeline: 1, tensor: 1, sequence: 1, offload: {optimizer: cpu}, recompute: full}\n"
+    )
     assert planned(text, ["hardware.host_memory_gib=4000"]).layout.offload_optimizer == "cpu"
     found = plan_of(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
