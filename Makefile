@@ -54,6 +54,7 @@ test: venv lint typecheck
 
 test-long: venv
 	$(BIN)/pytest -m long
+	PARTOOL_FUZZ_SECONDS=400 $(BIN)/pytest -m 'long or not long' --timeout 1200 --capture no tests/fuzz
 	$(BIN)/python tests/versions/offline.py --all $(OTHER_TRITONS)
 
 # The oldest that is supported, and the one that CUDA builds of torch 2.13 bring; the newest is in .venv.
