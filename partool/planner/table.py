@@ -92,7 +92,10 @@ def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
     pipeline, offload = parallel.pipeline, parallel.offload
     if pipeline.schedule == "auto" and pipeline.chunks == "auto":
         pipeline = pipeline.model_copy(update={"schedule": "1f1b", "chunks": 1})
-    kept = {name: "none" for name in ("optimizer", "parameters", "activations") if getattr(offload, name) == "auto"}
+    # Parameters that have to leave take the optimizer's state with them, which is then no open question.
+    follows = offload.parameters in ("cpu", "nvme")
+    names = ("parameters", "activations") if follows else ("optimizer", "parameters", "activations")
+    kept = {name: "none" for name in names if getattr(offload, name) == "auto"}
     plain = problem.with_parallel(pipeline=pipeline, offload=offload.model_copy(update=kept))
     for _ in range(_SMALLER):
         if devices.nodes > 1:

@@ -76,6 +76,17 @@ def test_fields_are_those_of_the_spec() -> None:
     assert "optimizer 75% to disks" in summary(layout)
 
 
+@pytest.mark.parametrize(
+    "moved", ["parameters: cpu", "parameters: nvme, dir: state", "activations: cpu", "optimizer: cpu"]
+)
+def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
+    """The table's rows on fewer devices leave what the spec wants there in host memory too."""
+    plan = planned(ONE_GPU, "hardware.per_node=4", offloaded(moved), "parallel.recompute=auto")
+    assert {row.devices for row in plan.candidates} > {4}
+    if moved.startswith("parameters"):
+        assert plan.layout.zero == 3
+
+
 def test_what_is_open_follows_from_the_layout() -> None:
     """One rank's gradients lose nothing as they are; sums over ranks are as wide as masters."""
     alone = planned(ONE_CPU, offloaded("optimizer: cpu")).layout
