@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT601",
         "The data source has no files",
-        "The path, glob or folder holds nothing to read.",
+        "The path, glob or folder holds nothing to read; a warning where ranks run on a cluster, which may have it.",
         "data: {source: /data/tokns/*.bin}",
         "data: {source: /data/tokens/*.bin}",
     ),

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
+from partool.planner.launching import trains_here
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_checks import mounted
 from partool.spec.spec import Spec
 from partool.spec.training import DataSpec
 
@@ -14,25 +17,23 @@ STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
 
 
-def resolve_data(spec: Spec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
+def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
     """Return the section with absolute paths, the tokenizer's vocabulary (None if unknown), and findings.
 
-    Missing files are errors where training runs on this machine, and warnings for a catalog accelerator: planning then
-    happens elsewhere than training.
+    Missing files are errors where training runs on this machine, and warnings where planning happens elsewhere than
+    training. They are notes where a mount of ``launch``, which has the site profile merged in, brings the path into
+    the ranks' container: this machine cannot look into that.
     """
     data = spec.data
-    severity: Severity = "error" if spec.hardware.accelerator in ("auto", "cpu") else "warning"
     sources = [data.source] if isinstance(data.source, str) else data.source
     absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
     found = []
     for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
         if written != STDLIB and not _exists(path):
             place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
-            message = f"there are no files at {path}"
-            if severity == "warning":
-                message += " on this machine"
-            found.append(Diagnostic("PT601", message, severity=severity, path=place, help=_HELP))
-    vocab, wrong = _vocab(data.tokenizer, base_dir, severity)
+            severity, where = _lies(spec, launch, path)
+            found.append(Diagnostic("PT601", f"there are no files at {path}{where}", severity, place, help=_HELP))
+    vocab, wrong = _vocab(spec, launch, base_dir)
     update = {
         "source": absolute[0] if isinstance(data.source, str) else absolute,
         "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
@@ -44,16 +45,26 @@ def resolve_data(spec: Spec, base_dir: Path) -> tuple[DataSpec, int | None, list
 _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
 
 
+def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
+    """Return how grave it is that this machine has no such path, and where the path is to be."""
+    if trains_here(spec):
+        return "error", ""
+    if (source := mounted(launch, path)) is not None:
+        return "note", f" on this machine; the ranks see {source} there"
+    return "warning", " on this machine"
+
+
 def _exists(pattern: str) -> bool:
     if glob.has_magic(pattern):
         return next(glob.iglob(pattern, recursive=True), None) is not None
     return Path(pattern).exists()
 
 
-def _vocab(tokenizer: str, base_dir: Path, severity: Severity) -> tuple[int | None, list[Diagnostic]]:
-    if tokenizer == "bytes":
+def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:
+    if spec.data.tokenizer == "bytes":
         return BYTES_VOCAB, []
-    file = base_dir / tokenizer / "tokenizer.json"
+    file = base_dir / spec.data.tokenizer / "tokenizer.json"
+    severity, where = _lies(spec, launch, str(file))
     try:
         content = json.loads(file.read_bytes())
         added = [int(token["id"]) for token in content.get("added_tokens", [])]
@@ -61,8 +72,8 @@ def _vocab(tokenizer: str, base_dir: Path, severity: Severity) -> tuple[int | No
         ids = words.values() if isinstance(words, dict) else range(len(words))
         return max([*ids, *added]) + 1, []
     except OSError as error:
-        message = f"{file} cannot be read: {error.strerror}"
+        message = f"{file} cannot be read{where}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        message = f"{file} is no tokenizer file"
+        message = f"{file} is no tokenizer file{where}"
     help = "`bytes`, or a folder with a tokenizer.json"
     return None, [Diagnostic("PT603", message, severity=severity, path=("data", "tokenizer"), help=help)]

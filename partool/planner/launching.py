@@ -17,6 +17,7 @@ from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
 from partool.spec.launch_units import lead_s, quantity, time_s
 from partool.spec.site_profile import Merged, from_folder, with_site_profile
+from partool.spec.spec import Spec
 
 _LEAST_SHARED_BYTES = 1 << 30
 """Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
@@ -33,6 +34,11 @@ class ResolvedLaunch:
     def check(self, devices: Devices) -> list[Diagnostic]:
         """Return the findings for a plan; those about a value of the site profile have their place in it."""
         return [*self.site.findings, *map(self.site.placed, check_launch(self.launch, devices, planning=True))]
+
+
+def trains_here(spec: Spec) -> bool:
+    """Return True if the ranks run on the machine that plans, so that what it lacks is missing to them as well."""
+    return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in ("slurm", "k8s")
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:

@@ -62,7 +62,8 @@ class Resolved:
 
 def resolve(spec: Spec, base_dir: Path) -> Resolved:
     """Look up model, machines and data of a spec, and check them against each other."""
-    data, tokenizer_vocab, found = resolve_data(spec, base_dir)
+    launching = resolve_launch(spec.launch, base_dir)
+    data, tokenizer_vocab, found = resolve_data(spec, launching.launch, base_dir)
     model = resolve_model(spec.model, base_dir, tokenizer_vocab)
     hardware = resolve_hardware(spec.hardware, spec.training.precision, spec.limits.max_devices)
     found = [*found, *model.diagnostics, *hardware.diagnostics]
@@ -77,7 +78,6 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
         narrow, left_out = without_tensor(narrow, described)
         found += [*left_out, *unused_weights(spec, base_dir)]
     problem = Problem(narrow, model.config, measured.devices, measured, lists, described)
-    launching = resolve_launch(spec.launch, base_dir)
     found += [*measured.findings, *unsound, *check(problem, tokenizer_vocab), *launching.check(measured.devices)]
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
+from partool.planner.launching import trains_here
 from partool.planner.problem import Problem
 from partool.spec.spec import Spec
 
@@ -65,7 +66,7 @@ def _threads(problem: Problem) -> Iterator[Diagnostic]:
 def _folder(problem: Problem) -> Iterator[Diagnostic]:
     """Find a folder for files that is not on this machine, where that is the one that trains."""
     offload, devices = problem.spec.parallel.offload, problem.devices
-    here = problem.spec.hardware.accelerator in ("cpu", "auto") and devices.nodes == 1
+    here = trains_here(problem.spec) and devices.nodes == 1
     if not here or offload.dir is None or "nvme" not in (offload.optimizer, offload.parameters):
         return
     folder, path = Path(offload.dir), (*_OFFLOAD, "dir")

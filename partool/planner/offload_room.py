@@ -11,6 +11,7 @@ from partool.cost import tiers
 from partool.cost.columns import columns
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
+from partool.planner.launching import trains_here
 from partool.planner.offload import owned, sharing
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
@@ -92,8 +93,8 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     layout, devices = priced.layout, problem.devices
     sizes = {"the optimizer's state": _state_bytes(problem, priced), "parameters": _shard_bytes(problem, priced)}
     size = sum(sizes.values()) * devices.per_node
-    folder, local = Path(layout.host.folder), problem.spec.hardware.accelerator in ("cpu", "auto")
-    if local and devices.nodes == 1 and folder.is_dir():
+    folder = Path(layout.host.folder)
+    if trains_here(problem.spec) and devices.nodes == 1 and folder.is_dir():
         free = shutil.disk_usage(folder).free
         if free < size:
             kept = [name for name, bytes in sizes.items() if bytes]

@@ -9,6 +9,7 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.shell import UnsafeValueError
 from partool.spec.launch import Mount
+from partool.spec.launch_checks import within
 
 _GLOB = re.compile(r"[*?\[]")
 _DEVICES = {"cuda": ["--nv"], "rocm": ["--rocm"], "cpu": []}
@@ -25,7 +26,7 @@ def mounts(job: Job) -> list[Mount]:
     readable = [path for plan in _plans(job) for path in _read_paths(plan)]
     for paths, read_only in ((writable, False), (readable, True)):
         for path in dict.fromkeys(paths):
-            if not any(_within(path, mount.target) for mount in found):
+            if not any(within(path, mount.target) for mount in found):
                 found.append(_same_path(path, read_only))
     return found
 
@@ -77,11 +78,6 @@ def _folder(source: str) -> str:
     if match:
         return posixpath.dirname(source[: match.start()])
     return posixpath.dirname(source) if posixpath.splitext(source)[1] else source
-
-
-def _within(path: str, folder: str) -> bool:
-    path, folder = posixpath.normpath(path), posixpath.normpath(folder)
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def _same_path(path: str, read_only: bool) -> Mount:

@@ -16,6 +16,7 @@ from partool.spec.launch import LaunchSpec
 
 __all__ = [
     "ERRORS",
+    "POD_STORAGE",
     "WARNINGS",
     "LaunchRule",
     "check_errors",
@@ -23,18 +24,37 @@ __all__ = [
     "contained",
     "is_image_file",
     "looks_secret",
+    "mounted",
+    "within",
 ]
 
 LaunchRule = Callable[[LaunchSpec], Iterator[Diagnostic]]
 
 _IMAGE_FILES = (".sif", ".img", ".sqsh")
-_POD_FOLDERS = ("/partool", "/etc/partool", "/dev/shm", "/dev/termination-log")
+POD_STORAGE = "/partool"
+"""Where runs are kept in a pod: ``launch.k8s.storage``, or a folder that goes with the pod."""
+_POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
 """Mounted by partool, or written by the agent for Kubernetes."""
 
 
 def contained(launch: LaunchSpec) -> bool:
     """Return True if the ranks run in a container."""
     return launch.target == "k8s" or (launch.target == "slurm" and launch.slurm.container != "none")
+
+
+def within(path: str, folder: str) -> bool:
+    """Return True for a path that is the folder or lies below it."""
+    return f"{posixpath.normpath(path)}/".startswith(f"{posixpath.normpath(folder).rstrip('/')}/")
+
+
+def mounted(launch: LaunchSpec, path: str) -> str | None:
+    """Return what is mounted into the ranks' container where a path lies; None where nothing is."""
+    if not contained(launch):
+        return None
+    sources = {mount.target: mount.source for mount in launch.mounts}
+    if launch.target == "k8s" and launch.k8s.storage is not None:
+        sources[POD_STORAGE] = launch.k8s.storage
+    return next((source for target, source in sources.items() if within(path, target)), None)
 
 
 def is_image_file(image: str) -> bool:

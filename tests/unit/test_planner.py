@@ -274,6 +274,31 @@ def test_paths_are_absolute() -> None:
     assert plan_of(SMALL.replace("h100-sxm", "cpu"), ["data.source=a/*.txt"]).plan is None
 
 
+def test_data_that_lie_on_the_cluster_can_be_planned() -> None:
+    """On every accelerator: an error where the ranks run here, a warning where they do not, a note below a mount."""
+    pod = ["launch.target=k8s", "launch.image=registry.example/train:1", "launch.k8s.storage=pvc:runs"]
+    mounts = "launch.mounts=[{source: 'pvc:datasets', target: /nowhere}]"
+    cases: list[tuple[list[str], str, str]] = [
+        ([], "error", ""),
+        (["launch.target=slurm"], "warning", " on this machine"),
+        (pod, "warning", " on this machine"),
+        ([*pod, mounts], "note", " on this machine; the ranks see pvc:datasets there"),
+        ([*pod, mounts.replace("nowhere", "no")], "warning", " on this machine"),
+    ]
+    for accelerator in ("cpu", "auto"):
+        text = SMALL.replace("h100-sxm, per_node: 8", f"{accelerator}, per_node: 2")
+        for overrides, severity, where in cases:
+            more = ["data.source=/nowhere/*.bin", "data.tokenizer=/nowhere/t", *overrides]
+            result = plan_of(text, more)
+            found = {one.code: one for one in result.diagnostics if one.code in ("PT601", "PT603")}
+            assert [one.severity for one in found.values()] == [severity, severity]
+            assert found["PT601"].message == f"there are no files at /nowhere/*.bin{where}"
+            assert found["PT603"].message.startswith(f"/nowhere/t/tokenizer.json cannot be read{where}: ")
+            assert (result.plan is None) == (severity == "error")
+    runs = plan_of(text, [*pod, "data.source=/partool/tokens"])
+    assert [(one.code, one.severity) for one in runs.diagnostics if one.code == "PT601"] == [("PT601", "note")]
+
+
 LARGE = """\
 model: llama3-8b
 hardware: {accelerator: h100-sxm, per_node: 8}

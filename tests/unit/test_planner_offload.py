@@ -211,6 +211,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monke
         return [(one.code, one.message) for one in result.diagnostics if one.code in ("PT667", "PT668")]
 
     assert found(ONE_CPU, tmp_path) == found(ONE_GPU, tmp_path / "none") == []
+    assert found(ONE_CPU + "\nlaunch: {target: slurm}\n", tmp_path / "none") == []
     assert found(ONE_CPU, tmp_path / "none") == [("PT667", f"{tmp_path}/none does not exist on this machine")]
     assert found(ONE_CPU, file) == [("PT667", f"{file} is not a folder on this machine")]
     monkeypatch.setattr("partool.planner.offload_checks.os.access", lambda *_: False)

@@ -13,7 +13,8 @@ from partool.render.k8s import placement
 from partool.render.k8s.environment import environment, literal
 from partool.render.k8s.objects import NODE, PORT, labels
 from partool.render.k8s.resources import resources
-from partool.render.k8s.volumes import PLAN_FOLDER, STORAGE, volumes
+from partool.render.k8s.volumes import PLAN_FOLDER, volumes
+from partool.spec.launch_checks import POD_STORAGE
 
 _LINGER_S = 30
 """Beyond the shutdown timeout: the agent has killed its ranks by then and writes its summary."""
@@ -34,7 +35,7 @@ class Place:
 
 def run_folder(job: Job) -> str:
     """Return the run's folder in the pod."""
-    return f"{STORAGE}/runs/{job.run_id}"
+    return f"{POD_STORAGE}/runs/{job.run_id}"
 
 
 def command(job: Job, place: Place) -> list[str]:

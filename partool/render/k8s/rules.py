@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +11,8 @@ from partool.render.job import Job
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import workload_metadata
 from partool.render.k8s.resources import shared_memory
-from partool.render.k8s.volumes import STORAGE
 from partool.spec.launch import K8sSpec
+from partool.spec.launch_checks import POD_STORAGE, within
 from partool.spec.launch_units import quantity
 
 Rule = Callable[[Job], Iterator[Diagnostic]]
@@ -109,9 +108,9 @@ def _several(job: Job) -> Iterator[Diagnostic]:
 
 def _paths(job: Job) -> Iterator[Diagnostic]:
     """Warn of folders that no mount brings into the pod; they may be in the image."""
-    targets = [STORAGE, *(mount.target for mount in job.plan.launch.mounts)]
+    targets = [POD_STORAGE, *(mount.target for mount in job.plan.launch.mounts)]
     for path, name in _read_and_written(job.plan):
-        if name.startswith("/") and not any(_within(name, target) for target in targets):
+        if name.startswith("/") and not any(within(name, target) for target in targets):
             message = f"{name} is in none of the mounts: unless it is part of the image, no pod has it"
             help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
             yield Diagnostic("PT566", message, severity="warning", path=path, help=help)
@@ -128,10 +127,6 @@ def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str]]
         (("checkpoint", "dir"), plan.checkpoint.dir),
     ]
     yield from ((path, name) for path, name in named if name is not None)
-
-
-def _within(path: str, folder: str) -> bool:
-    return f"{posixpath.normpath(path)}/".startswith(f"{posixpath.normpath(folder)}/")
 
 
 def _annotations(job: Job) -> Iterator[Diagnostic]:

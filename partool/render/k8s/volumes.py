@@ -7,9 +7,8 @@ from typing import Any
 from partool.render.job import Job
 from partool.render.k8s.objects import plan_map
 from partool.render.k8s.resources import shared_memory
+from partool.spec.launch_checks import POD_STORAGE
 
-STORAGE = "/partool"
-"""Where runs are kept: ``launch.k8s.storage``, or a folder that goes with the pod."""
 PLAN_FOLDER = "/etc/partool"
 _PVC = "pvc:"
 
@@ -36,7 +35,7 @@ def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     else:
         found.append(_claim("runs", launch.k8s.storage))
         claims[launch.k8s.storage] = "runs"
-    seen.append({"name": "runs", "mountPath": STORAGE})
+    seen.append({"name": "runs", "mountPath": POD_STORAGE})
     for index, mount in enumerate(launch.mounts):
         name = claims.get(mount.source, f"mount-{index}")
         if mount.source not in claims:
