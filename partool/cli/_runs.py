@@ -42,7 +42,7 @@ def reaching(run: Run) -> Iterator[None]:
 
 
 def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
-    """Write lines of ranks to the two standard streams, with the rank in front where there are several.
+    """Write lines of ranks to the two standard streams, with task and rank in front where there are several.
 
     Returns True if there were any.
     """
@@ -50,10 +50,18 @@ def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
     some = False
     for line in lines:
         stream = sys.stderr.buffer if line.is_error else sys.stdout.buffer
-        stream.write((b"[%d] " % line.rank if prefixed and line.rank is not None else b"") + line.text)
+        stream.write(_mark(line, prefixed=prefixed) + line.text)
         stream.flush()
         some = True
     return some
+
+
+def _mark(line: LogLine, *, prefixed: bool) -> bytes:
+    """Return what is written in front of a line: ``[3] ``, in an array ``[task 1] `` or ``[task 1, rank 3] ``."""
+    rank = line.rank if prefixed else None
+    if line.task is None:
+        return b"" if rank is None else b"[%d] " % rank
+    return b"[task %d] " % line.task if rank is None else b"[task %d, rank %d] " % (line.task, rank)
 
 
 def _several_ranks(run: Run) -> bool:

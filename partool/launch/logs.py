@@ -12,7 +12,7 @@ from partool.launch.store import Run
 from partool.launch.target import LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus, rank_log
 
-_POLL_S = 0.2
+POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(stdout|stderr)\.log")
 
 
@@ -25,6 +25,17 @@ def read(
     ``others`` names files that belong to no rank, whose lines come along where no single rank is asked for. Raises
     NoLogsError where a rank, or any rank, is missing.
     """
+    for line in rounds(run, query, status, others):
+        if line is None:
+            time.sleep(POLL_S)
+        else:
+            yield line
+
+
+def rounds(
+    run: Run, query: LogQuery, status: Callable[[], RunStatus], others: Callable[[], list[Path]] = list
+) -> Iterator[LogLine | None]:
+    """Yield the same as :func:`read`, and None where that waits: for who reads several runs at once."""
     tails: dict[Path, _Tail] = {}
     attempt, empty = 0, True
     while True:
@@ -43,7 +54,7 @@ def read(
             if empty and not any(tail.rank is not None for tail in tails.values()):
                 raise NoLogsError(_missing(run, query, attempt))
             return
-        time.sleep(_POLL_S)
+        yield None
 
 
 def ranks(run_path: Path, attempt: int) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from partool.launch import logs
@@ -30,25 +29,68 @@ def tasks_of(run: Run) -> list[Run]:
 def read(run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
     """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError.
 
-    Of an array that is followed as a whole, only the messages come.
+    Lines of an array that is read as a whole name their tasks. While it is followed they come as they are written, else
+    task by task.
     """
     tasks = tasks_of(run)
     if query.task is not None and query.task >= len(tasks):
         what = f"is an array of {len(tasks)} tasks" if tasks else "is no array"
         raise NoLogsError(f"{run.id} {what}: there is no task {query.task}")
     if tasks and query.task is None:
-        if not query.follow:
-            raise NoLogsError(f"{run.id} is an array: give --task 0 to --task {len(tasks) - 1}")
-        with suppress(NoLogsError):
-            yield from logs.read(run, query, _Watched(status, run.status), lambda: _outputs(run, ""))
+        whole = _Watched(status, run.status)
+        for line in _merged([_of_task(run, index, query, whole) for index in range(len(tasks))]):
+            if line is None:
+                time.sleep(logs.POLL_S)
+            else:
+                yield line
         return
     folder = run if query.task is None else tasks[query.task]
     suffix = "" if query.task is None else f"_{query.task}"
     for line in logs.read(folder, query, _Watched(status, folder.status), lambda: _outputs(run, suffix)):
-        if line.rank is not None:
-            yield line
-        elif _MESSAGE.match(line.text) or not _ranks_wrote(folder):
-            yield line._replace(is_error=True)
+        if told := _told(folder, line):
+            yield told
+
+
+def _of_task(run: Run, index: int, query: LogQuery, whole: Callable[[], RunStatus]) -> Iterator[LogLine | None]:
+    """Yield lines of one task, which go on until all of the array has ended, and None where there are none for now."""
+    folder = tasks_of(run)[index]
+
+    def status() -> RunStatus:
+        return whole().model_copy(update={"attempt": folder.status().attempt})
+
+    for line in logs.rounds(folder, query, status, lambda: _outputs(run, f"_{index}")):
+        if line is None:
+            yield None
+        elif told := _told(folder, line):
+            yield told._replace(task=index)
+
+
+def _merged(readers: list[Iterator[LogLine | None]]) -> Iterator[LogLine | None]:
+    """Yield what each of several readers has in turn, None once all of them wait; raises NoLogsError if all do."""
+    left, errors = readers, []
+    while left:
+        waiting = []
+        for reader in left:
+            try:
+                for line in reader:
+                    if line is None:
+                        waiting.append(reader)
+                        break
+                    yield line
+            except NoLogsError as error:
+                errors.append(error)
+        left = waiting
+        if left:
+            yield None
+    if len(errors) == len(readers):
+        raise errors[-1]
+
+
+def _told(folder: Run, line: LogLine) -> LogLine | None:
+    """Return a line as it is shown; None for what is in a rank's own file as well."""
+    if line.rank is not None:
+        return line
+    return line._replace(is_error=True) if _MESSAGE.match(line.text) or not _ranks_wrote(folder) else None
 
 
 def _outputs(run: Run, suffix: str) -> list[Path]:

@@ -34,6 +34,8 @@ class LogLine(NamedTuple):
     """Standard error."""
     text: bytes
     """With its line end, where it has one."""
+    task: int | None = None
+    """Of an array whose tasks are shown together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class LogQuery:
     follow: bool = False
     """Go on until the run ends, over restarts if no attempt is given."""
     task: int | None = None
-    """Of an array."""
+    """Of an array; None: of all tasks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,9 @@ def test_an_array(login: Login) -> None:
     assert [len(each) for each in losses] == [3, 3]
     assert losses[0] != losses[1]
     assert "1" in login.partool("logs", run.id, "--task", "1").stdout
-    assert "is an array" in login.partool("logs", run.id, code=1).stderr
+    told = login.partool("logs", run.id).stdout.splitlines()
+    assert {line.partition("] ")[0] for line in told} == {"[task 0", "[task 1"}
+    assert login.partool("logs", run.id, "--follow", "--rank", "0").stdout.splitlines() == told
     assert "no task 2" in login.partool("logs", run.id, "--task", "2", code=1).stderr
 
 

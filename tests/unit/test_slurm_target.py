@@ -11,11 +11,12 @@ import pytest
 from _launch_case import launch_plan
 from test_slurm_text import row
 
-from partool.launch import slurm_client
+from partool.cli._runs import show_lines
+from partool.launch import slurm_client, slurm_logs
 from partool.launch.slurm import SlurmTarget
 from partool.launch.store import Run, Submission
 from partool.launch.submit import submit_new
-from partool.launch.target import LaunchError, LogQuery, NoLogsError
+from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus, write_status
 from partool.render import Job, render
 
@@ -261,3 +262,48 @@ def test_logs_of_a_job_that_never_started_a_rank(tmp_path: Path, play: Play) -> 
     assert [line.text for line in lines] == [b"partool: plan.json is missing\n", b"step 1\n"]
     with pytest.raises(NoLogsError, match="is no array"):
         list(SlurmTarget().logs(run, LogQuery(task=0)))
+
+
+def array_of_two(tmp_path: Path) -> Run:
+    """Return an array whose first task has written, and whose second one writes while it is followed."""
+    run = submitted(tmp_path, 7, "queued")
+    for index in range(2):
+        folder = run.path / f"task-{index}"
+        (folder / "logs/attempt-1").mkdir(parents=True)
+        (folder / "plan.json").write_text("{}")
+        (folder / "logs/attempt-1/rank-0.stdout.log").write_text(f"step 1 of {index}\n")
+        write_status(folder, RunStatus(state="running", created=1.0, started=2.0, attempt=1))
+    (run.path / "logs").mkdir()
+    (run.path / "logs/slurm-7_1.out").write_text("step 1 of 1\npartool: stopped\n")
+    return run
+
+
+def test_logs_of_an_array_name_its_tasks(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    run = array_of_two(tmp_path)
+    play(squeue=f"test -e {tmp_path}/over && {{ {gone}; }}; cat {tmp_path}/queue")
+    rows = [row(JobID=str(7 + n), ArrayJobID="7", ArrayTaskID=str(n), State="RUNNING") for n in range(2)]
+    (tmp_path / "queue").write_text("".join(rows))
+    monkeypatch.setattr(slurm_logs, "_ASK_EVERY_S", 0.0)
+    seen = []
+    for line in SlurmTarget().logs(run, LogQuery(rank=0, follow=True)):
+        seen.append((line.task, line.rank, line.text))
+        if len(seen) == 2:  # both have said something: the first one goes on, and then they end
+            with (run.path / "task-0/logs/attempt-1/rank-0.stdout.log").open("a") as log:
+                log.write("step 2 of 0\n")
+            (tmp_path / "over").touch()
+    assert seen == [(0, 0, b"step 1 of 0\n"), (1, 0, b"step 1 of 1\n"), (0, 0, b"step 2 of 0\n")]
+    read = [(line.task, line.rank, line.text) for line in SlurmTarget().logs(run, LogQuery())]
+    assert read == [
+        (0, 0, b"step 1 of 0\n"), (0, 0, b"step 2 of 0\n"), (1, None, b"partool: stopped\n"), (1, 0, b"step 1 of 1\n"),
+    ]  # fmt: skip
+    with pytest.raises(NoLogsError, match="rank 5"):
+        list(SlurmTarget().logs(run, LogQuery(rank=5)))
+
+
+def test_lines_of_an_array_are_marked(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    lines = [LogLine(3, False, b"a\n", task=1), LogLine(None, False, b"b\n", task=0), LogLine(3, False, b"c\n")]
+    show_lines(Run(tmp_path), lines, None)  # without a plan there may be several ranks
+    show_lines(Run(tmp_path), lines, 3)
+    marked = b"[task 1, rank 3] a\n[task 0] b\n[3] c\n" + b"[task 1] a\n[task 0] b\nc\n"
+    assert capfdbinary.readouterr().out == marked
