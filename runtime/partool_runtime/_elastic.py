@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, but not typed as exported
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented, but not typed as such
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from partool.plan.run import LOGS, rank_command, rank_environment
 from partool.plan.types import Plan
@@ -83,7 +77,7 @@ def run_ranks(
     spec = WorkerSpec(
         role=plan.job,
         local_world_size=plan.devices.per_node,
-        rdzv_handler=_Given(place, options.run_dir.name) if place.several else _alone(options.run_dir.name),
+        rdzv_handler=_Given(place, options.run_dir.name),
         entrypoint=arguments[0],
         args=tuple(arguments[1:]),
         max_restarts=plan.launch.restarts if in_place else 0,
@@ -102,9 +96,6 @@ def _set_environment(plan: Plan, place: Place, head: str) -> None:
     """Put the ranks' variables into this process's environment, which they inherit."""
     for name in [name for name in os.environ if name in _LEFTOVER or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
-    # By default torch keeps one store over restarts, in which new ranks find their predecessors' addresses and hang
-    # (pytorch#135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks are numbered by arithmetic, not through a store
     os.environ.update(rank_environment(plan))
     if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
@@ -124,22 +115,38 @@ def _bound(plan: Plan) -> _numa.Bindings | None:
     return found
 
 
-def _alone(run_id: str) -> RendezvousHandler:
-    parameters = RendezvousParameters(
-        "c10d", f"{_LOOPBACK}:0", run_id=run_id, min_nodes=1, max_nodes=1, local_addr=_LOOPBACK
-    )
-    return get_rendezvous_handler(parameters)
+class RanksStore:
+    """The store at which the ranks of an attempt meet, in the agent of node 0.
+
+    The kernel chooses its port and the socket is never closed in between, so that no other process can take the port
+    before the ranks come.
+    """
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def open(self, address: str) -> int:
+        """Host a new store at an address of this machine, in place of the one before; returns its port."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(  # which closes the socket
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
 
 
 class _Given(RendezvousHandler):
     """A rendezvous that has taken place already: the agents know their numbers.
 
-    The ranks use the store that node 0's agent hosts: one port to open, free for certain, and new in every attempt.
+    The ranks use a store that an agent hosts, new in every attempt: in one that outlives an attempt, new ranks find
+    their predecessors' addresses and hang (pytorch#135712).
     """
 
     def __init__(self, place: Place, run_id: str) -> None:
         self._place = place
         self._run_id = run_id
+        self._store = RanksStore()
 
     @property
     def use_agent_store(self) -> bool:
@@ -152,7 +159,10 @@ class _Given(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this node's number, the number of nodes and where the ranks' store is."""
-        store = RendezvousStoreInfo(self._place.host, self._place.port)
+        if self._place.several:
+            store = RendezvousStoreInfo(self._place.host, self._place.port)
+        else:
+            store = RendezvousStoreInfo(_LOOPBACK, self._store.open(_LOOPBACK))
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
 
     def is_closed(self) -> bool:

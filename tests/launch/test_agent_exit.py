@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,14 @@ def test_restarts(tmp_path: Path) -> None:
 
 
 def test_folder_is_locked(tmp_path: Path) -> None:
-    """A second agent in the same folder is turned away and changes nothing."""
+    """A second agent in the same folder is turned away and changes nothing; nor can a stranger take the ranks' port."""
     first = AgentRun(tmp_path, {"0": "follow", "1": "follow"}).start()
     first.wait_for("steps-0", "steps-1")
+    port = int(first.rank_start(0)["env"]["MASTER_PORT"])
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):  # though no rank has opened it itself
+        stranger.bind(("127.0.0.1", port))
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
     second = AgentRun(tmp_path, first.script).start()
     assert second.finish() == 78
     assert "PT504" in second.errors
