@@ -17,6 +17,7 @@ from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
 from partool.plan.types import Plan
+from partool.spec.patterns import PATTERNS
 
 if TYPE_CHECKING:
     from partool.planner.longest import Longest
@@ -183,8 +184,17 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        reason = _first(error) if isinstance(error, ValidationError) else str(error)
         fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
+
+
+def _first(error: ValidationError) -> str:
+    """Return where a plan is malformed, and how, in words."""
+    item = error.errors(include_url=False)[0]
+    place = ".".join(map(str, item["loc"]))
+    words = PATTERNS.get(item.get("ctx", {}).get("pattern", ""))
+    message = f"must be {words}" if words else item["msg"]
+    return f"`{place}`: {message}" if place else message
 
 
 def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bool) -> None:

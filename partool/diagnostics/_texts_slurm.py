@@ -73,8 +73,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT549",
-        "A path that Slurm cannot be given",
-        "The header of a batch script cannot quote everything, and mounts are separated by colons and commas.",
+        "A name or a path that a target cannot be given",
+        "The header of a batch script cannot quote everything, mounts are separated by colons and commas, and names of "
+        "runs and of environment variables cannot be quoted anywhere.",
         "PARTOOL_HOME='/data/my \"runs\"' partool launch --target slurm mine.yaml",
         "PARTOOL_HOME=/data/my-runs partool launch --target slurm mine.yaml",
     ),

@@ -22,6 +22,7 @@ from partool.plan.run import (
     write_status,
 )
 from partool.plan.types import Plan, Record
+from partool.spec.patterns import RunName, fits
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
@@ -125,7 +126,11 @@ class RunStore:
         self.root = (home or Path(os.environ.get("PARTOOL_HOME", ".partool"))).absolute() / "runs"
 
     def create(self, name: str) -> Run:
-        """Make the folder of a new run; two at the same moment get two folders."""
+        """Make the folder of a new run; two at the same moment get two folders.
+
+        Raises ValueError for a name that is none of a run: ``..`` would lead out of the store.
+        """
+        _check(name)
         self.root.mkdir(parents=True, exist_ok=True)
         while True:
             created = time.time()
@@ -139,7 +144,8 @@ class RunStore:
             return run
 
     def submitted(self, name: str, plan_hash: str) -> list[Run]:
-        """Return the runs that a cluster was given of a plan, in the order of their numbers."""
+        """Return the runs that a cluster was given of a plan, in the order of their numbers; raises ValueError."""
+        _check(name)
         stem = f"{_shortened(name)}-{plan_hash[:8]}"
         found: list[Run] = []
         while (self.root / (run_id := stem if not found else f"{stem}-{len(found) + 1}")).is_dir():
@@ -187,6 +193,11 @@ class RunStore:
                 "or where PARTOOL_HOME points"
             )
         raise RunNotFoundError(f"no run {query!r} in {self.root}; there are {_ids(runs)}")
+
+
+def _check(name: str) -> None:
+    if not fits(RunName, name):
+        raise ValueError(f"{name!r} cannot be the name of a run")
 
 
 def _shortened(name: str) -> str:

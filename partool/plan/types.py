@@ -26,6 +26,7 @@ from partool.spec.parallel import (
     Tier,
     ZeroStage,
 )
+from partool.spec.patterns import FilePath, Identifier, RunName, Sha256, VariableName, VariableValue
 from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec, OptimizerSpec, TrainingSpec
 
 PLAN_VERSION = 1
@@ -77,7 +78,7 @@ class HostWork(Record):
     """Of gradients, in the type in which they travel."""
     threads: int = 1
     """Per rank."""
-    folder: str = ""
+    folder: FilePath | Literal[""] = ""
     """Absolute; empty where nothing goes to disks."""
     buffers: int = 4
     """Buckets of a state on disks that are in host memory at once."""
@@ -108,7 +109,7 @@ class Layout(Record):
     """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
     schedule_text: str = ""
     """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
-    schedule_hash: str = ""
+    schedule_hash: Sha256 = ""
     """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
     lists of more than 50,000 passes."""
     tensor_inner: int = 1
@@ -290,8 +291,8 @@ class Finding(Record):
 class Variable(Record):
     """An environment variable of every rank, and who set it."""
 
-    name: str
-    value: str
+    name: VariableName
+    value: VariableValue
     origin: str
     """``launch.env``, a network preset with its source, or partool with the reason."""
 
@@ -299,10 +300,10 @@ class Variable(Record):
 class HfModel(Record):
     """A model that transformers builds."""
 
-    path: str
+    path: FilePath
     """Folder of its ``config.json``, absolute."""
-    model_type: str
-    architecture: str
+    model_type: Identifier
+    architecture: Identifier
     """Class of transformers, such as ``LlamaForCausalLM``."""
 
 
@@ -312,7 +313,7 @@ class Plan(Record):
     plan_version: Literal[1] = 1
     partool_version: str
     job: Literal["train"] = "train"
-    name: str
+    name: RunName
     model: ModelConfig
     model_source: str
     """Where the model's fields came from: a preset, a file, or the spec."""

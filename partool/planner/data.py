@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
@@ -57,7 +58,7 @@ def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
 def _exists(pattern: str) -> bool:
     if glob.has_magic(pattern):
         return next(glob.iglob(pattern, recursive=True), None) is not None
-    return Path(pattern).exists()
+    return os.path.exists(pattern)  # False for a name that is too long, which Path.exists refuses with an error
 
 
 def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:

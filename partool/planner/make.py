@@ -30,6 +30,7 @@ from partool.planner.schedule_file import read_schedule
 from partool.planner.tensor_checks import partition, without_tensor
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
+from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
 
@@ -95,6 +96,9 @@ def make_plan(
     :func:`partool.planner.kernel_checks.check_kernels`. Never raises for bad input: what is wrong is among the
     diagnostics. The same spec, catalog and machine give the same plan.
     """
+    if not fits(FilePath, str(base_dir)):  # paths of the plan begin with it
+        message = f"the spec lies in {str(base_dir)!r}, a folder with a control character in its name"
+        return PlanResult(None, [Diagnostic("PT106", message, help="rename the folder")])
     resolved = resolve(spec, base_dir)
     if resolved.problem is None:
         return PlanResult(None, resolved.diagnostics)

@@ -7,6 +7,8 @@ from typing import cast
 
 from partool.diagnostics.record import Diagnostic
 from partool.render.job import Job, Rendered
+from partool.render.shell import UnsafeValueError, variables
+from partool.spec.patterns import RunName, fits
 
 RENDERERS = {
     "torchrun": "partool.render.torchrun",
@@ -14,14 +16,34 @@ RENDERERS = {
     "k8s": "partool.render.k8s",
 }
 """Target → module with ``render(job) -> Rendered``, and with ``findings(job)`` where something can be in its way."""
+_HELP = "give it another name; PARTOOL_HOME says where runs are kept, and partool plan writes a plan anew"
 
 
 def findings(target: str, job: Job) -> list[Diagnostic]:
-    """Return what only shows as a job is written for a target."""
+    """Return what only shows as a job is written for a target; errors among them mean that it cannot be."""
     module = importlib.import_module(RENDERERS[target])
-    return cast(list[Diagnostic], module.findings(job)) if hasattr(module, "findings") else []
+    try:
+        checked(job)
+        return cast(list[Diagnostic], module.findings(job)) if hasattr(module, "findings") else []
+    except UnsafeValueError as error:
+        return [Diagnostic("PT549", str(error), help=_HELP)]
+
+
+def checked(job: Job) -> Job:
+    """Return a job whose names may stand in scripts, manifests and paths; raises UnsafeValueError for another.
+
+    The types of plans say the same, but a plan that was changed after it was read has not passed them.
+    """
+    if not fits(RunName, job.run_id):
+        raise UnsafeValueError(f"{job.run_id!r} cannot be the name of a run")
+    for plan in (job.plan, *job.tasks, *job.sizes.values()):
+        variables(plan)
+    return job
 
 
 def render(target: str, job: Job) -> Rendered:
-    """Return what a target submits for a job whose plan has passed ``check_launch``: the same job, the same text."""
-    return cast(Rendered, importlib.import_module(RENDERERS[target]).render(job))
+    """Return what a target submits for a job whose plan has passed ``check_launch``: the same job, the same text.
+
+    Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` tells of it.
+    """
+    return cast(Rendered, importlib.import_module(RENDERERS[target]).render(checked(job)))

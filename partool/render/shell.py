@@ -9,6 +9,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from partool.plan.types import Plan, Variable
+from partool.spec.patterns import VariableName, VariableValue, fits
 
 if TYPE_CHECKING:
     import jinja2
@@ -73,9 +74,18 @@ def header_value(value: object, what: str) -> str:
 
 
 def variables(plan: Plan) -> list[Variable]:
-    """Return what every rank's environment gets from the plan, sorted by name; ``launch.env`` wins."""
+    """Return what every rank's environment gets from the plan, sorted by name; ``launch.env`` wins.
+
+    Raises UnsafeValueError for a name that a shell would read as more than a name: no quoting helps there.
+    """
+    for name in (*(each.name for each in plan.environment), *plan.launch.env, *plan.launch.secrets):
+        if not fits(VariableName, name):
+            raise UnsafeValueError(f"{name!r} cannot be the name of an environment variable")
     found = {variable.name: variable for variable in plan.environment}
     for name, value in plan.launch.env.items():
         if name not in found or found[name].value != value:
             found[name] = Variable(name=name, value=value, origin="launch.env")
+    for variable in found.values():
+        if not fits(VariableValue, variable.value):
+            raise UnsafeValueError(f"{variable.name} holds a NUL, which no process can be given")
     return [found[name] for name in sorted(found)]

@@ -13,7 +13,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.run import PLAN_FILE, agent_command
 from partool.render import containers
 from partool.render.job import LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
-from partool.render.shell import UnsafeValueError, asset, header_value, quote, template, variables
+from partool.render.shell import asset, header_value, quote, template, variables
 from partool.spec.launch_units import lead_s
 
 SCRIPT = "job.sbatch"
@@ -52,13 +52,10 @@ def render(job: Job) -> Rendered:
 
 
 def findings(job: Job) -> list[Diagnostic]:
-    """Return why a job cannot be rendered; empty if it can."""
+    """Return why a job cannot be rendered; empty if it can. Raises UnsafeValueError as :func:`render` does."""
     if job.tasks and job.sizes:
         return [Diagnostic("PT587", _NO_ELASTIC_ARRAY, help="drop launch.min_nodes, or --array")]
-    try:
-        _script(job)
-    except UnsafeValueError as error:
-        return [Diagnostic("PT549", str(error), help="rename it; PARTOOL_HOME says where runs are kept")]
+    _script(job)
     return []
 
 

@@ -103,6 +103,9 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         return _unknown(path)
     if item["type"] == "missing":
         return Diagnostic("PT103", f"`{name}` is missing", path=path, help=_missing_help(path))
+    for each in items:  # of a union of one text and a list of them, what is wrong with the text
+        if each["type"] == "string_pattern_mismatch" and len(items) > 1:
+            return _pattern(path, each)
     if len(items) > 1 or item["type"] == "literal_error":
         return _choice(path, items)
     found = shown(item["input"])

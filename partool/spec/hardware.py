@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from partool.spec._base import Auto, Section
+from partool.spec.patterns import FilePath
 
 Backend = Literal["cpu", "cuda", "rocm"]
 Topology = Literal["switch", "mesh", "none"]
@@ -75,7 +76,7 @@ class HardwareSpec(Section):
     """Of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
     operator_us: _Figure | None = None
     """Host time to start one operator (kernel)."""
-    profile: str | None = None
+    profile: FilePath | None = None
     """File that ``partool calibrate`` wrote, from the spec's folder; default: this machine's own, if there is one."""
 
 

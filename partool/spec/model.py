@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from partool.spec._base import Section
+from partool.spec.patterns import FilePath
 
 AttentionKind = Literal["full", "sliding", "row", "column"]
 """full: all earlier tokens; sliding: a window of them; row and column: earlier ones of a token's row or column, where
@@ -74,7 +75,7 @@ class Weights(Section):
 
     source: Literal["init", "dummy", "checkpoint", "hf"] = "init"
     """init: drawn from the seed; dummy: constants, for dry runs; checkpoint: a partool checkpoint; hf: safetensors."""
-    path: str | None = None
+    path: FilePath | None = None
     """Folder, for ``checkpoint`` and ``hf``."""
 
 
@@ -83,9 +84,9 @@ class ModelSpec(Section):
 
     preset: str | None = None
     """Name from the catalog, such as llama3-8b."""
-    config: str | None = None
+    config: FilePath | None = None
     """Path of a Hugging Face config.json, or of the folder that holds it; partool's own decoder is built from it."""
-    hf: str | None = None
+    hf: FilePath | None = None
     """Folder of a Hugging Face model, which transformers builds and partool trains as it is."""
     layers: Layers | None = None
     hidden: PositiveInt | None = None

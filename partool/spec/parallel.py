@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from partool.spec._base import Auto, Section, shorthand
+from partool.spec.patterns import FilePath
 
 Recompute = Literal["none", "attention", "selective", "keep_attention", "full"]
 Compile = Literal["none", "block"]
@@ -47,7 +48,7 @@ class DataParallel(Section):
 class ScheduleFile(Section):
     """A schedule of the user's own."""
 
-    file: str
+    file: FilePath
     """CSV with one row per rank and one action per cell, such as ``0F3``; relative to the spec."""
 
 
@@ -153,7 +154,7 @@ class Offload(Section):
     """Gradients that travel together, in MiB of their type."""
     threads: PositiveInt | Auto = "auto"
     """Cores of a rank that update; training has the others."""
-    dir: str | None = None
+    dir: FilePath | None = None
     """Folder for what goes to disks, one on each machine; needed by nvme."""
     buffers: Annotated[int, Field(ge=3, le=64)] | Auto = "auto"
     """With nvme: buckets of the optimizer state that are in host memory at once."""

@@ -1,14 +1,16 @@
-"""Texts of a certain form in the ``launch`` section, and what to say of one that has another.
+"""Texts of a certain form in specs and plans, and what to say of one that has another.
 
-Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and what follows would run. So what
-goes there has a pattern, and plans are read with the same patterns.
+Lines of ``#SBATCH`` and of Dockerfiles cannot be quoted: a newline would end them, and what follows would run. Names
+become folders, where ``..`` would lead elsewhere. So what goes there has a pattern; plans are read with the same
+patterns, and renderers ask :func:`fits` once more.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 PATTERNS: dict[str, str] = {}
 """Pattern → which texts it allows, in words."""
@@ -101,3 +103,20 @@ TimeLimit = Annotated[
 ]
 Memory = Annotated[str, _text(r"^\d+[KMGT]?$", "a whole number with K, M, G or T; without one, MB", 32), _AS_TEXT]
 GpuType = Annotated[str, _text(r"^[A-Za-z0-9_.-]+$", "letters, digits, dots, _ and -", 64)]
+Identifier = Annotated[str, _text(r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "a name of letters, digits, _, dots and -", 255)]
+"""Of a class of transformers, or of a type of its models."""
+Sha256 = Annotated[str, _text(r"^([0-9a-f]{64})?$", "64 hexadecimal digits, or nothing")]
+
+
+def fits(kind: Any, text: str) -> bool:
+    """Return True if a text has the form of one of the types above."""
+    try:
+        _adapter(kind).validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

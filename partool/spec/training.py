@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from partool.spec._base import Section
+from partool.spec.patterns import FilePath
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
@@ -135,11 +136,11 @@ class OptimizerSpec(Section):
 class DataSpec(Section):
     """Training text or tokens."""
 
-    source: str | list[str]
+    source: FilePath | list[FilePath]
     """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
     format: Literal["auto", "text", "jsonl", "tokens", "megatron"] = "auto"
     """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto goes by the ending."""
-    tokenizer: str = "bytes"
+    tokenizer: FilePath = "bytes"
     """``bytes``, or the path of a Hugging Face tokenizer folder."""
     text_field: str = "text"
     """Key of the text in JSONL records."""
@@ -149,7 +150,7 @@ class DataSpec(Section):
     """What a token may see: all of its sequence before it, or with ``pack`` only its own document of it."""
     validation: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of documents held out for validation."""
-    cache: str | None = None
+    cache: FilePath | None = None
     """Folder for the token cache; default: the user's cache folder."""
 
 
@@ -168,7 +169,7 @@ class KernelsSpec(Section):
     """native: compiled kernels, an error where they are missing; torch: the reference; auto: native where there are."""
     fused: Annotated[list[Fused], AfterValidator(_once)] | Literal["auto"] = "auto"
     """Parts of the model that one kernel computes each, instead of several of torch's."""
-    tuned: list[str] = Field(default_factory=list)
+    tuned: list[FilePath] = Field(default_factory=list)
     """Folders or files with configurations of your own, looked up before those of partool: its tables, aiter's or
     vLLM's."""
     require: Literal["heuristic", "modelled", "device", "shape", "rows", "exact"] = "heuristic"
@@ -183,7 +184,7 @@ class CheckpointSpec(Section):
     """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""
     keep: PositiveInt = 3
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
-    dir: str | None = None
+    dir: FilePath | None = None
     """Default: the run's folder."""
     mode: Literal["async", "sync"] = "async"
     """async: training goes on while the files are written."""

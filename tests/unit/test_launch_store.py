@@ -106,3 +106,12 @@ def test_earlier_plans_are_kept(tmp_path: Path) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("name", ["../../..", "a/b", "..", "", "A", "x; touch y"])
+def test_names_that_lead_out_of_the_store_are_refused(name: str, tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "home")
+    for make in (lambda: store.create(name), lambda: store.next_submitted(name, "0" * 64)):
+        with pytest.raises(ValueError, match="cannot be the name of a run"):
+            make()
+    assert list(tmp_path.iterdir()) == []

@@ -6,97 +6,27 @@ Either the spec is refused, or what is rendered runs and nothing of the text is 
 from __future__ import annotations
 
 import itertools
-import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import pytest
+from _hostile import CANARY, HARM, Path_, fields, filled
 from _launch_case import launch_job, launch_plan
 from _slurm_stage import Stage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan, Variable
 from partool.planner.launching import check_launch
-from partool.render import render
+from partool.render import findings, render
 from partool.render.dockerfile import dockerfile
 from partool.render.shell import UnsafeValueError, quote
-from partool.render.slurm import findings
 from partool.render.slurm_lint import lint
 from partool.spec.launch import LaunchSpec
 from partool.spec.spec import Spec
-
-Path_ = tuple[str | int, ...]
-CANARY = "canary"
-"""Written, by what ought not to run, into the folder that scripts run in."""
-HARM = [
-    f"x$(touch {CANARY})",
-    f"x`touch {CANARY}`",
-    f"x; touch {CANARY} #",
-    f"x' ; touch {CANARY}; '",
-    f'x" ; touch {CANARY}; "',
-    f"x\ntouch {CANARY}\n",
-    f"x\r\n#SBATCH --wrap=touch\ntouch {CANARY}",
-    f"x && touch {CANARY} | tee {CANARY} &",
-    f"$'\\x27'; touch {CANARY}",
-    f"\\'; touch {CANARY}; \\'",
-    f"x}}; touch {CANARY}; {{",
-    f"{{{{ ''.__class__ }}}}$(touch {CANARY})",
-    f"-x$(touch {CANARY})",
-    "x\u2028\u0085touch\u00a0" + CANARY,
-    "naïve-名前-🚀",
-    "n" * 300,
-    "/" + "n" * 300,
-    "-n",
-    "",
-    "%j",
-]
-MARK = "\x00"
-"""Stands where the text goes."""
-REQUIRED = {"source": "/data", "target": "/data", "key": "k", "resource": "rdma/x", "level": "rack"}
-
-
-def fields(model: type[BaseModel], place: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """Yield every place of a section that takes text, and the section's data with MARK in that place."""
-    required = {name: REQUIRED[name] for name, field in model.model_fields.items() if field.is_required()}
-    for name, field in model.model_fields.items():
-        for inner, value in texts(field.annotation, (*place, name)):
-            yield inner, required | {name: value}
-
-
-def texts(annotation: Any, place: Path_) -> Iterator[tuple[Path_, Any]]:
-    """Yield every place within a field that takes text, and the field's data with MARK in that place."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        yield from texts(arguments[0], place)
-    elif annotation is str:
-        yield place, MARK
-    elif origin in (Union, types.UnionType):
-        for argument in arguments:
-            yield from texts(argument, place)
-    elif origin is dict:
-        for inner, value in texts(arguments[1], (*place, "VALUE")):
-            yield inner, {"name": value}
-        yield (*place, "KEY"), {MARK: {} if isinstance(arguments[1], type) else "x"}
-    elif origin in (list, tuple):
-        for inner, value in texts(arguments[0], (*place, 0)):
-            yield inner, [value]
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield from fields(annotation, place)
-
-
-def filled(data: Any, text: str) -> Any:
-    """Return data with a text in place of MARK."""
-    if isinstance(data, dict):
-        return {filled(key, text): filled(value, text) for key, value in data.items()}
-    if isinstance(data, list):
-        return [filled(value, text) for value in data]
-    return text if data == MARK else data
-
 
 FIELDS = dict(fields(LaunchSpec))
 CONTAINERS = ("none", "pyxis", "apptainer")
@@ -131,7 +61,7 @@ def played(folder: Path, plan: Plan) -> None:
         python = "python" if contained else stage.python
         launch = plan.launch.model_copy(update={"python": python}) if own_python else plan.launch
         job = launch_job(plan.model_copy(update={"launch": launch}), run_dir=stage.run_dir)
-        if target == "slurm" and findings(job):
+        if target == "slurm" and findings("slurm", job):
             continue
         rendered = render(target, job)
         stage.put(rendered)
@@ -227,16 +157,22 @@ def test_harm_in_names_folders_and_origins(text: str, tmp_path: Path) -> None:
     plan = launch_plan(2, 2, "cpu", "cpu", environment=(Variable(name="A", value=text, origin=text),))
     stage = Stage(tmp_path / "stage")
     plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"python": stage.python})})
-    # An edited plan or a strange PARTOOL_HOME: what no pattern of the spec has seen
-    for fields in ({"run_id": text}, {"run_dir": PurePosixPath(stage.run / text)}):
-        job = launch_job(plan, **{"run_dir": stage.run_dir} | fields)
-        if findings(job):
+    # A plan that was changed after it was read, or a strange PARTOOL_HOME: what no pattern has seen
+    unread = Variable.model_construct(name=text, value="1", origin="")
+    named = plan.model_copy(update={"environment": (unread,)})
+    for target in ("slurm", "torchrun", "k8s"):
+        for job in (launch_job(plan, run_id=text), launch_job(named)):
+            assert "PT549" in [finding.code for finding in findings(target, job)]
             with pytest.raises(UnsafeValueError):
-                render("slurm", job)
-            continue
+                render(target, job)
+    job = launch_job(plan, run_dir=PurePosixPath(stage.run / text))
+    if findings("slurm", job):
+        with pytest.raises(UnsafeValueError):
+            render("slurm", job)
+    else:
         stage.put(render("slurm", job))
         stage.play()
-    stage.put(render("torchrun", launch_job(plan, run_id=text, run_dir=PurePosixPath(f"/{text}"))))
+    stage.put(render("torchrun", launch_job(plan, run_dir=PurePosixPath(f"/{text}"))))
     assert stage.play("commands.sh", "0", "head")[0] == 0
     assert stage.environment()["A"] == text
     assert not list(tmp_path.rglob(CANARY))

@@ -16,9 +16,8 @@ from _slurm_stage import SRUN, Stage
 
 from partool.plan.types import Plan
 from partool.planner.launching import environment
-from partool.render import Job, render
+from partool.render import Job, findings, render
 from partool.render.shell import UnsafeValueError, quote
-from partool.render.slurm import findings
 from partool.render.slurm_lint import lint
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
@@ -142,14 +141,14 @@ def test_paths_that_slurm_cannot_be_given() -> None:
     plan = launch_plan(2, python=PYTHON)
     for folder in ('/a "b"', "/a\nb", "/a$(b)", "/a\\b"):
         job = launch_job(plan, run_dir=PurePosixPath(folder))
-        assert [finding.code for finding in findings(job)] == ["PT549"]
+        assert [finding.code for finding in findings("slurm", job)] == ["PT549"]
         with pytest.raises(UnsafeValueError):
             render("slurm", job)
     job = launch_job(plan, run_dir=PurePosixPath("/ä b/100%j"))
-    assert findings(job) == []
+    assert findings("slurm", job) == []
     assert '#SBATCH --output="/ä b/100%%j/logs/slurm-%j.out"' in render("slurm", job).text
     both = launch_job(plan, tasks=(plan,), sizes={1: launch_plan(1)})
-    assert [finding.code for finding in findings(both)] == ["PT587"]
+    assert [finding.code for finding in findings("slurm", both)] == ["PT587"]
     with pytest.raises(ValueError, match="one size"):
         render("slurm", both)
 
