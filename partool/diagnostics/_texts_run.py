@@ -54,8 +54,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "PT507",
-        "The agent did not start",
-        "The agent's log says what stopped it.",
+        "The agent, or its ranks, did not start",
+        "The agent's log says what stopped it; what the operating system refuses to ranks, it refuses at every start.",
         "partool launch --detach mine.yaml",
         "partool logs last --errors",
     ),

@@ -43,7 +43,15 @@ _ATTEMPTS = (
 )
 """Starts before a pod's; the last two, of a Job, are told apart by its pod failure policy and add up."""
 _AGENTS = ("node", "pytorch")
-_OUTPUT = re.compile(r"\[\d+\] ")
+_RANK = re.compile(r"^\[\d+\] ")
+_OWN = "partool: "
+_NOISE = re.compile(
+    r"^\W*$"  # nothing, or the marks that Python puts under a line: ^^^^, ~~~~
+    r"|^Traceback \(most recent|^\s+File \"|^\s*warnings\.warn\("
+    r"|^(\[rank\d+\]:\s?)?\[[IW]\d{4} "  # notes and warnings of torch's C++ parts (c10/util/Logging.cpp)
+    r"|\b\w*Warning: "
+)
+"""Lines of a process's last output that do not say why it ended."""
 
 Phase = Literal["suspended", "active", "done", "failed"]
 
@@ -73,10 +81,21 @@ class Ending(NamedTuple):
     def text(self) -> str:
         """In one line."""
         why = "" if self.reason in ("", "Error") else f" ({self.reason})"
-        lines = self.message.strip().splitlines() or [""]
-        # the agent's summary says it first; without one there is the end of the output, which says it last
-        said = lines[-1] if _OUTPUT.match(lines[0]) else lines[0]
+        said = telling(self.message)
         return f"exit code {self.code}{why} on node {self.node}" + (f": {said}" if said else "")
+
+
+def telling(message: str) -> str:
+    """Return the line of a termination message that says why; empty if none does.
+
+    The agent's summary begins with it. Without one there is the end of the output: the agent's last word in it or, if
+    it has none, the last line that is no noise.
+    """
+    lines = [_RANK.sub("", line) for line in message.strip().splitlines()]
+    own = [line for line in lines if line.startswith(_OWN) and not line.startswith(f"{_OWN}note")]
+    if own:
+        return own[0] if own[0] == lines[0] else own[-1]
+    return next((line.strip() for line in reversed(lines) if not _NOISE.search(line)), lines[-1] if lines else "")
 
 
 def seconds(stamp: str | None) -> float | None:

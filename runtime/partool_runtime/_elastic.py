@@ -27,6 +27,7 @@ from partool_runtime._interfaces import interface_towards, resolves_to_network
 from partool_runtime._options import Options, Place
 from partool_runtime._rank_logs import RankLogs
 from partool_runtime._supervision import Action, Supervision
+from partool_runtime.errors import lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
@@ -66,10 +67,12 @@ def run_ranks(
     """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
 
     ``supervision`` then holds the last attempt's exit codes. ``head`` is the address of node 0 where there are several
-    nodes: they do not start again by themselves, which takes all of them.
+    nodes: they do not start again by themselves, which takes all of them. Raises ConfigurationError where the
+    operating system lets no rank start.
     """
     place = options.place
-    _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
+    with lasting_refusals(options.run_dir):
+        _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
     _set_environment(plan, place, head)
     arguments = rank_command(sys.executable, options.plan, options.run_dir, resume=options.resume, module=worker)
     in_place = not place.several and plan.launch.target in ("local", "torchrun")
@@ -84,7 +87,8 @@ def run_ranks(
         local_addr=_LOOPBACK,
     )
     try:
-        _Agent(spec, logs, supervision, hooks, several=place.several).run()
+        with lasting_refusals(options.run_dir):
+            _Agent(spec, logs, supervision, hooks, several=place.several).run()
     except _AttemptEndedError:
         pass
     finally:

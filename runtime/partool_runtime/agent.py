@@ -31,7 +31,7 @@ from partool_runtime._restarts import Restarts
 from partool_runtime._secrets import read_secrets
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
-from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, ConfigurationError
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, ConfigurationError, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS
 from partool_runtime.worker import load_plan
 
@@ -62,10 +62,9 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
     with _stop_signals(signals):
         if launcher := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
             end_with_parent(int(launcher), signal.SIGTERM)
-        options.run_dir.mkdir(parents=True, exist_ok=True)
         options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
         try:
-            with _lock(options):
+            with lasting_refusals(options.run_dir), _lock(options):
                 verdict = _run(options, worker, timing or Timing(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
@@ -76,15 +75,16 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
 def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
-        plan = _prepare(options)
-        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
-        if options.place.several:
-            with _loading_torch():
-                from partool_runtime._together import Together
+        with lasting_refusals(options.run_dir):
+            plan = _prepare(options)
+            supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+            if options.place.several:
+                with _loading_torch():
+                    from partool_runtime._together import Together
 
-            return Together(options, timing, worker, supervision, keeper).run(plan)
-        assert keeper is not None
-        return _run_alone(plan, options, worker, supervision, keeper)
+                return Together(options, timing, worker, supervision, keeper).run(plan)
+            assert keeper is not None
+            return _run_alone(plan, options, worker, supervision, keeper)
     except ConfigurationError as error:
         if keeper is not None:
             keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])
@@ -197,7 +197,8 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 @contextmanager
 def _lock(options: Options) -> Iterator[None]:
-    """Hold the run's folder for this process; the kernel lets go of it however the process ends."""
+    """Make the run's folder and hold it for this process; the kernel lets go of it however the process ends."""
+    options.run_dir.mkdir(parents=True, exist_ok=True)
     run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
     give_up = time.monotonic() + (_LOCK_TIMEOUT_S if rendered else 0.0)
     with (run_dir / lock_file(options.place.node_rank)).open("a+") as file:

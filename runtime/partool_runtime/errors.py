@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
 """Stopped on request after a checkpoint: start again with ``--resume`` (EX_TEMPFAIL of sysexits.h)."""
 EXIT_CONFIGURATION = 78
 """Would fail the same way every time: never retry (EX_CONFIG of sysexits.h)."""
+
+
+_LASTING = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+    | {errno.ENOEXEC, errno.ELOOP, errno.ENAMETOOLONG}
+)
+"""Refusals of the operating system that another start would meet again; a full disk or a stale handle may pass."""
 
 
 class ConfigurationError(Exception):
@@ -37,3 +49,22 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, ConfigurationError):
         return EXIT_CONFIGURATION
     return EXIT_FAILED
+
+
+@contextmanager
+def lasting_refusals(run_dir: Path) -> Iterator[None]:
+    """Raise ConfigurationError for a refusal of the operating system that another start would meet again.
+
+    PT512 where it is about the run's folder, PT507 where it is about anything else that the ranks need to start.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LASTING:
+            raise
+        path, why = Path(str(error.filename or "")), error.strerror or type(error).__name__
+        if path in (run_dir, *run_dir.parents) or run_dir in path.parents:
+            fix = "let the user of the ranks write there (Kubernetes: launch.k8s.user), or keep runs elsewhere"
+            raise ConfigurationError("PT512", f"{path} cannot be written: {why}", fix) from error
+        what = f"{path}: {why}" if error.filename else str(error)
+        raise ConfigurationError("PT507", f"the ranks cannot be started: {what}", "mend that where they run") from error

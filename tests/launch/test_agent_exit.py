@@ -21,6 +21,9 @@ def test_done_and_failed(tmp_path: Path) -> None:
     failed = AgentRun(tmp_path / "failed", {"0": "follow", "1": "raise"}).start()
     silent = AgentRun(tmp_path / "silent", {"1": "exit:3"}).start()
     refused = AgentRun(tmp_path / "refused", {}, make_plan().model_copy(update={"runnable": False})).start()
+    unwritable = AgentRun(tmp_path / "unwritable", {}, make_plan(restarts=2))
+    (unwritable.run_dir / "logs").touch()  # a file where a folder is needed: not even root can write below it
+    unwritable.start()
 
     assert done.finish() == 0
     assert (done.status.state, done.status.exit_code, done.status.attempt, done.status.reason) == ("done", 0, 1, "")
@@ -52,7 +55,12 @@ def test_done_and_failed(tmp_path: Path) -> None:
     assert refused.finish() == 78
     assert "PT505" in refused.errors
     assert (refused.status.state, refused.status.attempt) == ("failed", 0)
-    assert all(run.survivors() == [] for run in (done, failed, silent, refused))
+    assert unwritable.finish() == 78
+    assert "Traceback" not in unwritable.errors
+    where = f"{unwritable.run_dir}/logs"
+    assert unwritable.errors.startswith(f"partool: PT512: {where} cannot be written: File exists\n  help: let the user")
+    assert (unwritable.status.state, unwritable.status.exit_code) == ("failed", 78)
+    assert all(run.survivors() == [] for run in (done, failed, silent, refused, unwritable))
 
 
 def test_restarts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from partool.launch import k8s_client
 from partool.launch.k8s import K8sTarget
 from partool.launch.k8s_client import Client
 from partool.launch.k8s_resources import CONFIG_MAPS, PODS
-from partool.launch.k8s_status import KINDS, attempt_of, node_of
+from partool.launch.k8s_status import KINDS, attempt_of, node_of, telling
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
 from partool.launch.target import LaunchError
@@ -350,12 +350,44 @@ def test_exit_codes_of_the_agents_are_the_runs(here: Case, codes: tuple[int, int
     run = here.submit(core_plan())
     for node, each in enumerate(codes):
         name = here.pod(run, node)
-        here.end_pod(name, each, f"agent {node} said\nmore", at=f"2026-11-21T10:00:0{5 - node}Z")
+        here.end_pod(name, each, f"partool: agent {node} said\nmore", at=f"2026-11-21T10:00:0{5 - node}Z")
     here.cluster.set_status("jobs", run.id, conditions=[condition("Failed", "PodFailurePolicy")])
     found = here.target.status(run)
     assert (found.state, found.exit_code) == (state, code)
     node = codes.index(code) if len(set(codes)) > 1 else 1  # the one that ended first
-    assert found.reason == f"exit code {code} on node {node}: agent {node} said (PodFailurePolicy)"
+    assert found.reason == f"exit code {code} on node {node}: partool: agent {node} said (PodFailurePolicy)"
+
+
+_TRACEBACK = """\
+Traceback (most recent call last):
+  File "/usr/lib/python3.13/runpy.py", line 198, in _run_module_as_main
+    return _run_code(code, main_globals, None,
+                     "__main__", mod_spec)
+PermissionError: [Errno 13] Permission denied: '/partool/runs'
+"""
+_MARKS = "    ~~~~~~~~~^^^^^^^^^^^^^^^\n"
+_C10D = (
+    "[rank0]:[W1122 10:00:00.123 ProcessGroupNCCL.cpp:1538] Warning: destroy_process_group() was not called\n"
+    "[W1122 10:00:01.5 socket.cpp:764] [c10d] The client socket cannot be initialized\n"
+    "/opt/torch/cuda.py:61: FutureWarning: pynvml is deprecated\n  warnings.warn(\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("partool: rank 1 failed (attempt 1): boom\n  Traceback\nlogs: /x\npartool: 3 times", "rank 1 failed"),
+        (_TRACEBACK, "PermissionError: [Errno 13] Permission denied: '/partool/runs'"),
+        (_TRACEBACK + _MARKS, "PermissionError"),
+        (f"[0] step 1\n{_TRACEBACK}{_C10D}{_MARKS}\n", "PermissionError"),
+        (f"[0] step 1\n[0] partool: note: slow\npartool: rank 0 failed: x\nlogs: /y\n{_C10D}", "rank 0 failed: x"),
+        ("[1] step 7\n[1] step 8\n", "step 8"),
+        ("^^^^^\n", "^^^^^"),
+        ("", ""),
+    ],
+)
+def test_the_line_that_says_why_is_told(message: str, said: str) -> None:
+    assert telling(message).removeprefix("partool: ").startswith(said)
 
 
 def test_out_of_memory_and_eviction_are_told(here: Case) -> None:

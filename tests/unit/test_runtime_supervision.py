@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 from partool_runtime._error_files import ErrorRecord, read_errors, write_error
 from partool_runtime._report import _first_failure
 from partool_runtime._supervision import FAILURE_GRACE_S, Action, Supervision
-from partool_runtime.errors import ConfigurationError, Preempted, exit_code
+from partool_runtime.agent import main
+from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 
 
@@ -137,6 +139,46 @@ def test_exit_code_of_errors() -> None:
     errors = [Preempted(), ConfigurationError("PT601", "x"), ValueError(), KeyboardInterrupt()]
     assert [exit_code(error) for error in errors] == [75, 78, 1, 1]
     assert str(ConfigurationError("PT601", "x", "y")) == "PT601: x\n  help: y"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (
+            PermissionError(13, "Permission denied", "/runs/a/logs"),
+            "PT512",
+            "/runs/a/logs cannot be written: Permission",
+        ),
+        (OSError(30, "Read-only file system", "/runs"), "PT512", "/runs cannot be written: Read-only file system"),
+        (
+            PermissionError(13, "Permission denied", "/opt/python"),
+            "PT507",
+            "cannot be started: /opt/python: Permission",
+        ),
+        (
+            PermissionError(1, "Operation not permitted"),
+            "PT507",
+            "cannot be started: [Errno 1] Operation not permitted",
+        ),
+        (OSError(28, "No space left on device", "/runs/a/logs"), None, "No space left"),
+    ],
+)
+def test_refusals_that_last_are_configuration_errors(error: OSError, code: str | None, message: str) -> None:
+    with (
+        pytest.raises((ConfigurationError, OSError), match=re.escape(message)) as caught,
+        lasting_refusals(Path("/runs/a")),
+    ):
+        raise error
+    assert getattr(caught.value, "code", None) == code
+
+
+def test_an_agent_without_a_folder_is_not_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    log = tmp_path / "termination"
+    words = ["plan.json", "--run-dir", str(tmp_path / "file" / "run"), "--termination-log", str(log)]
+    assert main(words) == 78
+    assert log.read_text().startswith(f"partool: PT512: {tmp_path}/file/run cannot be written: Not a directory\n")
+    assert capsys.readouterr().err == log.read_text() + "\n"
 
 
 @pytest.fixture
