@@ -23,6 +23,7 @@ _EXIT_FINDINGS = 1
 _EXIT_ENVIRONMENT = 3
 _EXIT_JOB_FAILED = 5
 _EXIT_DIFFERENT = 10
+_EXIT_STOPPED = 75
 _POLL_S = 0.5
 _PASSED_THROUGH = (0, 75, 78)
 
@@ -136,4 +137,6 @@ def _follow(run: Run, before: int) -> None:
     code = status.exit_code
     if status.state == "done":
         raise typer.Exit(0)
+    if status.state == "cancelled":  # however far it had come: whether it was sent home or ended with a checkpoint
+        raise typer.Exit(_EXIT_STOPPED)
     raise typer.Exit(code if code in _PASSED_THROUGH and code else _EXIT_JOB_FAILED)

@@ -18,8 +18,14 @@ def command(
     found = find_run_or_exit(run)
     with reaching(found):
         target = target_of(found)
+        before = target.status(found).state
         asked = target.cancel(found, now=now)
         if not asked:
             state = target.status(found).state
             fail("PT508", f"{found.id} is not running ({state})", "partool list shows the runs", 1)
-    typer.echo(f"partool: asked {found.id} to stop" + (" at once" if now else " after a checkpoint"), err=True)
+    if before == "queued":
+        said = f"took {found.id} out of the queue"
+    else:  # one that is still starting has nothing to save
+        how = " at once" if now else " after a checkpoint" if before == "running" else ""
+        said = f"asked {found.id} to stop{how}"
+    typer.echo(f"partool: {said}", err=True)

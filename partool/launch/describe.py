@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from partool.launch.store import Run
-from partool.plan.run import ERRORS, RunStatus
+from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
 from partool.plan.types import Plan
 
 _TAIL_BYTES = 1 << 16
@@ -37,7 +37,8 @@ def as_text(run: Run, status: RunStatus) -> str:
         lines.append(f"  {where}for {duration(time.time() - status.started)}, attempt {status.attempt}")
     elif status.ended is not None and status.started is not None:
         took = duration(status.ended - status.started)
-        lines.append(f"  exit code {status.exit_code} after {took}, {status.attempt} attempt(s)")
+        how = "ended" if status.exit_code is None else f"exit code {status.exit_code}"
+        lines.append(f"  {how} after {took}, {status.attempt} attempt(s)")
     if step := last_step(run):
         total = _steps(run)
         loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
@@ -82,12 +83,26 @@ def last_step(run: Run) -> dict[str, Any] | None:
 
 
 def errors_as_text(run_dir: Path) -> str:
-    """Return the error records of all ranks, in the order in which they happened; empty if there are none."""
+    """Return why a run failed, and the error records of its ranks; empty if there are none.
+
+    A rank that was killed leaves no record, so what the agent found out comes first. Of the records of an attempt,
+    those of ranks that only noticed another's end come last, the others in the order in which they happened.
+    """
+    try:
+        status = read_status(run_dir)
+        texts = [f"{status.reason}\n"] if status.state == "failed" and status.reason else []
+    except (OSError, ValueError):  # pydantic's errors are ValueErrors
+        texts = []
     records = [json.loads(file.read_text("utf-8")) for file in (run_dir / ERRORS).glob("rank-*.json")]
-    texts = []
-    for record in sorted(records, key=lambda record: record["time"]):
+
+    def place(record: dict[str, Any]) -> tuple[int, bool, float]:
+        return record["attempt"], lost_peer(record["message"]), record["time"]
+
+    for record in sorted(records, key=place):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["time"]))
-        texts.append(f"rank {record['rank']}, attempt {record['attempt']}, {when}\n{record['traceback'].rstrip()}\n")
+        head = f"rank {record['rank']}, attempt {record['attempt']}, {when}"
+        noticed = " (noticed the end of another)" if lost_peer(record["message"]) else ""
+        texts.append(f"{head}{noticed}\n{record['traceback'].rstrip()}\n")
     return "\n".join(texts)
 
 

@@ -76,6 +76,12 @@ class Ending(NamedTuple):
     message: str
     """What the agent wrote into the termination log."""
     at: float | None
+    """In whole seconds."""
+
+    @property
+    def killed(self) -> bool:
+        """True if the kubelet stopped it, as it does with pods whose gang has failed, and not for its memory."""
+        return self.code in (137, 143) and self.reason in ("", "Error")
 
     @property
     def text(self) -> str:
@@ -162,7 +168,7 @@ def endings(pods: Iterable[Document], *, earlier: bool = False) -> list[Ending]:
                 found.append(Ending(node, name, code, ended.get("reason", ""), ended.get("message", ""), at))
         if status.get("phase") == "Failed" and status.get("reason"):  # evicted, or never started
             found.append(Ending(node, name, 137, status["reason"], status.get("message", ""), None))
-    return sorted(found, key=lambda ending: (ending.at is None, ending.at or 0.0, ending.node))
+    return sorted(found, key=lambda ending: (ending.at is None, ending.at or 0.0, ending.killed, ending.node))
 
 
 def combined_code(found: Sequence[Ending]) -> int | None:

@@ -24,6 +24,8 @@ _TASK_FOLDERS = "task-*"
 _PREEMPTED = 75
 """Exit code of agents that have written a checkpoint because they were asked to stop."""
 _CONFIGURATION = 78
+_CLOCKS_S = 5.0
+"""By which the clocks of nodes and controller may differ; a job is back from the queue later than that."""
 _ENDED_BADLY: dict[str, str] = {
     "TIMEOUT": "reached the job's time limit",
     "NODE_FAIL": "a node failed",
@@ -119,7 +121,11 @@ def _waits(job: SlurmJob) -> str:
 
 def _running(file: RunStatus, job: SlurmJob) -> RunStatus:
     # The file may tell of the attempt before, or of one that has just ended and may be put back to the queue.
-    old = file.ended is not None and job.start is not None and file.ended < job.start
+    old = job.start is not None and (
+        (file.ended is not None and file.ended < job.start)
+        # one whose node died never said that it ended
+        or (file.ended is None and file.started is not None and file.started < job.start - _CLOCKS_S)
+    )
     if job.state == "SUSPENDED":
         return _with(file, "running", "suspended by Slurm")
     if job.state == "CONFIGURING":

@@ -6,6 +6,7 @@ Launcher and agent share this, so that what ``--dry-run`` prints is what runs.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -24,6 +25,13 @@ FAILURES_FILE = "failures.count"
 """How often the Slurm script has put the job back to the queue, and why."""
 LOGS = "logs"
 ERRORS = "errors"
+
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|lost another rank|remote (process|peer)|socket timeout"
+    r"|timed out (waiting|after)|communicator (was|is) aborted|NCCL (timeout|error)|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+"""In messages of torch, gloo, NCCL and RCCL."""
 
 State = Literal["queued", "starting", "running", "done", "preempted", "failed", "cancelled", "unknown"]
 """``queued`` waits for a scheduler; ``unknown`` where the place that runs it cannot be asked."""
@@ -53,6 +61,11 @@ class RunStatus(Record):
     def active(self) -> bool:
         """True while the run is expected to go on by itself."""
         return self.state in ("queued", "starting", "running", "unknown")
+
+
+def lost_peer(message: str) -> bool:
+    """Return True for the error message of a rank that noticed another's end."""
+    return _LOST_PEER.search(message) is not None
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:

@@ -8,17 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from partool.plan.run import lost_peer
 from partool.plan.types import Plan
 from partool_runtime._error_files import ErrorRecord
 
 FAILURES_FILE = "failures.jsonl"
 _TAIL_BYTES = 1 << 18
 _CHANGES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|\d+")
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|lost another rank|remote (process|peer)|socket timeout"
-    r"|timed out (waiting|after)|communicator (was|is) aborted|NCCL (timeout|error)|ncclRemoteError|ncclSystemError",
-    re.IGNORECASE,
-)
 
 
 def signature(what: str) -> str:
@@ -28,7 +24,7 @@ def signature(what: str) -> str:
 
 def is_lost_peer(error: ErrorRecord) -> bool:
     """Return True for the error of a rank that noticed another's end."""
-    return error.exit_code == 1 and _LOST_PEER.search(error.message) is not None
+    return error.exit_code == 1 and lost_peer(error.message)
 
 
 class FailureLog:

@@ -358,6 +358,16 @@ def test_exit_codes_of_the_agents_are_the_runs(here: Case, codes: tuple[int, int
     assert found.reason == f"exit code {code} on node {node}: partool: agent {node} said (PodFailurePolicy)"
 
 
+def test_of_two_ends_in_one_second_the_one_that_was_no_kill_came_first(here: Case) -> None:
+    run = here.submit(core_plan())
+    at = "2026-11-21T10:00:00Z"
+    for node, (code, reason) in enumerate([(137, "Error"), (1, "Error")]):
+        here.end_pod(here.pod(run, node), code, f"partool: node {node}", reason, at)
+    assert here.target.errors(run).splitlines()[0].startswith("node 1, ")
+    here.cluster.set_status("jobs", run.id, conditions=[condition("Failed", "PodFailurePolicy")])
+    assert (here.target.status(run).exit_code, here.target.status(run).reason[:21]) == (1, "exit code 1 on node 1")
+
+
 _TRACEBACK = """\
 Traceback (most recent call last):
   File "/usr/lib/python3.13/runpy.py", line 198, in _run_module_as_main

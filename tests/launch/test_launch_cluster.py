@@ -325,8 +325,32 @@ def test_status_list_and_cancel_ask_the_scheduler(scheduler: type[Scheduler]) ->
     assert json.loads(invoke("status", "--output", "json").stdout)["submission"]["details"] == {"job_id": "1"}
     assert "queued" in invoke("list").stdout
     assert invoke("logs", "--errors").stdout == "rank 1: oh\n"
-    assert invoke("cancel", "last").exit_code == 0
+    for state, said in {
+        "queued": "took {id} out of the queue",
+        "starting": "asked {id} to stop",
+        "running": "asked {id} to stop after a checkpoint",
+    }.items():
+        scheduler.states[run.id] = RunStatus.model_validate({"state": state, "created": 1.0})
+        answer = invoke("cancel", "last")
+        assert (answer.exit_code, answer.stderr) == (0, f"partool: {said.format(id=run.id)}\n")
     assert invoke("cancel", "last").exit_code == 1
+
+
+@pytest.mark.parametrize("code", [None, 0, 1, 75])
+def test_a_run_that_is_cancelled_while_it_is_followed(
+    scheduler: type[Scheduler], monkeypatch: pytest.MonkeyPatch, code: int | None
+) -> None:
+    """The exit code says so, whatever the run was doing, and none is made up where there was none."""
+
+    def logs(self: Scheduler, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        told = {"state": "cancelled", "reason": "cancelled", "started": 2.0, "ended": 5.0, "exit_code": code}
+        self.states[run.id] = self.states[run.id].model_copy(update=told)
+        return iter(())
+
+    monkeypatch.setattr(Scheduler, "logs", logs)
+    answer = invoke("launch", plan_file(), "--follow")
+    assert answer.exit_code == 75
+    assert ("exit code None" in answer.stderr, "  ended after 3 s" in answer.stderr) == (False, code is None)
 
 
 def test_an_unreachable_scheduler(scheduler: type[Scheduler]) -> None:
@@ -345,7 +369,7 @@ def test_an_unreachable_scheduler(scheduler: type[Scheduler]) -> None:
 
 @pytest.mark.parametrize(
     ("state", "exit_code", "expected"),
-    [("done", 0, 0), ("failed", 42, 5), ("failed", 78, 78), ("preempted", 75, 75), ("cancelled", None, 5)],
+    [("done", 0, 0), ("failed", 42, 5), ("failed", 78, 78), ("preempted", 75, 75), ("cancelled", None, 75)],
 )
 def test_follow(
     scheduler: type[Scheduler], monkeypatch: pytest.MonkeyPatch, state: Any, exit_code: Any, expected: int

@@ -87,6 +87,25 @@ def test_logs(run: Run) -> None:
     assert "no errors on record" in invoke("logs", "--errors").stdout
 
 
+def test_errors_begin_with_what_the_agent_found_out(run: Run) -> None:
+    """A rank that was killed leaves no record; those that lost it do, and are not taken for the culprit."""
+    killed = "rank 2: killed by SIGKILL (out of memory?)"
+    write_status(run.path, RunStatus(state="failed", created=1.0, attempt=2, reason=killed))
+    assert invoke("logs", "--errors").stdout.strip() == killed
+    folder = run.path / "errors"
+    folder.mkdir()
+    messages = ["Connection closed by peer [10.0.0.1]:4512", "the disk is gone", "Connection reset by peer"]
+    for rank, message in enumerate(messages):
+        record = {"rank": rank, "attempt": 2, "time": 10.0 + rank, "message": message, "traceback": f"E: {message}"}
+        (folder / f"rank-{rank}.json").write_text(json.dumps(record))
+    lines = invoke("logs", "--errors").stdout.splitlines()
+    assert lines[0] == killed
+    assert [line.partition(",")[0] for line in lines if line.startswith("rank")][1:] == ["rank 1", "rank 0", "rank 2"]
+    assert [line.endswith(" (noticed the end of another)") for line in lines if ", attempt 2, " in line] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
 def test_unknown_run() -> None:
     for name in ("status", "logs", "cancel"):
         answer = invoke(name, "nothing")

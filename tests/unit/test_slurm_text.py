@@ -223,6 +223,8 @@ ENDED = {"ended": 50.0, "started": 10.0, "attempt": 1}
         (file("queued"), job("RUNNING"), "starting", ""),
         (file("running", attempt=1), job("RUNNING"), "running", ""),
         (file("preempted", **ENDED), job("RUNNING", start=60.0), "starting", ""),
+        (file("running", started=10.0, attempt=1), job("RUNNING", start=60.0, restarts=1), "starting", ""),
+        (file("running", started=58.0, attempt=2), job("RUNNING", start=60.0, restarts=1), "running", ""),
         (file("failed", reason="rank 1", **ENDED), job("RUNNING", start=5.0), "running", "ending: failed, rank 1"),
         (file("done", **ENDED), job("COMPLETING", start=5.0), "done", ""),
         (file("running"), job("COMPLETED", exit=ExitCode(0, 0), end=70.0), "done", ""),
