@@ -82,6 +82,7 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
 def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list[str], Plan | None, str]]:
     """Return the best plan for each combination of values, or what is wrong with it; unknown keys end the command."""
     from partool.planner.queries import combinations
+    from partool.spec import without_value
 
     try:
         rows = combinations(keys)
@@ -94,7 +95,8 @@ def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list
         if any(finding.code in ("PT101", "PT107") for finding in errors):
             show(errors, lines, "text", failed=True)
             raise typer.Exit(_ERRORS)
-        found.append((row, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
+        shown = [without_value(one) for one in row]
+        found.append((shown, plan, f"{errors[0].code}: {errors[0].message}" if errors else ""))
     return found
 
 

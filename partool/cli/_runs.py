@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 from pydantic import ValidationError
 
+from partool.diagnostics.secrets import masked
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.launch.target import LaunchError, LogLine
 from partool.plan.types import Plan
@@ -25,7 +26,7 @@ def find_run_or_exit(query: str) -> Run:
 
 def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
     """Print a finding that has no place in a file and end the command."""
-    typer.echo(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
+    typer.echo(masked(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else "")), err=True)
     raise typer.Exit(exit_code)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
 from partool.diagnostics.rules import RULES
+from partool.diagnostics.secrets import masked_lines, without_secrets
 
 
 def render_json(findings: list[Diagnostic]) -> str:
@@ -19,7 +20,8 @@ def render_json(findings: list[Diagnostic]) -> str:
 
 
 def as_dict(finding: Diagnostic) -> dict[str, Any]:
-    """Return a finding as plain data."""
+    """Return a finding as plain data, without secrets."""
+    finding = without_secrets(finding)
     return {
         "code": finding.code,
         "severity": finding.severity,
@@ -43,7 +45,7 @@ def render_github(findings: list[Diagnostic]) -> str:
 
     https://docs.github.com/actions/reference/workflow-commands-for-github-actions
     """
-    return "".join(_github(finding) for finding in findings)
+    return "".join(_github(without_secrets(finding)) for finding in findings)
 
 
 def _github(finding: Diagnostic) -> str:
@@ -74,7 +76,8 @@ def render_sarif(findings: list[Diagnostic], lines: Mapping[str, list[str]], ver
         "version": version,
         "rules": [_sarif_rule(code) for code in codes],
     }
-    results = [_sarif_result(finding, codes, lines) for finding in findings]
+    hidden = {name: masked_lines(texts) for name, texts in lines.items()}
+    results = [_sarif_result(without_secrets(finding), codes, hidden) for finding in findings]
     log = {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import unicodedata
 from collections.abc import Mapping
 from typing import TextIO
 
 from partool.diagnostics.record import Diagnostic, Label, Span
+from partool.diagnostics.secrets import masked_lines, without_secrets
 
 _COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36", "frame": "34", "bold": "1"}
 _TAB = "    "
-_SECRET = "PT520"
-"""The rule against secrets in a spec: what follows on its line is not shown, here or around another finding."""
-_MASK = "***"
-_SECRET_NAME = re.compile(r"""([A-Z0-9_]*(?:TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL)[A-Z0-9_]*["']?\s*:\s*)\S.*""")
-"""A variable of the environment whose value is a secret by its name: it is not shown, whatever the finding is about."""
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -26,28 +21,14 @@ def wants_colour(stream: TextIO) -> bool:
 
 def render_text(findings: list[Diagnostic], lines: Mapping[str, list[str]], *, colour: bool = False) -> str:
     """Return the findings as text; ``lines`` gives the lines of each source file by its name."""
-    painter = _Painter(_masked(findings, lines), colour)
-    return "".join(painter.finding(finding) + "\n" for finding in findings)
+    painter = _Painter({name: masked_lines(texts) for name, texts in lines.items()}, colour)
+    return "".join(painter.finding(without_secrets(finding)) + "\n" for finding in findings)
 
 
 def summary(findings: list[Diagnostic]) -> str:
     """Return ``2 errors, 1 warning``."""
     counts = [(kind, sum(finding.severity == kind for finding in findings)) for kind in ("error", "warning")]
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts if count)
-
-
-def _masked(findings: list[Diagnostic], lines: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
-    """Return the lines without the secrets that findings complain of."""
-    places = sorted(
-        (finding.span for finding in findings if finding.code == _SECRET and finding.span is not None),
-        key=lambda span: -span.column,  # of several on one line, the first one counts
-    )
-    hidden = {name: list(texts) for name, texts in lines.items()} if places else lines
-    for span in places:
-        texts = hidden.get(span.file)
-        if texts is not None and 0 < span.line <= len(texts):
-            texts[span.line - 1] = texts[span.line - 1][: span.column - 1] + _MASK
-    return hidden
 
 
 class _Painter:
@@ -85,7 +66,6 @@ class _Painter:
         for number in (span.line - 1, span.line):
             text = lines[number - 1] if 0 < number <= len(lines) else None
             if text is not None and (number == span.line or text.strip()):
-                text = _SECRET_NAME.sub(rf"\1{_MASK}", text)
                 out.append(f"{self._paint('frame', str(number).rjust(width))} {bar} {_expand(text)}".rstrip())
         if 0 < span.line <= len(lines):
             out.append(f"{' ' * width} {bar} {self._caret(span, lines[span.line - 1], label.text, kind)}")

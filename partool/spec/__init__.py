@@ -1,6 +1,7 @@
 """The spec: what the user writes, and how it is read."""
 
+from partool.spec._overrides import without_value
 from partool.spec.loader import Loaded, load, load_text
 from partool.spec.spec import Spec
 
-__all__ = ["Loaded", "Spec", "load", "load_text"]
+__all__ = ["Loaded", "Spec", "load", "load_text", "without_value"]

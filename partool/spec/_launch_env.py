@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from dataclasses import replace
+
+from pydantic import BaseModel
 
 from partool.diagnostics.record import Diagnostic
+from partool.diagnostics.secrets import in_variable
 from partool.spec.launch import LaunchSpec
 
+_Place = tuple[str | int, ...]
 _OWNED_PREFIXES = ("PARTOOL_", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PET_")
 _OWNED = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
-_SECRET_NAME = re.compile(
-    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|(API|ACCESS|SECRET|PRIVATE|AUTH)_?KEY)$"
-)
-_NOT_SECRET = re.compile(r"(^|_)(PAD|BOS|EOS|UNK|MASK|SEP|CLS)_TOKEN$|^[^=]*DISABLE[^=]*$")
-_SECRET_VALUE = re.compile(
-    r"^(hf_|ghp_|gho_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}$|^[a-z][a-z0-9+.-]*://[^/@:]+:[^/@]+@"
-)
-_HARMLESS_VALUE = re.compile(r"^([0-9]*|true|false|yes|no|on|off|/.*)$", re.IGNORECASE)
+_ELSEWHERE = "launch.secrets gives variables whose values stay in a file or a Kubernetes Secret; take it out of here"
 _MASKS = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -35,21 +32,37 @@ def owned(launch: LaunchSpec) -> Iterator[Diagnostic]:
 
 
 def secret_values(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse what looks like a secret with its value written out; the value is not repeated."""
-    for name, value in launch.env.items():
-        if what := looks_secret(name, value):
-            message = f"{name} has {what}; written here, it would end up in plans, manifests and the run's folder"
-            yield Diagnostic("PT520", message, path=("launch", "env", name), help=_reference(launch, name))
+    """Refuse what looks like a secret with its value written out, anywhere in the section; it is not repeated."""
+    for finding in secrets_in(launch, ("launch",)):
+        if finding.path[1] == "env" and len(finding.path) > 2:
+            yield replace(finding, help=_reference(launch, str(finding.path[2])))
+        else:
+            yield finding
 
 
-def looks_secret(name: str, value: str) -> str | None:
-    """Return what about a variable looks like a secret, in words; None for an ordinary one."""
-    by_name = _SECRET_NAME.search(name.upper()) and not _NOT_SECRET.search(name.upper())
-    if by_name and not _HARMLESS_VALUE.match(value):
-        return "the name of a secret"
-    if _SECRET_VALUE.match(value):
-        return "the name of a secret" if by_name else "a value that looks like a secret"
-    return None
+def secrets_in(value: object, path: _Place) -> Iterator[Diagnostic]:
+    """Yield a finding for each text of a part of the spec, keys and lists included, that looks like a secret."""
+    for place, name, text in _texts(value, path):
+        if what := in_variable(name, text):
+            where = f"`{'.'.join(map(str, place))}`" if place[:2] != ("launch", "env") else name
+            message = f"{where} has {what}; written here, it would end up in plans, manifests and the run's folder"
+            yield Diagnostic("PT520", message, path=place, help=_ELSEWHERE)
+
+
+def _texts(value: object, path: _Place, name: str = "") -> Iterator[tuple[_Place, str, str]]:
+    """Yield place, name and text of everything written; a name counts only where the user gives it."""
+    if isinstance(value, str):
+        yield path, name, value
+    elif isinstance(value, BaseModel):
+        for field in value.model_fields_set:
+            yield from _texts(getattr(value, field), (*path, field))
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield (*path, key), "", str(key)
+            yield from _texts(inner, (*path, key), str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _texts(inner, (*path, index), name)
 
 
 def _reference(launch: LaunchSpec, name: str) -> str:

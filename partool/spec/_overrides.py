@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.diagnostics.secrets import MASK, masked, masked_lines
 from partool.spec import _pydantic, _yaml
-from partool.spec._source import Source, SpecPath
+from partool.spec._source import Source, SpecPath, is_secret
 
 _SHORTHAND: dict[SpecPath, tuple[str, ...]] = {
     ("model",): ("preset",),
@@ -32,10 +33,12 @@ def apply_overrides(document: dict[str, Any], overrides: list[str], source: Sour
 
 def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | None:
     key, equals, value_text = text.partition("=")
-    span = Span(f"--set {text}", 1, 1, 1, len(text) + 1)
     path: SpecPath = tuple(part.strip() for part in key.split("."))
+    shown = without_value(text)
+    span = Span(f"--set {shown}", 1, 1, 1, len(shown) + 1)
     if not equals or not all(path):
-        return Diagnostic("PT107", f"--set takes key=value, not {text!r}", span=span, help="such as training.steps=100")
+        message = f"--set takes key=value, not {shown!r}"
+        return Diagnostic("PT107", message, span=span, help="such as training.steps=100")
     if finding := _unknown(path, span):
         return finding
     value_source = Source(span.file, value_text)
@@ -49,6 +52,14 @@ def _apply(document: dict[str, Any], text: str, source: Source) -> Diagnostic | 
     source.values[path] = span
     source.keys[path] = span
     return None
+
+
+def without_value(text: str) -> str:
+    """Return an override as it may be shown: without its value where that is a secret, or holds one."""
+    key, equals, value = text.partition("=" if "=" in text else ":")
+    path = tuple(part.strip() for part in key.split("."))
+    hides = is_secret(path) or masked_lines(lines := value.split("\n")) != lines
+    return masked(key) + equals + (MASK if hides else value)
 
 
 def _unknown(path: SpecPath, span: Span) -> Diagnostic | None:

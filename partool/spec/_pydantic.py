@@ -10,7 +10,8 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from partool.diagnostics.record import Diagnostic
-from partool.spec._source import SpecPath
+from partool.diagnostics.secrets import MASK, masked
+from partool.spec._source import SpecPath, is_secret
 from partool.spec.patterns import PATTERNS
 from partool.spec.spec import Spec
 
@@ -71,8 +72,18 @@ def findings(error: ValidationError, document: Any) -> list[Diagnostic]:
     """Return one finding per place in the document that is wrong; members of a union are told as one."""
     by_path: dict[SpecPath, list[dict[str, Any]]] = {}
     for item in error.errors(include_url=False):
-        by_path.setdefault(_real_path(item["loc"], document, item["type"]), []).append(dict(item))
+        path = _real_path(item["loc"], document, item["type"])
+        by_path.setdefault(path, []).append({**item, "input": _showable(path, item["input"])})
     return [_finding(path, items) for path, items in by_path.items() if not _covered(path, by_path)]
+
+
+def _showable(path: SpecPath, value: Any) -> Any:
+    """Return a value as messages may repeat it: what is, or is to be, a secret is not among them."""
+    if isinstance(value, dict | list) or (isinstance(value, str) and value == path[-1]):
+        return value
+    if is_secret(path):
+        return MASK
+    return masked(value) if isinstance(value, str) else value
 
 
 def _covered(path: SpecPath, by_path: dict[SpecPath, Any]) -> bool:
@@ -249,7 +260,7 @@ def shown(value: Any) -> str:
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
-    text = repr(value)
+    text = repr(masked(value) if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from partool.diagnostics.record import Diagnostic, Span
+from partool.diagnostics.secrets import MASK, is_harmless, is_secret_name, masked
 
 SpecPath = tuple[str | int, ...]
 
 _IGNORE = re.compile(r"#\s*partool:\s*ignore\[([A-Z0-9,\s]+)\]")
 _ABOUT_KEYS = ("PT008", "PT101", "PT221", "PT222", "PT525")
+
+
+_REFERENCES = (("file",), ("secret",), ("key",))
+"""What an entry of ``launch.secrets`` holds, which says where a secret is."""
+
+
+def is_secret(path: SpecPath) -> bool:
+    """Return True for a place whose value is a secret, or is to name one."""
+    return path[:2] == ("launch", "secrets") or any(isinstance(part, str) and is_secret_name(part) for part in path)
 
 
 @dataclass(slots=True)
@@ -22,6 +33,8 @@ class Source:
     text: str = ""
     keys: dict[SpecPath, Span] = field(default_factory=dict)
     values: dict[SpecPath, Span] = field(default_factory=dict)
+    secrets: dict[str, list[Span]] = field(default_factory=dict)
+    """Values that are secrets by the name that they have, each with where it stands."""
 
     @property
     def lines(self) -> list[str]:
@@ -30,8 +43,35 @@ class Source:
 
     @property
     def texts(self) -> Mapping[str, list[str]]:
-        """Lines by file name, for the renderers; empty where nothing could be read."""
-        return {self.file: self.lines} if self.text else {}
+        """Lines by file name, for the renderers, without secrets; empty where nothing could be read."""
+        if not self.text:
+            return {}
+        lines = self.lines
+        for span in (span for spans in self.secrets.values() for span in spans if span.file == self.file):
+            lines[span.line - 1] = lines[span.line - 1][: span.column - 1] + MASK
+            for number in range(span.line, min(span.end_line - (span.end_column <= 1), len(lines))):
+                lines[number] = MASK
+        return {self.file: lines}
+
+    def note_secrets(self, value: Any, path: SpecPath = ()) -> None:
+        """Note the secrets of a document, so that neither findings nor excerpts repeat them."""
+        if isinstance(value, dict):
+            named = any(is_secret_name(name) for name in (value.get("name"), value.get("key")) if isinstance(name, str))
+            for key, inner in value.items():
+                if named and key == "value":
+                    self._note(inner, (*path, key))
+                else:
+                    self.note_secrets(inner, (*path, key))
+        elif isinstance(value, list):
+            for index, inner in enumerate(value):
+                self.note_secrets(inner, (*path, index))
+        elif is_secret(path) and not (path[:2] == ("launch", "secrets") and path[3:] in _REFERENCES):
+            self._note(value, path)
+
+    def _note(self, value: Any, path: SpecPath) -> None:
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and not is_harmless(str(value)):
+            places = self.secrets.setdefault(str(value), [])
+            places += [self.values[path]] if path in self.values else []
 
     def span(self, path: SpecPath, *, key: bool = False) -> Span:
         """Return where a value (or its key) stands; for what is not in the file, the nearest section's key.
@@ -47,10 +87,10 @@ class Source:
         return Span(self.file, 1, 1, 1, 2)
 
     def located(self, finding: Diagnostic) -> Diagnostic:
-        """Return the finding with the span of its path, unless it has one."""
-        if finding.span is not None:
-            return finding
-        return replace(finding, span=self.span(finding.path, key=finding.code in _ABOUT_KEYS))
+        """Return the finding with the span of its path, unless it has one, and without the secrets of the document."""
+        span = finding.span or self.span(finding.path, key=finding.code in _ABOUT_KEYS)
+        message, label, help = (masked(text, self.secrets) for text in (finding.message, finding.label, finding.help))
+        return replace(finding, span=span, message=message, label=label, help=help)
 
     def ignores(self, finding: Diagnostic) -> bool:
         """Return True for a warning that a comment on its line silences: ``# partool: ignore[PT214]``."""

@@ -8,8 +8,9 @@ from typing import Any
 import yaml
 
 from partool.diagnostics.record import Diagnostic, Label, Span
+from partool.diagnostics.secrets import MASK
 from partool.spec._scalars import resolve
-from partool.spec._source import Source, SpecPath
+from partool.spec._source import Source, SpecPath, is_secret
 
 MAX_DEPTH = 32
 MAX_NODES = 20_000
@@ -92,8 +93,8 @@ class _Reader:
             return self._bomb(node)
         self.source.values[path] = _span(self.source, node)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
-        self._check_tag(node, _SEQ if isinstance(node, yaml.SequenceNode) else _MAP)
+            return self._scalar(node, path)
+        self._check_tag(node, _SEQ if isinstance(node, yaml.SequenceNode) else _MAP, path)
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
@@ -121,21 +122,23 @@ class _Reader:
             result[key] = self.value(value_node, (*path, key), depth + 1)
         return result
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        self._check_tag(node, _STR)
+    def _scalar(self, node: yaml.ScalarNode, path: SpecPath) -> Any:
+        self._check_tag(node, _STR, path)
         plain = node.style is None or node.style == ""
         if not plain or node.tag != _STR:
             return node.value
         value = resolve(node.value)
         if isinstance(value, int | float) and abs(value) > (_LARGEST_INT if isinstance(value, int) else _LARGEST):
-            message = f"{node.value:.40} is no number that anything here can have"
+            shown = MASK if is_secret(path) else f"{node.value:.40}"
+            message = f"{shown} is no number that anything here can have"
             self.findings.append(Diagnostic("PT104", message, span=_span(self.source, node), help="a finite one"))
             return 1
         return value
 
-    def _check_tag(self, node: yaml.Node, expected: str) -> None:
+    def _check_tag(self, node: yaml.Node, expected: str, path: SpecPath) -> None:
         if node.tag not in (expected, "!", None):
-            message = f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')!r} is not used in a spec"
+            tag = MASK if is_secret(path) else repr(node.tag.replace("tag:yaml.org,2002:", "!!"))
+            message = f"the tag {tag} is not used in a spec"
             span = _span(self.source, node)
             self.findings.append(Diagnostic("PT006", message, span=span, help="write the plain value"))
 
@@ -168,6 +171,8 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
         problem = getattr(error, "problem", None) or "not valid YAML"
+        if "undefined alias" in problem:  # a password that begins with * is one, and would be repeated
+            problem = "found undefined alias"
         context = getattr(error, "context", None)
         message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")
         return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(problem))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
+from partool.spec._launch_env import secrets_in
 from partool.spec.duration import duration_s
 from partool.spec.grid_checks import check_grid
 from partool.spec.launch_checks import check_errors
@@ -21,6 +22,11 @@ Check = Callable[[Spec], Iterator[Diagnostic]]
 def check(spec: Spec) -> list[Diagnostic]:
     """Return every finding of every rule."""
     return [finding for rule in CHECKS for finding in rule(spec)]
+
+
+def _secrets(spec: Spec) -> Iterator[Diagnostic]:
+    for name in sorted(spec.model_fields_set - {"launch"}):  # whose own rules look at it, with the site profile in it
+        yield from secrets_in(getattr(spec, name), (name,))
 
 
 def _one_model_source(spec: Spec) -> Iterator[Diagnostic]:
@@ -176,6 +182,7 @@ def _listed(values: list[int]) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
+    _secrets,
     _one_model_source,
     _model_fields,
     _kv_heads,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec import _launch_env, _launch_k8s, _launch_slurm
-from partool.spec._launch_env import looks_secret
 from partool.spec.launch import LaunchSpec
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "check_warnings",
     "contained",
     "is_image_file",
-    "looks_secret",
     "mounted",
     "within",
 ]

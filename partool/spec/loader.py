@@ -104,6 +104,7 @@ def _load(source: Source, overrides: list[str]) -> Loaded:
         found.append(Diagnostic("PT007", message, span=source.span((), key=True), help="begin with `model:`"))
         return Loaded(None, source, found)
     found += apply_overrides(document, overrides, source)
+    source.note_secrets(document)
     spec, wrong = _validate(document)
     loaded = Loaded(None if any(f.severity == "error" for f in found) else spec, source)
     loaded.add(found + wrong)

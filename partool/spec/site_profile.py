@@ -80,6 +80,7 @@ def _given(slurm: SlurmSpec, within: SpecPath) -> bool:
 
 def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
     document, found = _yaml.parse(source)
+    source.note_secrets(document)
     if found:
         return None, [replace(finding, message=f"in the site profile: {finding.message}") for finding in found]
     if not isinstance(document, dict):
@@ -99,4 +100,4 @@ def _read(source: Source) -> tuple[SlurmSpec | None, list[Diagnostic]]:
 def _placed(finding: Diagnostic, source: Source) -> Diagnostic:
     """Return a finding about ``launch.slurm`` with its place in the profile."""
     within = finding.path[len(_SECTION) :]
-    return replace(finding, path=within, span=source.span(within, key=finding.code == "PT101"))
+    return source.located(replace(finding, path=within, span=source.span(within, key=finding.code == "PT101")))

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from partool.diagnostics.secrets import in_variable
 from partool.launch.k8s_validate.findings import Found, at
 from partool.launch.k8s_validate.forms import parse_quantity
 from partool.launch.k8s_validate.manifest import Manifest, Part, select
-from partool.spec.launch_checks import looks_secret
 
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh"}
 _NATIVE = re.compile(r"cpu|memory|ephemeral-storage|hugepages-.+")
@@ -79,7 +79,7 @@ def literal_secrets(manifest: Manifest) -> Iterator[Found]:
     """Find secrets that are written out; the value is not repeated."""
     for path_owner in _variables(manifest):
         name, value = path_owner.text("name"), path_owner.text("value")
-        if name is not None and value is not None and looks_secret(name, value):
+        if name is not None and value is not None and in_variable(name, value):
             help = "take it from a Secret: valueFrom: {secretKeyRef: {name: NAME, key: KEY}}"
             yield at(path_owner, "value", text=f"{name} looks like a secret with its value written out", help=help)
 

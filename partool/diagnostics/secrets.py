@@ -1,0 +1,249 @@
+"""Secrets: whether a name or a value looks like one, and texts without them.
+
+The rules are data, in :mod:`partool.diagnostics._secret_rules`. What is shown to people and programs passes
+:func:`masked`, excerpts of files pass :func:`masked_lines`; both rather hide too much than too little.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from partool.diagnostics._secret_rules import (
+    ABOUT,
+    ANYWHERE,
+    ENDINGS,
+    FORMS,
+    KEYS,
+    OF_TEXT,
+    PASSES,
+    WORDS,
+    Form,
+)
+from partool.diagnostics.record import Diagnostic, Label
+
+MASK = "***"
+_PATTERNS = [(form, re.compile(form.pattern)) for form in FORMS]
+_LONGEST_NAME = 1024
+"""Of longer ones the end is looked at: the last words say what is meant."""
+_LEAST_LITERAL = 4
+"""Shorter secrets are not looked for in texts: they would be found within ordinary words."""
+_LONGEST_HARMLESS = 300
+_HINT = re.compile("|".join(word.removesuffix("S") for word in (*ENDINGS, *sorted(WORDS), "KEY")), re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_HARMLESS = re.compile(
+    r"[0-9]{0,4}|NAME|KEY\}*|[0-9]*\.[0-9]+|true|false|yes|no|on|off|none|null|auto|\*+|<[^<>]*>|\$\w+|\$\{\w+\}|\$\(.*"
+    r"|~?/(?=.*[._-]|.{0,31}$).*|\.{1,2}/.*|[\w./~-]+\.(?:json|ya?ml|pem|key|crt|txt|env|toml|cfg|conf)",
+    re.IGNORECASE,
+)
+"""Values that a secret's name may have: switches, small numbers, references, paths."""
+_ASSIGNMENT = re.compile(
+    r"(?<![A-Za-z0-9_.])(?<![A-Za-z0-9]-)(?P<name>[A-Za-z_][A-Za-z0-9_.-]{0,300})(?:=(?!=)|[\"']?[ \t]{0,3}:[ \t]{1,3})"
+    r"|(?<!\S)--?(?P<option>[A-Za-z][A-Za-z0-9_-]{0,99})[ \t]{1,3}(?=[^\s-])"
+)
+_ASSIGNED = re.compile(r"\"[^\"\n]*\"?|'[^'\n]*'?|[^\s&;,\"'`{\[][^\s&;,`]*")
+_ENTRY = re.compile(r"(?<![A-Za-z0-9_./-])[\"']?(?P<name>[A-Za-z_][A-Za-z0-9_./-]{0,252})[\"']?[ \t]*(?::(?=\s|$)|=)")
+_NAMED = re.compile(r"\b(?:name|key)[\"']?[ \t]*:[ \t]*[\"']?(?P<name>[A-Za-z_][A-Za-z0-9_./-]{0,252})")
+_VALUE = re.compile(r"\bvalue[\"']?[ \t]*:")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return True for the name of a secret: ``HF_TOKEN``, ``PGPASSWORD``, ``DB_PASS``, ``example.com/api-key``."""
+    name = name[-_LONGEST_NAME:]
+    if _HINT.search(name) is None:
+        return False
+    words = [word for word in re.split(r"[^A-Z0-9]+", _CAMEL.sub("_", name).upper()) if word]
+    while len(words) > 1 and (words[-1].isdigit() or words[-1] in ("VALUE", "BASE64", "B64", "RAW")):
+        words.pop()  # TOKEN_2, PASSWORD_B64
+    if not words or any("DISABLE" in word for word in words):
+        return False
+    last, before = words[-1].rstrip("0123456789") or words[-1], words[-2] if len(words) > 1 else ""
+    if last == "TOKEN" and before in OF_TEXT:
+        return False
+    if last in WORDS:
+        return bool(before) and not (last == "PASS" and before in PASSES)
+    if last.endswith(ENDINGS):
+        return True
+    if last.endswith("KEY"):
+        return (last.removesuffix("KEY") or before) in KEYS
+    return last not in ABOUT and any(word.endswith(ANYWHERE) for word in words)
+
+
+def is_harmless(value: str) -> bool:
+    """Return True for a value that is no secret even under the name of one: a switch, a reference, a path."""
+    return _HARMLESS.fullmatch(value.strip()[:4096]) is not None
+
+
+def in_value(text: str) -> str | None:
+    """Return which secret a text holds, in words; None for an ordinary one."""
+    if (found := next(_found(text), None)) is not None:
+        return found[0].what
+    return "a value behind the name of a secret" if next(_assigned(text), None) is not None else None
+
+
+def in_variable(name: str, value: str) -> str | None:
+    """Return what about a named value looks like a secret, in words; None for an ordinary one."""
+    if is_secret_name(name) and not is_harmless(value):
+        return "the name of a secret"
+    return "a value that looks like a secret" if in_value(value) is not None else None
+
+
+def masked(text: str, literals: Iterable[str] = ()) -> str:
+    """Return a text with ``***`` in the place of every secret in it.
+
+    ``literals``: secrets that are known, which are hidden wherever they stand, also as Python or JSON writes them.
+    """
+    for literal in sorted(set(literals), key=len, reverse=True):
+        for form in {literal, repr(literal)[1:-1], *literal.splitlines()}:
+            if len(form.strip()) >= _LEAST_LITERAL:
+                text = text.replace(form, MASK)
+    places = [*((start, end) for _, start, end in _found(text)), *_assigned(text)]
+    return _without(text, places) if places else text
+
+
+def _found(text: str) -> Iterator[tuple[Form, int, int]]:
+    lowered = text.lower()
+    for form, pattern in _PATTERNS:
+        if any(word in lowered for word in form.begins):
+            group = "secret" if "secret" in pattern.groupindex else 0
+            yield from ((form, *match.span(group)) for match in pattern.finditer(text))
+
+
+def _assigned(text: str) -> Iterator[tuple[int, int]]:
+    """Yield beginning and end of values that are written behind the name of a secret."""
+    done = 0
+    for match in _ASSIGNMENT.finditer(text):
+        if match.start() < done or not is_secret_name(match["name"] or match["option"]):
+            continue
+        found = _ASSIGNED.match(text, match.end())
+        value = found[0].strip("\"'") if found else ""
+        if found and value and not is_harmless(value):
+            yield found.span()
+            done = found.end()
+
+
+def _without(text: str, places: Iterable[tuple[int, int]]) -> str:
+    parts, done = [], 0
+    for start, end in sorted(places):
+        if start >= done:
+            parts += [text[done:start], MASK]
+        done = max(done, end)
+    return "".join([*parts, text[done:]])
+
+
+def without_secrets(finding: Diagnostic) -> Diagnostic:
+    """Return a finding as it may be shown."""
+
+    def clean(label: Label) -> Label:
+        return Label(replace(label.span, file=masked(label.span.file)), masked(label.text))
+
+    return replace(
+        finding,
+        message=masked(finding.message),
+        label=masked(finding.label),
+        help=masked(finding.help),
+        path=tuple(masked(part) if isinstance(part, str) else part for part in finding.path),
+        span=finding.span and replace(finding.span, file=masked(finding.span.file)),
+        related=tuple(map(clean, finding.related)),
+    )
+
+
+def masked_lines(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a YAML file or a script without secrets, whether or not they can be parsed.
+
+    From a secret on, the rest of its line is hidden, so that columns before it stay; so are the lines that belong to
+    it: those further in, those up to the closing quote, those up to the end of brackets that are open.
+    """
+    cuts = _cuts(lines)
+    out: list[str] = []
+    hidden = _Hidden()
+    for number, line in enumerate(lines):
+        cut = hidden.cut(line, lines[number - 1] if number else "")
+        first = min((place for place in (cut, cuts.get(number)) if place is not None), default=None)
+        out.append(line if first is None or not line[first:].strip() else line[:first] + MASK)
+    return out
+
+
+def _cuts(lines: Sequence[str]) -> dict[int, int]:
+    """Return where in a line the first secret begins that is one by its form, or by what it is assigned to."""
+    text = "\n".join(lines)
+    begins = list(itertools.accumulate((len(line) + 1 for line in lines), initial=0))
+    found: dict[int, int] = {}
+    for start, end in (*((start, end) for _, start, end in _found(text)), *_assigned(text)):
+        first = bisect.bisect_right(begins, start) - 1
+        found[first] = min(start - begins[first], found.get(first, start))
+        for number in range(first + 1, bisect.bisect_right(begins, max(start, end - 1))):
+            found[number] = 0
+    return found
+
+
+class _Hidden:
+    """Which lines belong to the secret that was met last, and which to ``launch.secrets``."""
+
+    def __init__(self) -> None:
+        self._indent: int | None = None
+        self._section: int | None = None
+        self._quote = ""
+        self._depth = 0
+
+    def cut(self, line: str, before: str) -> int | None:
+        """Return where the secret part of a line begins; None where there is none."""
+        indent = len(line) - len(line.lstrip())
+        if self._holds(line, indent):
+            return indent
+        if line.strip() and self._section is not None and indent <= self._section:
+            self._section = None
+        start = self._start(line, before)
+        if start is None:
+            # A line of launch.secrets that gives no key is the rest of something.
+            return indent if self._section is not None and not _ENTRY.search(line) else None
+        rest = line[start:].strip()
+        # What belongs to the entry of a list is further in than its dash.
+        self._indent = indent + line.lstrip().startswith("- ")
+        self._quote = rest[0] if rest[:1] in ("'", '"') and rest.count(rest[0]) % 2 else ""
+        outside = max(0, _balance(line[:start]))
+        self._depth = max(0, outside + _balance(rest)) if outside or rest[:1] in ("{", "[") else 0
+        return start
+
+    def _holds(self, line: str, indent: int) -> bool:
+        if self._quote:
+            if self._quote in line:
+                self._depth += _balance(line.partition(self._quote)[2])
+                self._quote = ""
+            return True
+        if self._depth > 0:
+            self._depth += _balance(line)
+            return True
+        if self._indent is not None:
+            text = line.strip()
+            if not text or indent > self._indent or (indent == self._indent and text.startswith(("- ", "]", "}"))):
+                return True
+            self._indent = None
+        return False
+
+    def _start(self, line: str, before: str) -> int | None:
+        """Return where the value begins that stands behind the first name of a secret in a line."""
+        for entry in _ENTRY.finditer(line):
+            opens = entry["name"] == "secrets" and self._section is None
+            if opens:
+                self._section = len(line) - len(line.lstrip())
+            elif self._section is None and not is_secret_name(entry["name"]):
+                continue
+            rest = line[entry.end() :]
+            value = rest.strip()
+            if (opens and value[:1] in ("", "{")) or (not value and not is_secret_name(entry["name"])):
+                continue
+            if value and len(value) <= _LONGEST_HARMLESS and is_harmless(value.rstrip("}, ").strip("\"'")):
+                continue
+            return entry.end() + len(rest) - len(rest.lstrip())
+        named = [match["name"] for text in (before, line) for match in _NAMED.finditer(text)]
+        if any(map(is_secret_name, named)) and (value_at := _VALUE.search(line)):
+            return value_at.end() + 1
+        return None
+
+
+def _balance(line: str) -> int:
+    return sum(map(line.count, "{[")) - sum(map(line.count, "}]"))

@@ -1,0 +1,92 @@
+"""What is taken for a secret, what is not, and that finding it out takes time in proportion to the text."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from _secret_cases import NAMES, innocent, pem, token, valued
+
+from partool.diagnostics._secret_rules import FORMS, SOURCES
+from partool.diagnostics.secrets import in_value, in_variable, is_secret_name, masked, masked_lines
+from partool.spec import load_text, without_value
+
+HEAD = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\ndata: python-stdlib\n"
+
+
+def test_every_kind_is_found_and_hidden() -> None:
+    rng = random.Random(6)
+    for _ in range(500):
+        text, hidden = valued(rng)
+        assert in_value(text), text
+        assert hidden not in masked(f"`launch.image` cannot be {text!r}"), text
+        assert in_variable("ORDINARY", token(rng))
+    key, body = pem(rng)
+    assert in_value(key) == "a private key"
+    assert not any(line in "\n".join(masked_lines(["A: |", *key.split("\n")])) for line in body)
+    assert all(in_variable(name, "swordfish") for name in NAMES)
+
+
+def test_ordinary_values_pass() -> None:
+    cases = innocent()
+    assert len(cases) >= 200
+    assert [case for case in cases if in_variable(*case) or masked(case[1]) != case[1]] == []
+    env = "".join(
+        f"    {name}{n}: {value!r}\n" for n, (name, value) in enumerate(cases) if "'" not in value and not n % 3
+    )
+    found = load_text(f"{HEAD}launch:\n  env:\n{env}").diagnostics
+    assert [finding for finding in found if finding.code == "PT520"] == []
+
+
+def test_rules_name_their_sources() -> None:
+    assert {form.source for form in FORMS} == set(SOURCES)
+    assert all(address and licence for address, licence in SOURCES.values())
+    assert all(word == word.lower() for form in FORMS for word in form.begins)
+
+
+HARD = [
+    "a", "A_", "aA", "a-", "a=", "a:", "a.", "a/", "-", "=", " ", "@", "a:b@", "://", "://a:", "://a:b", "--a ",
+    "--token ", "token=", "TOKEN_", "password: ", "name: TOKEN value: ", "{", "\"", "'", "eyJ", "eyJa.", "bearer ",
+    "bearer a", "&sig=", "SG.", "12345678:", "AKIA", "sk-", "hf_", "authorization:", "accountkey=", "-----BEGIN ",
+    "-----BEGIN PRIVATE KEY-----",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", HARD)
+def test_thirty_thousand_characters_take_no_time_to_speak_of(piece: str) -> None:
+    """A guard against patterns that backtrack, which took 12 s; in proportion it is some 10 ms."""
+    text = (piece * 30_000)[:30_000]
+    before = time.process_time()
+    is_secret_name(text)
+    in_variable(text, text)
+    masked(text)
+    masked_lines([text])
+    assert time.process_time() - before < 2
+
+
+REFUSED = [
+    "launch: {env: {A: 'Bearer 0a1b2c3d4e5f6a7b8c9d'}}",
+    "launch: {env: {PGPASSWORD: swordfish}}",
+    "launch: {env: {A: 'redis://:swordfish@cache'}}",
+    "launch: {k8s: {annotations: {example.com/x: ghs_0123456789abcdefghij0123456789abcdef}}}",
+    "launch: {k8s: {annotations: {example.com/api-token: swordfish}}}",
+    "launch: {slurm: {options: {wckey: npm_0123456789abcdefghij0123456789abcdef}}}",
+    "launch: {image: 'me:swordfish@registry.example.com/train:1'}",
+    "kernels: {tuned: ['https://me:swordfish@store.example.com/x']}",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_secrets_are_refused_wherever_they_stand(text: str) -> None:
+    found = [finding for finding in load_text(f"{HEAD}{text}\n").diagnostics if finding.code == "PT520"]
+    assert len(found) == 1
+    assert "swordfish" not in str(found)
+
+
+def test_overrides_are_named_without_their_secrets() -> None:
+    assert without_value("launch.env.HF_TOKEN=swordfish") == "launch.env.HF_TOKEN=***"
+    assert without_value("launch.env={A: 1, DB_PASS: x}") == "launch.env=***"
+    assert without_value("launch.env.A=Bearer 0a1b2c3d4e5f6a7b") == "launch.env.A=***"
+    assert without_value("HF_TOKEN:swordfish") == "HF_TOKEN:***"
+    assert without_value("training.steps=100") == "training.steps=100"
