@@ -87,3 +87,7 @@ def isas() -> tuple[str, ...]:
     """Return the instruction sets that could be used here, widest first."""
     lib = library()
     return () if lib is None else tuple(lib.partool_isas().decode().split(","))
+
+
+if __name__ == "__main__":
+    print(isa(), *isas())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from partool import __version__
 from partool.catalog.profile_file import home
+from partool.process import python_command
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
@@ -62,9 +62,11 @@ def _key(content: bytes) -> str:
 
 
 def _asked(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", _MODULE, str(folder.absolute())]
+    command = python_command(_MODULE, str(folder.absolute()))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DescriptionError(f"the runtime could not look at the model: {error}") from error
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from partool.cli._runs import fail, find_run_or_exit
+from partool.process import python_command
 
 _CONFIGURATION = 78
 _ENVIRONMENT = 3
@@ -35,21 +35,10 @@ def command(
             fail(
                 "PT501", f"export needs {module}, which is not installed", "pip install 'partool[train]'", _ENVIRONMENT
             )
-    # -P: a file in the current folder must not pass for a module of the same name
-    line = [
-        sys.executable,
-        "-P",
-        "-m",
-        "partool_runtime.export",
-        str(found.path),
-        "--format",
-        format,
-        "--out",
-        str(out),
-    ]
+    line = python_command("partool_runtime.export", str(found.path), "--format", format, "--out", str(out))
     line += ["--step", str(step)] * (step is not None)
     line += ["--dtype", str(dtype)] * (dtype is not None)
     line += ["--force"] * force
-    code = subprocess.run(line, check=False).returncode
+    code = subprocess.run(line, stdin=subprocess.DEVNULL, check=False).returncode
     if code:
         raise typer.Exit(1 if code in (1, _CONFIGURATION) else _ENVIRONMENT)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from partool.layout.traced import COEFFICIENTS, WIDTHS, family
+from partool.process import python_command
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused, Precision
@@ -104,7 +104,7 @@ def refresh(
     wanted = json.dumps(
         {"model": model.model_dump(mode="json"), "precision": saved, "compile": compiles, "fused": dict(fused)}
     )
-    command = [sys.executable, "-m", "partool_runtime.trace", "-"]
+    command = python_command("partool_runtime.trace", "-")
     try:
         done = subprocess.run(command, input=wanted, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

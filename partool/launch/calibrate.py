@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from typing import Any
 
 from partool import __version__
 from partool.catalog.lookup import table
 from partool.catalog.machine import available_cores, processor, this_machine
 from partool.catalog.profile_file import Figures, MachineId, Measurement, Profile
+from partool.process import python_command
 
 INTERRUPTED = 130
 
@@ -27,13 +27,14 @@ def measure(sizes: str, ranks: int | None) -> Profile:
 
     An interrupt ends the measurement; the profile then holds what there was and is not ``complete``.
     """
-    # -P: a file in the current folder must not pass for a module of the same name
-    command = [sys.executable, "-P", "-m", "partool_runtime.calibrate", "--sizes", sizes]
+    command = python_command("partool_runtime.calibrate", "--sizes", sizes)
     command += [] if ranks is None else ["--ranks", str(ranks)]
     environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the measuring process as well
     try:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
         output, _ = process.communicate()
     finally:
         signal.signal(signal.SIGINT, before)

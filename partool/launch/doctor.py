@@ -15,6 +15,7 @@ from partool.catalog.machine import available_cores, this_machine
 from partool.launch.store import RunStore
 from partool.launch.target import Check
 from partool.plan.types import Plan
+from partool.process import python_command
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FREE_BYTES = 1 << 30
@@ -59,12 +60,10 @@ def _packages(plan: Plan | None) -> Iterator[Check]:
             yield Check(package, "skipped", f"not installed (extra {extra})")
 
 
-_ISA = "from partool_kernels import _native; print(_native.isa(), *_native.isas())"
-"""Asked of another process: nothing is loaded into this one."""
-
-
 def _kernels() -> Check:
-    asked = subprocess.run([sys.executable, "-c", _ISA], capture_output=True, text=True, check=False, timeout=60)
+    # Another process is asked: nothing is loaded into this one.
+    command = python_command("partool_kernels._native")
+    asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
     if asked.returncode != 0:
         said = asked.stderr.strip().rpartition("\n")[2]
         return Check("kernels", "failed", said, "unset PARTOOL_ISA, or name one that is here")

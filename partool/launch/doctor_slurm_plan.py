@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from partool.launch.slurm_client import call
 from partool.launch.slurm_text import parse_duration, parse_record
 from partool.launch.target import Check
 from partool.plan.types import Plan
+from partool.process import interpreter
 
 _UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "inval")
 
@@ -167,9 +167,9 @@ def _container(plan: Plan) -> Iterator[Check]:
 
 def _on_the_nodes(plan: Plan) -> Iterator[Check]:
     slurm = plan.launch.slurm
-    python = plan.launch.python or ("python in the image" if slurm.container != "none" else sys.executable)
+    python = plan.launch.python or ("python in the image" if slurm.container != "none" else interpreter())
     text = f"{python}: whether the nodes have it, with partool, cannot be seen from here"
-    yield Check("python", "skipped", text, "srun -n1 " + python + " -c 'import partool_runtime'")
+    yield Check("python", "skipped", text, "srun -n1 " + python + " -P -c 'import partool_runtime'")
     if slurm.setup and not Path(slurm.setup).exists():
         text = f"{slurm.setup} is not here; the nodes must have it"
         yield Check("setup", "warning", text, "put it on a file system that all nodes share")

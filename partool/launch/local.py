@@ -8,7 +8,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,10 +54,8 @@ class LocalTarget:
         if run is not None and step is not None:
             later = [path for at, path in complete(checkpoint_folder(run, plan)).items() if at > step]
             aside = [f"{path}  (kept aside)" for path in later]
-        agent = agent_command(sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume)
-        rank = rank_command(
-            sys.executable, run_dir / PLAN_FILE, run_dir, resume=resume, module="partool_runtime.worker"
-        )
+        agent = agent_command(None, run_dir / PLAN_FILE, run_dir, resume=resume)
+        rank = rank_command(run_dir / PLAN_FILE, run_dir, resume=resume, module="partool_runtime.worker")
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(rank_environment(plan).items())]
         last = plan.devices.per_node - 1
         of_ranks = f"RANK=0..{last} LOCAL_RANK=0..{last} WORLD_SIZE={plan.devices.per_node} PARTOOL_ATTEMPT=1.."
@@ -78,14 +75,14 @@ class LocalTarget:
 
     def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:
         """Start the agent and, unless detached, wait for it; signals go on to the agent."""
-        command = agent_command(sys.executable, run.plan_file, run.path, resume=resume)
+        command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
             return None
         environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
         with _forwarding() as forward_to:
             # In a process group of its own, so that a terminal's Ctrl-C reaches it once, from here.
-            agent = subprocess.Popen(command, env=environment, process_group=0)
+            agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
             forward_to(agent)
             code = agent.wait()
         _settle(run, code)

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from partool.plan.types import Plan
+from partool.process import python_command
 
 Event = dict[str, Any]
 FAULTED = 4
@@ -94,8 +94,7 @@ def tune(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, N
 
 
 def _process(requests: Sequence[Event] | None, tuning: Tuning) -> Generator[Event, None, None]:
-    # -P: a file in the current folder must not pass for a module of the same name
-    command = [sys.executable, "-P", "-m", "partool_runtime.tune", *tuning.arguments]
+    command = python_command("partool_runtime.tune", *tuning.arguments)
     if requests is None:
         command += ["--examples", *(word for name in tuning.kernels for word in ("--kernel", name))]
     environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from partool.plan.types import Plan, Record
+from partool.process import python_command
 
 SPEC_FILE = "spec.yaml"
 PLAN_FILE = "plan.json"
@@ -118,7 +119,7 @@ def lock_file(node_rank: int) -> str:
 
 
 def agent_command(
-    python: str,
+    python: str | None,
     plan_file: Path,
     run_dir: Path,
     *,
@@ -130,7 +131,7 @@ def agent_command(
     echo: Literal["rank0", "all", "none"] | None = None,
     termination_log: str | None = None,
 ) -> list[str]:
-    """Return the command line of the agent of one node.
+    """Return the command line of the agent of one node; without ``python``, of this process's interpreter.
 
     ``nodes``, ``node_rank`` (a number, or what a scheduler will replace by one) and ``rendezvous`` (``HOST:PORT``)
     belong together; one node needs none of them.
@@ -147,14 +148,14 @@ def agent_command(
     return _command(python, "partool_runtime.agent", plan_file, run_dir, resume) + more
 
 
-def rank_command(python: str, plan_file: Path, run_dir: Path, *, resume: bool, module: str) -> list[str]:
+def rank_command(plan_file: Path, run_dir: Path, *, resume: bool, module: str) -> list[str]:
     """Return the command line of every rank."""
-    return _command(python, module, plan_file, run_dir, resume)
+    return _command(None, module, plan_file, run_dir, resume)
 
 
-def _command(python: str, module: str, plan_file: Path, run_dir: Path, resume: bool) -> list[str]:
-    # -P: a file in the current folder must not pass for a module of the same name
-    return [python, "-P", "-m", module, str(plan_file), "--run-dir", str(run_dir)] + ["--resume"] * resume
+def _command(python: str | None, module: str, plan_file: Path, run_dir: Path, resume: bool) -> list[str]:
+    command = python_command(module, str(plan_file), "--run-dir", str(run_dir), python=python)
+    return command + ["--resume"] * resume
 
 
 def rank_environment(plan: Plan) -> dict[str, str]:

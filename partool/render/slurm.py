@@ -5,7 +5,6 @@ Written for Slurm 22.05 to 25.x; options are those of sbatch(1) and srun(1), htt
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +146,7 @@ def _step(job: Job) -> list[str]:
 def _command(job: Job) -> str:
     """Return what a node runs, as shell words: the agent, inside apptainer if that is asked for."""
     launch = job.plan.launch
-    python = launch.python or ("python" if launch.slurm.container != "none" else sys.executable)
+    python = launch.python or ("python" if launch.slurm.container != "none" else None)
     agent = agent_command(python, Path("\0plan"), Path("\0run"), resume=True, plan_hash="\0hash")
     words = [f'"${word[1:]}"' if word.startswith("\0") else quote(word) for word in agent]
     outer = containers.apptainer(job) if launch.slurm.container == "apptainer" else []

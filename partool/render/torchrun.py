@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from partool.plan.run import PLAN_FILE, agent_command
@@ -35,7 +34,7 @@ def _command(job: Job, node: int) -> str:
     """Return the agent of a node as shell words; what only the script knows stands in its variables."""
     several = job.plan.devices.nodes > 1
     agent = agent_command(
-        job.plan.launch.python or sys.executable,
+        job.plan.launch.python,
         Path("\0folder/plan.json"),
         Path(job.run_dir),
         resume=True,

@@ -74,7 +74,7 @@ def run_ranks(
     with lasting_refusals(options.run_dir):
         _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
     _set_environment(plan, place, head)
-    arguments = rank_command(sys.executable, options.plan, options.run_dir, resume=options.resume, module=worker)
+    arguments = rank_command(options.plan, options.run_dir, resume=options.resume, module=worker)
     in_place = not place.several and plan.launch.target in ("local", "torchrun")
     logs = RankLogs(options.run_dir, options.echo, _bound(plan))
     spec = WorkerSpec(

@@ -8,11 +8,10 @@ from partool.launch.store import Run
 from partool.plan.types import Plan
 
 
-def dummy_agent(python: str, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
+def dummy_agent(python: None, plan_file: Path, run_dir: Path, *, resume: bool) -> list[str]:
     """Stand in for ``agent_command``."""
-    return [python, str(Path(__file__).with_name("dummy_agent.py")), str(plan_file), "--run-dir", str(run_dir)] + [
-        "--resume"
-    ] * resume
+    agent = [sys.executable, str(Path(__file__).with_name("dummy_agent.py")), str(plan_file)]
+    return [*agent, "--run-dir", str(run_dir)] + ["--resume"] * resume
 
 
 if __name__ == "__main__":

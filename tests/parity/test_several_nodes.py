@@ -41,7 +41,7 @@ class Run:
     def start_alone(self) -> subprocess.Popen[str]:
         """Start a single rank, without an agent."""
         plan_file = self.run_dir / "plan.json"
-        return _start(rank_command(sys.executable, plan_file, self.run_dir, resume=False, module=WORKER), os.environ)
+        return _start(rank_command(plan_file, self.run_dir, resume=False, module=WORKER), os.environ)
 
     def _agent(self, node: int, port: int) -> subprocess.Popen[str]:
         command = agent_command(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from partool.process import python_command
+
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     ["diagnostics"],
@@ -24,7 +26,7 @@ LAYERS = [
     ["cli"],
 ]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
-RUNTIME_MAY_IMPORT = {"spec", "layout", "schedule", "plan"}
+RUNTIME_MAY_IMPORT = {"spec", "layout", "schedule", "plan", "process"}
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
 OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
 """Imported by ``partool.launch``, inside the functions that ask a cluster or check a manifest; by nothing else."""
@@ -118,6 +120,34 @@ def test_private_torch_names_stay_in_one_module() -> None:
             if parts[0] == "torch" and any(part.startswith("_") for part in parts[1:]):
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert found == []
+
+
+def starts(path: Path) -> list[int]:
+    """Return the lines of a file that may start a Python process: ``sys.executable``, ``-c`` and ``-m``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "executable")
+        or (isinstance(node, ast.ImportFrom) and "executable" in {alias.name for alias in node.names})
+        or (isinstance(node, ast.Constant) and node.value in ("-c", "-m"))
+    ]
+    return sorted(set(found))
+
+
+def test_one_module_starts_python() -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in starts(path)] == [
+        f"partool/process.py:{line}" for line in starts(ROOT / "partool/process.py")
+    ]
+    assert "-P" in python_command("x")
+    assert "-I" not in python_command("x")
+
+
+def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
+    for text in ("run([sys.executable, 'x.py'])", "from sys import executable", "run(['python', '-c', text])"):
+        (tmp_path / "bad.py").write_text(f"import sys\n{text}\n")
+        assert starts(tmp_path / "bad.py") == [2]
 
 
 def test_the_checker_sees_a_violation(tmp_path: Path) -> None:

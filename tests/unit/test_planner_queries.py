@@ -173,7 +173,7 @@ def test_a_fresh_trace_is_named_among_the_inputs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_trace_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    monkeypatch.setattr("partool.cost.traced.sys.executable", "false")
+    monkeypatch.setattr("sys.executable", "false")
     wanted = spec_of(Path(spec).read_text(encoding="utf-8"))
     result = make_plan(wanted, base_dir=ROOT, default_name="test", trace=True)
     assert [finding.code for finding in result.diagnostics] == ["PT303"]

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from partool.process import python_command
 from partool_runtime._lifeline import end_with_parent
 from partool_runtime.calibrate.fit import figures
 
@@ -76,8 +77,7 @@ def _default_ranks() -> int:
 
 def _start(ranks: int, sizes: str, folder: Path) -> list[subprocess.Popen[str]]:
     """Start the ranks; each has its share of the cores."""
-    # -P: a file in the current folder must not pass for a module of the same name
-    command = [sys.executable, "-P", "-m", "partool_runtime.calibrate.rank", "--sizes", sizes]
+    command = python_command("partool_runtime.calibrate.rank", "--sizes", sizes)
     command += ["--seconds", str(_SECONDS[sizes]), "--store", str(folder / "store"), "--parent", str(os.getpid())]
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(ranks)}
