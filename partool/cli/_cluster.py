@@ -17,6 +17,7 @@ from partool.launch.store import Run, RunStore
 from partool.launch.submit import alone, submit_again, submit_new, under_way
 from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsError
 from partool.launch.targets import cluster, statuses, target_of
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 
 _EXIT_FINDINGS = 1
@@ -84,9 +85,9 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
     submission = run.submission()
     details = submission.details if submission else {}
     what = f"job {details['job_id']}" if "job_id" in details else details.get("kind", "job")
-    typer.echo(f"partool: run {run.id} in {display(run.path)}, {job.plan.launch.target} {what}", err=True)
+    say(f"partool: run {run.id} in {display(run.path)}, {job.plan.launch.target} {what}", err=True)
     if not options.follow:
-        typer.echo(f"partool: partool status {run.id}, logs -f {run.id}, cancel {run.id}", err=True)
+        say(f"partool: partool status {run.id}, logs -f {run.id}, cancel {run.id}", err=True)
     return run
 
 
@@ -105,7 +106,7 @@ def _check_ended(run: Run) -> None:
 
 
 def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
-    typer.echo(ordered.rendered.text, nl=False)
+    say(ordered.rendered.text, nl=False)
     levels = target.validate(ordered.job, ordered.rendered, crds=crds)
     if not show_levels(levels):
         raise typer.Exit(_EXIT_FINDINGS)
@@ -115,10 +116,10 @@ def _dry_run(target: ClusterTarget, ordered: Order, crds: Path | None) -> None:
 
 def _diff(target: ClusterTarget, ordered: Order) -> None:
     text = target.diff(ordered.job, ordered.rendered)
-    typer.echo(text, nl=False)
+    say(text, nl=False)
     if text:
         raise typer.Exit(_EXIT_DIFFERENT)
-    typer.echo("partool: no difference", err=True)
+    say("partool: no difference", err=True)
 
 
 def _follow(run: Run, before: int) -> None:
@@ -130,10 +131,10 @@ def _follow(run: Run, before: int) -> None:
         with reaching(run), suppress(NoLogsError):
             show_lines(run, target.logs(run, LogQuery(follow=True)), None)
     except KeyboardInterrupt:
-        typer.echo(f"\npartool: {run.id} goes on; partool cancel {run.id} stops it", err=True)
+        say(f"\npartool: {run.id} goes on; partool cancel {run.id} stops it", err=True)
         raise typer.Exit(0) from None
     status = target.status(run)
-    typer.echo(as_text(run, status), err=True)
+    say(as_text(run, status), err=True)
     code = status.exit_code
     if status.state == "done":
         raise typer.Exit(0)

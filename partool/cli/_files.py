@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from partool.cli._runs import fail
+from partool.plan.terminal import open_console, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,15 +19,13 @@ if TYPE_CHECKING:
 @contextmanager
 def printing() -> Iterator[Console]:
     """Give a console to print on; what is not for a terminal gets no blanks at the ends of its lines."""
-    from rich.console import Console
-
-    console = Console()
+    console = open_console()
     if console.is_terminal:
         yield console
         return
     with console.capture() as captured:
         yield console
-    typer.echo("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), nl=False)
+    say("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()), nl=False)
 
 
 def write_or_exit(text: str, path: Path) -> None:

@@ -14,6 +14,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of, tasks_of
 from partool.launch.target import Level
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
 
@@ -92,13 +93,13 @@ def show_levels(levels: Sequence[Level], *, brief: bool = False) -> bool:
     if brief and not any(level.findings for level in levels):
         ran = ", ".join(level.name for level in levels if level.ran)
         others = ", ".join(level.name for level in levels if not level.ran)
-        typer.echo(f"partool: checked by {ran}" + (f"; not by {others}" if others else ""), err=True)
+        say(f"partool: checked by {ran}" + (f"; not by {others}" if others else ""), err=True)
         return True
     sound = True
     for level in levels:
         errors = [finding for finding in level.findings if finding.severity == "error"]
         verdict = "not run" if not level.ran else f"{len(errors)} error(s)" if errors else "passed"
-        typer.echo(f"partool: {level.name}: {verdict}" + (f" ({level.note})" if level.note else ""), err=True)
+        say(f"partool: {level.name}: {verdict}" + (f" ({level.note})" if level.note else ""), err=True)
         show(list(level.findings), {}, "text", failed=bool(errors))
         sound = sound and not errors
     return sound

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.spec.patterns import PATTERNS
 
@@ -71,9 +72,9 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
         if output == "text":
             show(findings, lines, output, failed=failed)
             verdict = "not sound" if failed or plan is None else f"the plan is sound ({plan.hash[:12]})"
-            typer.echo(f"{path}: {verdict}", err=True)
+            say(f"{path}: {verdict}", err=True)
     if output == "json":
-        typer.echo(json.dumps({"ok": code == 0, "specs": told}, indent=2))
+        say(json.dumps({"ok": code == 0, "specs": told}, indent=2))
     elif output != "text":
         show(everything, texts, output, failed=code != 0)
     return code
@@ -141,7 +142,7 @@ def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]
         load_plan_or_exit(path, overrides)
         wanted = "no number of these devices is enough" if what is None else f"no {what} fits"
         fail("PT301", f"{wanted} for a layout that is sure to fit", "partool explain PT301", 1)
-    typer.echo(f"partool: {question}: {', '.join(found)}", err=True)
+    say(f"partool: {question}: {', '.join(found)}", err=True)
     return found
 
 
@@ -207,16 +208,14 @@ def show(findings: list[Diagnostic], lines: Lines, output: Output, *, failed: bo
     if output in ("github", "sarif"):
         from partool.diagnostics.machine import render_github, render_sarif
 
-        typer.echo(
-            render_github(findings) if output == "github" else render_sarif(findings, lines, _version()), nl=False
-        )
+        say(render_github(findings) if output == "github" else render_sarif(findings, lines, _version()), nl=False)
     elif output == "json" and failed:
         from partool.diagnostics.machine import as_dict
 
-        typer.echo(json.dumps({"diagnostics": [as_dict(finding) for finding in findings]}, indent=2))
+        say(json.dumps({"diagnostics": [as_dict(finding) for finding in findings]}, indent=2))
     elif findings:
         text = render_text(findings, lines, colour=wants_colour(sys.stderr))
-        typer.echo(text + summary(findings), err=True)
+        say(text + summary(findings), err=True, painted=True)
 
 
 def name_of(path: Path) -> str:

@@ -13,6 +13,7 @@ from partool.launch.describe import display, last_step
 from partool.launch.local import LocalTarget
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 
 _EXIT_JOB_FAILED = 5
@@ -38,17 +39,17 @@ def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
     if previous is not None and options.step is not None:
         check_step(previous, plan, options.step)
     if options.dry_run:
-        typer.echo(LocalTarget().describe(plan, previous, resume=options.resume, step=options.step))
+        say(LocalTarget().describe(plan, previous, resume=options.resume, step=options.step))
         return
     current, code = _start(plan, spec_text, previous, options)
     if code == 0:
-        typer.echo(
+        say(
             f"partool: done; plan, log and checkpoints are in {display(current.path)}\n"
             f"partool: weights for other tools: partool export {current.id} --out FOLDER",
             err=True,
         )
     if code == 75:
-        typer.echo(f"partool: to go on: partool launch --resume {current.id}", err=True)
+        say(f"partool: to go on: partool launch --resume {current.id}", err=True)
     raise typer.Exit(code if code in _PASSED_THROUGH else 0 if code is None else _EXIT_JOB_FAILED)
 
 
@@ -64,7 +65,7 @@ def check_step(run: Run, plan: Plan, step: int) -> None:
 def set_aside(run: Run, plan: Plan, step: int) -> None:
     """Put the checkpoints after a step aside, and say so."""
     for path in set_aside_after(checkpoint_folder(run, plan), step):
-        typer.echo(f"partool: kept aside: {display(path)}", err=True)
+        say(f"partool: kept aside: {display(path)}", err=True)
 
 
 def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Options) -> tuple[Run, int | None]:
@@ -76,14 +77,14 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
         replaced = current.write_plan(plan, spec_text)
         if options.step is not None:
             set_aside(current, plan, options.step)
-        typer.echo(f"partool: run {current.id} in {display(current.path)}", err=True)
+        say(f"partool: run {current.id} in {display(current.path)}", err=True)
         if options.resume and previous is not None:
-            typer.echo(f"partool: {_goes_on(current, plan, replaced)}", err=True)
+            say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
         before = last_step(current)
         code = target.launch(current, plan, resume=options.resume, detach=options.detach)
         if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
             current.take_back(replaced)
-            typer.echo(f"partool: {current.id} keeps the plan it had", err=True)
+            say(f"partool: {current.id} keeps the plan it had", err=True)
         return current, code
     except LaunchError as error:
         if current is not None:

@@ -10,9 +10,9 @@ from typing import NoReturn
 import typer
 from pydantic import ValidationError
 
-from partool.diagnostics.secrets import masked
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.launch.target import LaunchError, LogLine
+from partool.plan.terminal import of_ranks, say
 from partool.plan.types import Plan
 
 
@@ -26,7 +26,7 @@ def find_run_or_exit(query: str) -> Run:
 
 def fail(code: str, message: str, help: str, exit_code: int) -> NoReturn:
     """Print a finding that has no place in a file and end the command."""
-    typer.echo(masked(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else "")), err=True)
+    say(f"error[{code}]: {message}" + (f"\n  help: {help}" if help else ""), err=True)
     raise typer.Exit(exit_code)
 
 
@@ -50,9 +50,9 @@ def show_lines(run: Run, lines: Iterable[LogLine], rank: int | None) -> bool:
     prefixed = rank is None and _several_ranks(run)
     some = False
     for line in lines:
-        stream = sys.stderr.buffer if line.is_error else sys.stdout.buffer
-        stream.write(_mark(line, prefixed=prefixed) + line.text)
-        stream.flush()
+        stream = sys.stderr if line.is_error else sys.stdout
+        stream.buffer.write(_mark(line, prefixed=prefixed) + of_ranks(line.text, stream))
+        stream.buffer.flush()
         some = True
     return some
 

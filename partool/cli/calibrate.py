@@ -10,6 +10,7 @@ import typer
 
 from partool.catalog.profile_file import PROFILE_FILE, Profile, ProfileError, home, load_profile, save_profile
 from partool.cli._runs import fail
+from partool.plan.terminal import say
 
 SIZES = {True: "quick", False: "full"}
 """What is measured with and without ``--quick``, as the runtime calls it."""
@@ -48,12 +49,12 @@ def command(
     except OSError as error:
         fail("PT002", f"{path} cannot be written: {error.strerror}", "choose another --out", _ENVIRONMENT)
     if output == "json":
-        typer.echo(json.dumps(profile.model_dump(mode="json"), indent=1))
+        say(json.dumps(profile.model_dump(mode="json"), indent=1))
     else:
         from partool.report.calibration import calibration_text
 
-        typer.echo(calibration_text(profile))
-    typer.echo(f"partool: wrote {path}", err=True)
+        say(calibration_text(profile))
+    say(f"partool: wrote {path}", err=True)
 
 
 def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
@@ -70,7 +71,7 @@ def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
         fail("PT284", str(error), "its messages stand above; partool calibrate --ranks 1 needs the least", _ENVIRONMENT)
     if profile.complete or (keep_partial and profile.measurements):
         return profile
-    typer.echo("partool: interrupted, nothing written; --keep-partial keeps what has been measured", err=True)
+    say("partool: interrupted, nothing written; --keep-partial keeps what has been measured", err=True)
     raise typer.Exit(INTERRUPTED)
 
 
@@ -97,5 +98,5 @@ def _fitted(runs: Path | None, path: Path) -> Profile:
         help = "partool launch, with this calibration in place, and then again"
         fail("PT285", f"none of the {len(rows)} rows of {file} counts" + (f": {left}" if left else ""), help, 1)
     if left:
-        typer.echo(f"partool: left out: {left}", err=True)
+        say(f"partool: left out: {left}", err=True)
     return profile.model_copy(update={"scalars": fit.scalars})

@@ -8,6 +8,7 @@ import typer
 
 from partool.cli._runs import fail, find_run_or_exit, reaching
 from partool.launch.targets import target_of
+from partool.plan.terminal import say
 
 
 def command(
@@ -28,4 +29,4 @@ def command(
     else:  # one that is still starting has nothing to save
         how = " at once" if now else " after a checkpoint" if before == "running" else ""
         said = f"asked {found.id} to stop{how}"
-    typer.echo(f"partool: {said}", err=True)
+    say(f"partool: {said}", err=True)

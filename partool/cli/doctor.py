@@ -10,6 +10,7 @@ import typer
 
 from partool.cli._runs import fail
 from partool.launch.target import Check, LaunchError
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 
 _ENVIRONMENT = 3
@@ -40,12 +41,12 @@ def command(
         import dataclasses
         import json
 
-        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+        say(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
         for check in checks:
-            typer.echo(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
+            say(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
             if check.help and check.verdict in ("warning", "failed"):
-                typer.echo(f"        help: {check.help}")
+                say(f"        help: {check.help}")
     if any(check.verdict == "failed" for check in checks):
         raise typer.Exit(_ENVIRONMENT)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from partool.diagnostics.rules import RULES, Rule, nearest
+from partool.plan.terminal import say
 
 
 def command(
@@ -16,16 +17,16 @@ def command(
     """Explain a rule, with an example that breaks it and one that does not."""
     if code is None:
         for rule in RULES.values():
-            typer.echo(f"{rule.code}  {rule.title}")
+            say(f"{rule.code}  {rule.title}")
         return
     wanted = code.strip().upper()
     found = RULES.get(wanted) or RULES.get(f"PT{wanted}")
     if found is None:
         near = nearest(code)
         hint = f"did you mean {' or '.join(near)}?" if near else "partool explain lists them all"
-        typer.echo(f"error: there is no rule {code!r}\n  help: {hint}", err=True)
+        say(f"error: there is no rule {code!r}\n  help: {hint}", err=True)
         raise typer.Exit(2)
-    typer.echo(_page(found))
+    say(_page(found))
 
 
 def _page(rule: Rule) -> str:

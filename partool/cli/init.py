@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from partool.cli._runs import fail
+from partool.plan.terminal import say
 
 
 def command(
@@ -36,7 +37,7 @@ def command(
         fail("PT002", f"{path} is there already", "choose another name, or replace it with --force", 2)
     except OSError as error:
         fail("PT002", f"{path} cannot be written: {error.strerror}", "", 3)
-    typer.echo(f"wrote {path}; next: partool plan {path}", err=True)
+    say(f"wrote {path}; next: partool plan {path}", err=True)
 
 
 def _starter(preset: str | None) -> str:

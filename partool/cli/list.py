@@ -11,6 +11,7 @@ import typer
 from partool.launch.describe import as_json, duration
 from partool.launch.store import RunStore
 from partool.launch.targets import statuses
+from partool.plan.terminal import say
 
 
 def command(
@@ -20,11 +21,11 @@ def command(
     runs = RunStore().runs()
     found = statuses(runs)
     if output == "json":
-        typer.echo(json.dumps([as_json(run, found[run.id]) for run in runs], indent=2))
+        say(json.dumps([as_json(run, found[run.id]) for run in runs], indent=2))
         return
     width = max((len(run.id) for run in runs), default=0)
     for run in runs:
         status = found[run.id]
         age = duration(time.time() - status.created) + " ago" if status.created else ""
         reason = "" if status.reason == status.state else status.reason
-        typer.echo(f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {reason}".rstrip())
+        say(f"{run.id:<{width}}  {status.state:<9}  {age:<14}  {reason}".rstrip())

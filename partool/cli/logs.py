@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from partool.cli._runs import fail, find_run_or_exit, reaching, show_lines
 from partool.launch.target import LogQuery, NoLogsError
 from partool.launch.targets import target_of
+from partool.plan.terminal import say
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
     with reaching(found):
         target = target_of(found)
         if errors:
-            typer.echo(target.errors(found) or f"no errors on record in {found.id}")
+            say(target.errors(found) or f"no errors on record in {found.id}")
             return
         with suppress(KeyboardInterrupt, BrokenPipeError):
             try:
@@ -36,4 +36,4 @@ def command(
                 fail("PT502", str(error), "", 1)
             if empty:
                 whose = "the log is" if rank is None else f"rank {rank}'s log is"
-                print(f"partool: {whose} empty; what happened is in {found.path / 'events'}", file=sys.stderr)
+                say(f"partool: {whose} empty; what happened is in {found.path / 'events'}", err=True)

@@ -64,7 +64,7 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
         if debug:
             raise
         text = str(error) or type(error).__name__
-        print(f"error: {text}\n  help: partool --debug {name} ... shows where this comes from", file=sys.stderr)
+        _say(f"error: {text}\n  help: partool --debug {name} ... shows where this comes from\n", err=True)
         sys.exit(1)
 
 
@@ -86,14 +86,15 @@ def _unknown(name: str) -> None:
     near = difflib.get_close_matches(name, COMMANDS, n=1)
     kind = "option" if name.startswith("-") else "command"
     hint = f"did you mean `{near[0]}`?" if near else "partool --help lists the commands"
-    print(f"error: there is no {kind} {name!r}\n  help: {hint}", file=sys.stderr)
+    _say(f"error: there is no {kind} {name!r}\n  help: {hint}\n", err=True)
     sys.exit(_USAGE)
 
 
-def _say(text: str) -> None:
+def _say(text: str, *, err: bool = False) -> None:
+    from partool.plan.terminal import say
+
     try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        say(text, err=err, nl=False)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -21,6 +21,7 @@ from partool.cli._load import (
     read_plan_or_exit,
     varied,
 )
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def command(
     changed = "" if out else "".join(f" --set {shlex.quote(change)}" for change in changes)
     source = f"{out or spec}{changed}"
     if output == "json":
-        typer.echo(_as_json(plan, show, source), nl=False)
+        say(_as_json(plan, show, source), nl=False)
     elif output == "text":
         _print(plan, source=source, show=show, breakdown=breakdown)
 
@@ -199,21 +200,21 @@ def _against(old: Plan, new: Plan, output: Output) -> None:
     found = tables.comparison(old, new)
     moved = ", ".join(found["moved"])
     if output == "json":
-        typer.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     elif not found["same"]:
-        typer.echo("\n".join(found["differences"]))
-        typer.echo(f"inputs that moved: {moved or 'none'}")
+        say("\n".join(found["differences"]))
+        say(f"inputs that moved: {moved or 'none'}")
     if not found["same"]:
         raise typer.Exit(_DIFFERENT)
     if output != "json":
-        typer.echo("the plans are the same" + (f", though inputs moved: {moved}" if moved else ""), err=True)
+        say("the plans are the same" + (f", though inputs moved: {moved}" if moved else ""), err=True)
 
 
 def _diff(old: Plan, new: Plan, output: Output) -> None:
     from partool.report import tables
 
     if output == "json":
-        typer.echo(json.dumps(tables.comparison(old, new), indent=2))
+        say(json.dumps(tables.comparison(old, new), indent=2))
     else:
         with printing() as console:
             tables.render_comparison(old, new, console)
@@ -228,7 +229,7 @@ def _print_varied(
     from partool.report import tables
 
     if output == "json":
-        typer.echo(json.dumps([*tables.varied_rows(rows), *of_methods.longest_rows(longest)], indent=2))
+        say(json.dumps([*tables.varied_rows(rows), *of_methods.longest_rows(longest)], indent=2))
         return
     with printing() as console:
         tables.render_varied(rows, console)

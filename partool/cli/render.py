@@ -9,6 +9,7 @@ import typer
 
 from partool.cli._job import order, plan_for
 from partool.cli._runs import fail
+from partool.plan.terminal import say
 
 
 def command(
@@ -55,15 +56,15 @@ def command(
         ordered = order(spec, plan, overrides or [], array or [], at_once=at_once)
         files, main, run_dir = ordered.rendered.files, ordered.rendered.main, ordered.job.run_dir
     if out is None:
-        typer.echo(files[main], nl=False)
+        say(files[main], nl=False)
         return
     _write(out, files)
-    typer.echo(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
+    say(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
     if plan.launch.target == "slurm":
         by_hand = f"mkdir -p {run_dir}/logs && cp -r {out}/. {run_dir} && sbatch {run_dir}/{main}"
-        typer.echo(f"partool: by hand: {by_hand}", err=True)
+        say(f"partool: by hand: {by_hand}", err=True)
     elif plan.launch.target == "k8s":
-        typer.echo(f"partool: by hand: kubectl apply -f {out / main}", err=True)
+        say(f"partool: by hand: kubectl apply -f {out / main}", err=True)
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:
@@ -96,4 +97,4 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
         text = dockerfile(devices.backend, "arm64" if is_superchip(devices.accelerator) else "amd64", base_image)
     except ValueError as error:
         fail("PT523", str(error), "--base-image REGISTRY/NAME:TAG", 1)
-    typer.echo(text, nl=False)
+    say(text, nl=False)

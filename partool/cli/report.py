@@ -12,6 +12,7 @@ from partool.cli._files import printing, write_or_exit
 from partool.cli._load import read_plan_or_exit
 from partool.cli._runs import fail, find_run_or_exit
 from partool.plan.run import STATUS_FILE
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def command(
             "pipeline": shown,
             "note": note or None,
         }
-        typer.echo(json.dumps(data, indent=2))
+        say(json.dumps(data, indent=2))
         return
     from partool.report.run import render_run
 

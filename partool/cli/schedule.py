@@ -11,6 +11,7 @@ import typer
 
 from partool.cli._files import printing, write_or_exit
 from partool.cli._runs import fail
+from partool.plan.terminal import say
 from partool.schedule import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def command(
         return
     schedule = _schedule(name, sizes)
     if check:
-        typer.echo(f"{name}: the schedule is sound", err=True)
+        say(f"{name}: the schedule is sound", err=True)
         return
     from partool.report.schedule import in_units
 
@@ -104,7 +105,7 @@ def _schedule(name: str, sizes: _Sizes) -> Schedule:
 
     near = difflib.get_close_matches(name, SCHEDULES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SCHEDULES)}; or a file"
-    typer.echo(f"error: there is no schedule {name!r}\n  help: {hint}", err=True)
+    say(f"error: there is no schedule {name!r}\n  help: {hint}", err=True)
     raise typer.Exit(_USAGE)
 
 
@@ -168,9 +169,9 @@ def _from_file(path: Path) -> Schedule:
         place = f"{path}, row {rows[problem.rank]}" if problem.rank >= 0 else str(path)
         column = columns[problem.rank][problem.at] if problem.at >= 0 else 0
         place += f", cell {column}" if column else ""
-        typer.echo(f"error[PT433]: {place}: {problem.message}", err=True)
+        say(f"error[PT433]: {place}: {problem.message}", err=True)
     if found:
-        typer.echo(f"{path}: not sound; partool explain PT433", err=True)
+        say(f"{path}: not sound; partool explain PT433", err=True)
         raise typer.Exit(_ERRORS)
     return schedule
 
@@ -179,7 +180,7 @@ def _list(output: str) -> None:
     from partool.report.schedule import KNOWN, render_known
 
     if output == "json":
-        typer.echo(json.dumps({name: vars(known) for name, known in KNOWN.items()}, indent=2))
+        say(json.dumps({name: vars(known) for name, known in KNOWN.items()}, indent=2))
     else:
         with printing() as console:
             render_known(console)
@@ -190,9 +191,9 @@ def _diff(old: Schedule, new: Schedule, output: str) -> None:
 
     lines = diff(new, old)
     if output == "json":
-        typer.echo(json.dumps({"same": not lines, "differences": lines}, indent=2))
+        say(json.dumps({"same": not lines, "differences": lines}, indent=2))
     else:
-        typer.echo("\n".join(lines) if lines else "the schedules are the same", err=not lines)
+        say("\n".join(lines) if lines else "the schedules are the same", err=not lines)
     if lines:
         raise typer.Exit(_DIFFERENT)
 
@@ -213,12 +214,12 @@ def _show(schedule: Schedule, drawing: Drawing, output: str) -> None:
     if output == "csv":
         from partool.schedule import to_text
 
-        typer.echo(to_text(schedule), nl=False)
+        say(to_text(schedule), nl=False)
         return
     from partool.report.schedule import render_schedule, schedule_data
 
     if output == "json":
-        typer.echo(json.dumps(schedule_data(schedule, drawing)))
+        say(json.dumps(schedule_data(schedule, drawing)))
         return
     with printing() as console:
         render_schedule(schedule, drawing, console)

@@ -10,6 +10,7 @@ import typer
 from partool.cli._runs import find_run_or_exit, reaching
 from partool.launch.describe import as_json, as_text
 from partool.launch.targets import target_of
+from partool.plan.terminal import say
 
 
 def command(
@@ -20,4 +21,4 @@ def command(
     found = find_run_or_exit(run)
     with reaching(found):
         status = target_of(found).status(found)
-        typer.echo(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))
+        say(json.dumps(as_json(found, status), indent=2) if output == "json" else as_text(found, status))

@@ -9,6 +9,7 @@ import typer
 
 from partool.cli._runs import find_run_or_exit
 from partool.launch.local import LocalTarget
+from partool.plan.terminal import open_console
 from partool.report.top import RunView
 
 
@@ -18,11 +19,10 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
     """Watch a run through its event logs, from any terminal."""
-    from rich.console import Console
     from rich.live import Live
 
     found = find_run_or_exit(run)
-    target, console, view = LocalTarget(), Console(), RunView(found.path, found.name)
+    target, console, view = LocalTarget(), open_console(), RunView(found.path, found.name)
     view.read()
     status = target.status(found)
     if once or not console.is_terminal or not status.active:

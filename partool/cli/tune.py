@@ -16,6 +16,7 @@ import typer
 
 from partool.cli._load import load_plan_or_exit
 from partool.cli._runs import fail
+from partool.plan.terminal import open_console, say
 from partool.spec.duration import duration_s
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def command(
         if not requests:
             asked = sorted({line["kernel"] for line in requests_of(plan, replace(tuning, kernels=()))})
             of = f"this plan asks for {', '.join(asked)}" if asked else "all is measured, or computed by libraries"
-            typer.echo(f"partool: nothing to measure: {of}; partool plan --show kernels tells more", err=True)
+            say(f"partool: nothing to measure: {of}; partool plan --show kernels tells more", err=True)
             return
     _follow(requests, tuning, output)
 
@@ -89,7 +90,7 @@ def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
                 written += event["event"] == "result"
                 bar.take(event)
                 if output == "json":
-                    typer.echo(json.dumps(event))
+                    say(json.dumps(event))
                 elif text := told(event):
                     bar.say(text)
     except TuneError as error:
@@ -99,15 +100,15 @@ def _follow(requests: list[Event] | None, tuning: Any, output: str) -> None:
         fail("PT496", f"tuning ended: {error}", "started again it goes on where it ended", error.exit_code)
     except (KeyboardInterrupt, _TerminatedError) as stopped:
         kept = "" if tuning.dry_run else f"; {_entries(written, tuning.out)}, started again it goes on"
-        typer.echo(f"partool: interrupted{kept}", err=True)
+        say(f"partool: interrupted{kept}", err=True)
         code = _INTERRUPTED if isinstance(stopped, KeyboardInterrupt) else _TERMINATED
         raise typer.Exit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)
     if not tuning.dry_run:
-        typer.echo(f"partool: {_entries(written, tuning.out)}", err=True)
+        say(f"partool: {_entries(written, tuning.out)}", err=True)
         if written:
-            typer.echo(f"  help: kernels: {{tuned: [{tuning.out}]}} in a spec uses them", err=True)
+            say(f"  help: kernels: {{tuned: [{tuning.out}]}} in a spec uses them", err=True)
 
 
 def _entries(written: int, out: Path) -> str:
@@ -172,15 +173,14 @@ class _Bar:
             self._progress.advance(self._all)
 
     def say(self, text: str) -> None:
-        typer.echo(text)
+        say(text)
 
 
 @contextmanager
 def _bar(requests: int) -> Iterator[_Bar]:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Lines go round the bar where both are on the terminal, and stay on standard output where that is a file.
     shown, both = console.is_terminal, sys.stdout.isatty()

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from partool.diagnostics.record import Diagnostic, Label, Span
 from partool.diagnostics.secrets import masked_lines, without_secrets
+from partool.diagnostics.visible import CONTROL, visible
 
 _COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36", "frame": "34", "bold": "1"}
 _TAB = "    "
@@ -38,14 +39,14 @@ class _Painter:
 
     def finding(self, finding: Diagnostic) -> str:
         head = self._paint(finding.severity, f"{finding.severity}[{finding.code}]")
-        out = [f"{head}{self._paint('bold', ': ' + finding.message)}"]
+        out = [f"{head}{self._paint('bold', ': ' + visible(finding.message))}"]
         width = len(str(max([span.line for span in self._spans(finding)], default=0)))
         if finding.span is not None:
             out += self._excerpt(Label(finding.span, finding.label), finding.severity, width, first=True)
         for label in finding.related:
             out += self._excerpt(label, "note", width, first=False)
         if finding.help:
-            out.append(f"{' ' * width} {self._paint('frame', '=')} help: {finding.help}")
+            out.append(f"{' ' * width} {self._paint('frame', '=')} help: {visible(finding.help)}")
         out.append(f"{' ' * width} {self._paint('frame', '=')} see: partool explain {finding.code}")
         return "\n".join(out) + "\n"
 
@@ -54,12 +55,11 @@ class _Painter:
 
     def _excerpt(self, label: Label, kind: str, width: int, *, first: bool) -> list[str]:
         span = label.span
-        place = f"{span.file}:{span.line}:{span.column}"
+        file = visible(span.file)
+        place = f"{file}:{span.line}:{span.column}"
         lines = self._lines.get(span.file)
         if lines is None:  # an override, or a file that could not be read
-            return [
-                f"{' ' * width} {self._paint('frame', '┌─')} {span.file if span.file.startswith('--set') else place}"
-            ]
+            return [f"{' ' * width} {self._paint('frame', '┌─')} {file if file.startswith('--set') else place}"]
         out = [f"{' ' * width} {self._paint('frame', '┌─' if first else '├─')} {place}"]
         bar = self._paint("frame", "│")
         out.append(f"{' ' * width} {bar}")
@@ -75,15 +75,14 @@ class _Painter:
         end = span.end_column if span.end_line == span.line else len(line) + 1
         indent = _width(line[: span.column - 1])
         length = max(_width(line[span.column - 1 : end - 1]), 1)  # of a masked line, what is left
-        return " " * indent + self._paint(kind, "^" * length + (f" {text}" if text else ""))
+        return " " * indent + self._paint(kind, "^" * length + (f" {visible(text)}" if text else ""))
 
     def _paint(self, kind: str, text: str) -> str:
         return f"\x1b[{_COLOURS[kind]}m{text}\x1b[0m" if self._colour else text
 
 
 def _expand(text: str) -> str:
-    # Control characters would move the cursor or colour the terminal: they are shown, not sent.
-    return "".join(_TAB if c == "\t" else c if c.isprintable() else "�" for c in text)
+    return visible(text).replace("\t", _TAB).replace("\n", CONTROL)
 
 
 def _width(text: str) -> int:

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from partool.plan.run import LOGS, rank_command, rank_environment
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime import _numa
 from partool_runtime._interfaces import interface_towards, resolves_to_network
@@ -115,7 +115,7 @@ def _bound(plan: Plan) -> _numa.Bindings | None:
         return None
     found = _numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
     if found.note:
-        print(f"partool: note: {found.note}", file=sys.stderr, flush=True)
+        say(f"partool: note: {found.note}", err=True)
     return found
 
 

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
 from partool.plan.run import LOGS, rank_log
+from partool.plan.terminal import of_ranks
 from partool_runtime._numa import Bindings
 from partool_runtime._options import Echo
 
@@ -100,19 +101,21 @@ class RankLogs(LogsSpecs):
 
     def _show(self, followed: _Followed, chunk: bytes) -> None:
         if not followed.prefix:
-            _write(followed.target, chunk)
+            _write(followed.target, of_ranks(chunk, followed.target))
             return
         *lines, followed.begun = (followed.begun + chunk).split(b"\n")
         if len(followed.begun) > _LONGEST_LINE_BYTES:
             lines, followed.begun = [*lines, followed.begun], b""
-        _write(followed.target, b"".join(followed.prefix + line + b"\n" for line in lines))
+        text = b"".join(followed.prefix + line + b"\n" for line in lines)
+        _write(followed.target, of_ranks(text, followed.target))
 
     def _end_all(self) -> None:
         """Show all that is left, and lines without an end."""
         self.pump()
         for followed in self._followed:
             if followed.begun:
-                _write(followed.target, followed.prefix + followed.begun + b"\n")
+                rest = followed.prefix + followed.begun + b"\n"
+                _write(followed.target, of_ranks(rest, followed.target))
                 _flush(followed.target)
             followed.source.close()
         self._followed = []

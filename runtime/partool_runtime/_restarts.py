@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 
 from partool.plan.run import agent_log
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime._failures import FailureLog
 from partool_runtime._status import StatusKeeper
@@ -35,7 +35,7 @@ class Restarts:
     def _say(self, attempt: int, what: str) -> None:
         """Write a line on standard error, and where the logs of the attempt that follows are."""
         with contextlib.suppress(OSError):  # the terminal may have been closed
-            print(f"partool: {what}", file=sys.stderr, flush=True)
+            say(f"partool: {what}", err=True)
         file = agent_log(self._run_dir, attempt)
         with contextlib.suppress(OSError):  # no reason not to go on
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from dataclasses import dataclass, replace
 
 from partool.plan.run import LOCK_FILE
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime._elastic import Hooks, run_ranks
 from partool_runtime._failures import FailureLog, signature
@@ -149,4 +149,4 @@ def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
 
 
 def _say(message: str) -> None:
-    print(f"partool: {message}", file=sys.stderr, flush=True)
+    say(f"partool: {message}", err=True)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from types import FrameType
 
 from partool.plan.run import lock_file
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime import _report
 from partool_runtime._failures import FailureLog, signature
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
     except ConfigurationError as error:
-        print(f"partool: {error}", file=sys.stderr)
+        say(f"partool: {error}", err=True)
         return EXIT_CONFIGURATION
     return run_agent(options)
 
@@ -169,7 +170,7 @@ def _tell(verdict: Verdict, options: Options) -> None:
     text = verdict.text if here else verdict.text.partition("\n")[0]
     with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
         if text:
-            print(text, file=sys.stderr, flush=True)
+            say(text, err=True)
     if options.termination_log is not None and verdict.code != EXIT_DONE:
         with contextlib.suppress(OSError):
             summary = _report.shortened(verdict.text or verdict.reason, _TERMINATION_BYTES)
@@ -212,7 +213,7 @@ def _lock(options: Options) -> Iterator[None]:
                     raise ConfigurationError("PT504", message, "partool status shows it") from None
                 time.sleep(0.2)
             except OSError as error:  # a cluster's file system mounted without locks: schedulers start a run once
-                print(f"partool: {run_dir} cannot be locked: {error.strerror}", file=sys.stderr)
+                say(f"partool: {run_dir} cannot be locked: {error.strerror}", err=True)
                 break
         yield
 

@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from partool.plan.run import PLAN_FILE
+from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.spec.training import Precision
 from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
@@ -163,12 +164,12 @@ def main(arguments: list[str] | None = None) -> int:
             force=options.force,
         )
     except ConfigurationError as error:
-        print(f"error[{error.code}]: {error.message}" + f"\n  help: {error.help}" * bool(error.help), file=sys.stderr)
+        say(f"error[{error.code}]: {error.message}" + f"\n  help: {error.help}" * bool(error.help), err=True)
         return exit_code(error)
     except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", err=True)
         return exit_code(error)
-    print(report)
+    say(str(report))
     return EXIT_DONE
 
 

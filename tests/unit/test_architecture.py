@@ -110,6 +110,24 @@ def test_kernels_import_neither_partool_nor_the_runtime() -> None:
     assert [m for m in modules if m.split(".")[0] in {"partool", "partool_runtime"}] == []
 
 
+PRINTERS = {"partool/plan/terminal.py"}
+AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent", "_restarts", "_together", "_elastic", "export")}
+
+
+def test_one_module_prints() -> None:
+    """What reaches a terminal passes ``partool.plan.terminal``, in partool and in the runtime's processes that talk."""
+    found = []
+    for path in sorted([*(ROOT / "partool").rglob("*.py"), *(ROOT / name for name in AGENT)]):
+        name = str(path.relative_to(ROOT))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or name in PRINTERS:
+                continue
+            called = ast.unparse(node.func)
+            if called in ("print", "Console", "typer.echo", "typer.secho", "sys.stdout.write", "sys.stderr.write"):
+                found.append(f"{name}:{node.lineno} calls {called}")
+    assert found == []
+
+
 def test_private_torch_names_stay_in_one_module() -> None:
     found = []
     for path in sorted((ROOT / "runtime").rglob("*.py")):

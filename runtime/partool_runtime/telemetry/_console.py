@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from partool.plan.terminal import open_console, visible
 from partool_runtime.telemetry._figures import Figures, duration, line, pairs
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -48,7 +49,7 @@ class Display(Protocol):
 
 def open_display(name: str, total_steps: int, console: Console | None = None) -> Display:
     """Return the panel if standard output is a terminal that can draw, else lines."""
-    console = console or Console()
+    console = console or open_console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     elif not console.is_dumb_terminal:
@@ -77,7 +78,7 @@ class Lines:
 
     def message(self, text: str) -> None:
         """Print a line, however long."""
-        self._console.file.write(text + "\n")
+        self._console.file.write((visible(text) if self._console.is_terminal else text) + "\n")
         self._console.file.flush()
 
     def close(self, tail: Sequence[RenderableType]) -> None:

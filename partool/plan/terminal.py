@@ -1,0 +1,74 @@
+"""The one way to the terminal: for partool's own words, for reports, and for what ranks print.
+
+Texts of a spec, a file or a scheduler may hold control characters. On a terminal they are shown, not obeyed; what goes
+to a file or a pipe is what it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from partool.diagnostics.secrets import masked
+from partool.diagnostics.visible import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["of_ranks", "open_console", "say", "tame", "visible"]
+
+_STEERING = re.compile(
+    r"(?P<colour>\x1b\[[0-9;:]*m)"  # SGR, of which all that is left is the last colour
+    r"|\x1b[PX^_\]][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # DCS, SOS, PM, APC, OSC with what they say
+    r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # CSI: cursor, erasing, modes, reports
+    r"|\x1b[ -/]*[0-~]?"
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\udc80-\udc9f]"  # other C0 and C1, in UTF-8 or as single bytes
+)
+"""Control functions of ECMA-48; an unterminated string ends with its line."""
+
+
+def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False) -> None:
+    """Print a text: results on standard output, talk (``err``) on standard error, which repeats no secrets.
+
+    ``painted``: its control characters are partool's own. Raises OSError where nobody reads any more.
+    """
+    stream = sys.stderr if err else sys.stdout
+    if err:
+        text = masked(text)
+    if not painted and stream.isatty():
+        text = visible(text)
+    stream.write(text + "\n" * nl)
+    stream.flush()
+
+
+def of_ranks(text: bytes, stream: TextIO) -> bytes:
+    """Return what ranks printed as it may go to a stream.
+
+    A terminal gets colours, line ends and carriage returns; functions that move its cursor, erase, or set its title are
+    left out. A file or a pipe gets all.
+    """
+    return tame(text) if stream.isatty() else text
+
+
+def tame(text: bytes) -> bytes:
+    """Return the text with no control functions but colours, line ends, tabs and carriage returns."""
+    kept = _STEERING.sub(lambda match: match["colour"] or "", text.decode("utf-8", "surrogateescape"))
+    return kept.encode("utf-8", "surrogateescape")
+
+
+def open_console(**options: Any) -> Console:
+    """Return rich's console, which shows the control characters of what it is given and reads no markup in it."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Tame(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control or segment.text.isprintable():
+                    yield segment
+                else:
+                    yield Segment(visible(segment.text), segment.style)
+
+    return Tame(markup=False, emoji=False, **options)
