@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
 def call(monkeypatch, code: int, *arguments: str):
     lines: list[list[str]] = []
 
-    def start(line, check):
+    def start(line, check, **_):
         lines.append(line)
         return SimpleNamespace(returncode=code)
 
