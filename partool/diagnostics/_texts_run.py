@@ -264,6 +264,14 @@ RULES: tuple[Rule, ...] = (
         "optimizer: {lr: 3.0e-4}",
     ),
     _rule(
+        "PT690",
+        "The first step of a fresh model has no gradients",
+        "A model that knows nothing guesses all V tokens alike, a loss of ln V, but its gradients are not zero: here "
+        "something between tokens and layers multiplies with zero. What is frozen may be all that could learn.",
+        "model: {hf: ./mine}   # a config.json whose embedding multiplier is 0",
+        "model: {hf: ./mine, weights: {source: hf}}   # the multiplier is 1, as in the published folder",
+    ),
+    _rule(
         "PT652",
         "Kernels differ from torch on this device",
         "Before they train, fused kernels compute a few rows of the model's own widths, as torch does; a compiler "

@@ -32,7 +32,7 @@ from partool_runtime.parallel.zero import travels_narrow
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
 from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, wide_gradients
-from partool_runtime.weights import build, build_parts, freeze, materialise
+from partool_runtime.weights import build, build_parts, freeze, materialise, poison
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,10 @@ def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory
         materialise(model, ranks.device)
         return None
     disk = plan.layout.host if plan.layout.offload_parameters == "nvme" else None
-    return HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
+    shards = HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
+    for root in model.roots() if disk is None else ():  # a new file holds zeros, and would be written twice
+        poison(root)
+    return shards
 
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -29,6 +30,10 @@ from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
 from partool_runtime.torch_internals import local, local_bytes
 from partool_runtime.weights import fill, post_load
+
+_UNIFORM, _STILL = 0.005, 1e-6
+"""How near to 1 the first loss over ln V, and to 0 the norm of its gradients is, where a model sees no input. A fresh
+model's norm is some 0.1 to 100."""
 
 
 def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
@@ -111,6 +116,8 @@ class _Run:
         recorder.step(done, result.loss, result.grad_norm, result.lr, result.tokens, result.skipped)
         if result.skipped:
             recorder.event("nonfinite", step=done, consecutive=self.stepper.nonfinite_in_row)
+        if done == 1 and (problem := first_step_problem(self.plan, result)):
+            recorder.warning(problem)
         _report_write(self.saver, recorder)
 
     def _validates(self, done: int) -> bool:
@@ -118,6 +125,24 @@ class _Run:
             return False
         every = self.plan.training.validation.every
         return done == self.plan.training.steps or (every > 0 and done % every == 0)
+
+
+def first_step_problem(plan: Plan, result: StepResult) -> str:
+    """Return what is wrong with the first step of a model that is trained from scratch; empty: nothing is seen.
+
+    Such a model knows nothing, so its loss begins near ln V, that of a uniform guess; but it learns from its input.
+    """
+    uniform = math.log(plan.model.vocab)
+    if plan.weights.source not in ("init", "dummy") or result.skipped or uniform == 0.0:
+        return ""
+    ratio = result.loss / uniform
+    if abs(ratio - 1.0) >= _UNIFORM or result.grad_norm > _STILL:
+        return ""
+    return (
+        f"PT690: the first loss, {result.loss:.4f}, is {ratio:.2f} × ln {plan.model.vocab}, and all gradients are zero "
+        f"(norm {result.grad_norm:.1e}): the model sees nothing of its input and will not learn. "
+        "See partool explain PT690"
+    )
 
 
 def configure_process(plan: Plan) -> None:

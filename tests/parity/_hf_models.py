@@ -57,13 +57,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5,
         "hidden_dropout": 0.0, "attention_dropout": 0.0,
     },
+    "gemma_deep": {
+        **_LLAMA, "num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+    "gemma3_text_deep": {
+        **_LLAMA, "num_hidden_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "sliding_window": 3,
+    },
     "gpt_neox_dropout": {
         "hidden_size": 20, "intermediate_size": 13, "num_attention_heads": 5, "hidden_dropout": 0.3,
         "attention_dropout": 0.3,
     },
     "llama_dropout": {**_LLAMA, "num_key_value_heads": 2, "attention_dropout": 0.3},
 }  # fmt: skip
-"""By model type. Over 3 ranks: Llama's 2 heads of keys lie on three ranks, Mistral's third rank has no head."""
+"""By model type. Over 3 ranks: Llama's 2 heads of keys lie on three ranks, Mistral's third rank has no head. Gemma's
+embeddings are multiplied by the root of their width, which here is the same number in every type."""
 
 
 def write_model(model_type: str, folder: Path) -> Path:

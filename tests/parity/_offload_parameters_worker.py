@@ -114,6 +114,7 @@ def compared(mesh: DeviceMesh, folder: str = "", **how: int) -> HostParameters:
 def main() -> None:
     """Compare on all ranks there are."""
     dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     for how in ({}, {"apart": True}, {"most_kept": 7}, {"unit": 2}):

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from partool.plan.types import Plan
@@ -45,6 +46,7 @@ def agreed_port(file: Path) -> str:
 
 
 def main(jobs: str) -> None:
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN, which no loss may reach
     folder = Path(jobs).parent
     for name, job in json.loads(Path(jobs).read_text()).items():
         _clear_sharding_prop_cache()  # it holds meshes whose groups the job before has left

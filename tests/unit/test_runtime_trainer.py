@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -74,7 +75,10 @@ class Fakes:
 
     def run(self, first: int) -> int:
         plan: Any = SimpleNamespace(
-            training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2)), data=SimpleNamespace(validation=0.1)
+            training=SimpleNamespace(steps=4, validation=SimpleNamespace(every=2)),
+            data=SimpleNamespace(validation=0.1),
+            weights=SimpleNamespace(source="init"),
+            model=CONFIG,
         )
         recorder: Any = SimpleNamespace(
             timer=lambda term: nullcontext(),
@@ -115,6 +119,24 @@ def test_a_resumed_run_makes_up_for_the_validation_that_a_stop_cut_off() -> None
     fakes.done = 2
     assert fakes.run(2) == 4
     assert fakes.log == ["validated 2", "step 3", "step 4", "saved 4", "validated 4"]
+
+
+@pytest.mark.parametrize(
+    ("change", "warned"),
+    [({}, True), ({"loss": 2.9}, False), ({"grad_norm": 0.1}, False), ({"source": "hf"}, False), ({"first": 1}, False)],
+)
+def test_a_fresh_model_that_learns_nothing_is_told_of(change: dict[str, Any], warned: bool) -> None:
+    """Gemma's embedding times zero: a loss of ln 17 to the last digit, without gradients."""
+    found = {"loss": math.log(17), "grad_norm": 0.0, "source": "init", "first": 0} | change
+    plan: Any = SimpleNamespace(model=CONFIG, weights=SimpleNamespace(source=found["source"]))
+    result: Any = SimpleNamespace(**Fakes().step(0, None, None).__dict__ | found)
+    said: list[str] = []
+    recorder: Any = SimpleNamespace(step=lambda *args: None, warning=said.append)
+    saver: Any = SimpleNamespace(finished_write=lambda: None)
+    unused: Any = None
+    trainer._Run(plan, unused, unused, saver, recorder, StopRequest())._record(found["first"] + 1, result)
+    assert bool(said) == warned
+    assert all("PT690: the first loss, 2.8332, is 1.00 × ln 17" in message for message in said)
 
 
 def test_scale_at_its_floor_is_resumed_and_other_precisions_are_not() -> None:

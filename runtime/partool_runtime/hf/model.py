@@ -110,7 +110,6 @@ class HfDecoder(HfPart):
             self.register_parameter(name, parameter)
         for name, child in causal.named_children():
             self.add_module(name, child)
-        self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
         for module in (self.base, *self.layers):
             stay_wide(module)
 
@@ -155,10 +154,9 @@ class HfDecoder(HfPart):
         return [before, *blocks, rest]
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> HfDecoder:
-        """Give parameters memory as ``nn.Module.to_empty`` does; what is tied stays so, buffers keep their values."""
+        """Give parameters memory as ``nn.Module.to_empty`` does; what is tied stays so."""
         super().to_empty(device=device, recurse=recurse)
         tie(self, self.aliases)
-        refill(self, self._values)
         return self
 
     def forward(
@@ -216,12 +214,6 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
     for name, original in names.items():
         owner, _, own = name.rpartition(".")
         module.get_submodule(owner).register_parameter(own, module.get_parameter(original))
-
-
-def refill(module: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy values into a module's buffers, by name."""
-    for name, buffer in module.named_buffers():
-        buffer.copy_(values[name])
 
 
 def has_parameters(module: nn.Module) -> bool:

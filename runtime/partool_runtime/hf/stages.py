@@ -23,7 +23,6 @@ from partool_runtime.hf.model import (
     draws_random,
     has_parameters,
     head_loss,
-    refill,
     tie,
 )
 from partool_runtime.hf.numerics import stay_wide
@@ -68,7 +67,6 @@ class HfStage(nn.Module):
         self.contexts: Contexts | None = None
         """See :class:`HfPart`."""
         self._blocks_name, self._held = blocks, held
-        self._values = {name: buffer.clone() for name, buffer in self.named_buffers()}
         self._draws = draws_random(self)
 
     def forward(
@@ -100,12 +98,6 @@ class HfStage(nn.Module):
         layers = cast(nn.ModuleList, children[self._blocks_name])
         blocks: list[list[nn.Module]] = [[layers[number]] for number in self._held]
         return [before, *blocks] if before else blocks
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> HfStage:
-        """Give parameters memory as ``nn.Module.to_empty`` does; buffers keep their values."""
-        super().to_empty(device=device, recurse=recurse)
-        refill(self, self._values)
-        return self
 
 
 class HfParts(HfPart):

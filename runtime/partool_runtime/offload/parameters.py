@@ -156,11 +156,11 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _give_memory(root: nn.Module, device: torch.device) -> None:
-    """Give memory on the device to parameters that are not sharded, and to buffers; their content is anything."""
+    """Give memory on the device to parameters that are not sharded, whose content is anything; buffers go there."""
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
                 empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            module._buffers[name] = buffer.to(device)  # raises for one without a value

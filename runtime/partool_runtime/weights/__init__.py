@@ -11,6 +11,7 @@ from partool_runtime.weights.pipeline import (
     freeze,
     frozen_names,
     materialise,
+    poison,
     post_load,
     whole_shapes,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "freeze",
     "frozen_names",
     "materialise",
+    "poison",
     "post_load",
     "whole_shapes",
 ]

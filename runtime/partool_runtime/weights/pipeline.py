@@ -28,27 +28,49 @@ def build_parts(config: ModelConfig, spans: Sequence[tuple[int, int]], mine: Seq
 
 
 def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
-    """Give every parameter memory on ``device``, with whatever that holds; ``dtype`` None keeps each one's type.
+    """Give every parameter memory on ``device``, full of NaN; ``dtype`` None keeps each one's type.
 
+    Buffers go to the device with their values, whatever module holds them: no source of weights has any for them.
     Works on plain and on sharded models; each rank allocates its part only. Give the type to :func:`build`'s model
     before sharding it (``model.to(dtype)``) where the two differ.
     """
     # A sharded model's own root must see that its parameters moved, and the stages' roots are no children of parts.
-    for root in model.roots() if isinstance(model, AnyDecoder) else (model,):
+    for root in roots_of(model):
         if dtype is not None:
             root.to(dtype=dtype)
+        values = {name: buffer.clone() for name, buffer in root.named_buffers()}
         root.to_empty(device=device)
+        for name, buffer in root.named_buffers():
+            buffer.copy_(values[name])  # raises where the value itself is on the meta device
+        poison(root)
+
+
+@torch.no_grad()
+def poison(root: nn.Module) -> None:
+    """Fill what this rank holds of a module's parameters with NaN: :func:`post_load` finds what is not filled then."""
+    for parameter in root.parameters():
+        local_part(parameter).fill_(torch.nan)
+
+
+def roots_of(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules that together hold a model's parameters once, and that compute."""
+    return model.roots() if isinstance(model, AnyDecoder) else (model,)
 
 
 def post_load(model: nn.Module) -> None:
-    """Check what was filled: no parameter is left on the meta device, and all values are finite.
+    """Check what was filled: all that computes has memory and is known by name, and all parameters are finite.
 
-    Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity.
+    Raises ConfigurationError PT622 with the names of those that hold a NaN or infinity, and RuntimeError for what no
+    source of weights can have filled.
     """
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
-            raise RuntimeError(f"{name} has no memory: materialise and fill the model first")
+    known = {id(parameter) for parameter in parameters.values()}
+    for root in roots_of(model):
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if tensor.is_meta:
+                raise RuntimeError(f"{name} has no memory: materialise and fill the model first")
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
+                raise RuntimeError(f"{name} of {type(root).__name__} has no name in the model: nothing fills it")
     check_finite(parameters)
 
 
