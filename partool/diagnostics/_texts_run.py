@@ -158,6 +158,14 @@ RULES: tuple[Rule, ...] = (
         "model: {vocab: 256}",
     ),
     _rule(
+        "PT693",
+        "Documents hold no text",
+        "A record whose text is empty gives no token to train on, so it is left out. Many of them can mean that the "
+        "text is under another key.",
+        'data: {source: a.jsonl}   # {"text": "", "body": "the text"}',
+        "data: {source: a.jsonl, text_field: body}",
+    ),
+    _rule(
         "PT610",
         "There is no such checkpoint",
         "A run can be resumed, and weights can be read, from a complete checkpoint only.",

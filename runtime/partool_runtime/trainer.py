@@ -47,6 +47,8 @@ def train(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
     stop.use(lambda value: maximum_over(value, ranks.world, ranks.device))
     with Recorder(plan, run_dir, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device) as recorder:
         data = open_data(plan, dp_rank=ranks.dp.get_local_rank(), dp_size=ranks.dp.size(), barrier=ranks.barrier)
+        for note in data.notes:
+            recorder.warning(note)
         prepared = prepare(with_working_parts(plan, ranks, recorder.warning), ranks, recorder.pipeline)
         stepper, saver, first = _open(
             plan, run_dir, ranks, recorder, prepared=prepared, fingerprint=data.fingerprint, resume=resume

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_case import open_one, plan, stream
+from data_case import open_one, plan, stream, write_tokens
 
 from partool.spec.training import DataSpec
 from partool_runtime.data import _cache, open_data
@@ -191,6 +191,21 @@ def test_ranks_wait_for_their_builder(tmp_path: Path, monkeypatch, builders: set
     assert len(set(results)) == 1, results
     assert isinstance(results[0], str)
     assert len(built) == 1
+
+
+def test_ranks_wait_for_every_cache_between_token_files(tmp_path: Path, monkeypatch) -> None:
+    write_tokens(tmp_path / "b.bin", list(range(40)), vocab=256)
+    for name in "ac":
+        (tmp_path / f"{name}.txt").write_text(name * 40)
+    built = counted_builds(monkeypatch)
+    data = DataSpec(source=f"{tmp_path}/*.*", cache=str(tmp_path / "cache"))
+    results = run_ranks(data, 3, {0, 2})
+    assert len(set(results)) == 1, results
+    assert isinstance(results[0], str)
+    assert len(built) == 2
+    (tmp_path / "d.jsonl").write_text("{")
+    results = run_ranks(data, 3, {0})
+    assert [getattr(error, "code", error) for error in results] == ["PT602"] * 3
 
 
 def test_a_builders_error_reaches_every_rank(tmp_path: Path) -> None:

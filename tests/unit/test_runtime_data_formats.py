@@ -129,6 +129,22 @@ def test_jsonl_records_are_documents_and_blank_lines_nothing(tmp_path: Path) -> 
         assert bytes(stream(batches)) == b"one\0" + "zwölf\u2028".encode() + b"\0\xed\xa0\x80\0text too\0"
 
 
+def test_records_without_text_are_told_of_by_every_run(tmp_path: Path) -> None:
+    texts = ["one", "", "two", "", ""]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "b.txt").write_text("")  # an empty file is nothing
+    data = DataSpec(source=[f"{tmp_path}/a.jsonl", f"{tmp_path}/b.txt"], cache=str(tmp_path / "cache"))
+    for _ in range(2):  # the second finds the cache
+        with open_one(data, sequence_length=1) as batches:
+            assert bytes(stream(batches)) == b"one\0two\0"
+            (note,) = batches.notes
+            assert note.startswith("PT693: 3 documents hold no text")
+            assert note.endswith(f"the first is {tmp_path}/a.jsonl:2")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    with open_one(data, sequence_length=1) as batches:
+        assert batches.notes == ()
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -187,7 +203,24 @@ def test_tokens_and_text_mix(tmp_path: Path) -> None:
     write_tokens(tmp_path / "a.bin", [5, 6], vocab=256)
     (tmp_path / "b.txt").write_text("AB")
     with open_one(DataSpec(source=str(tmp_path / "*.*")), sequence_length=1) as batches:
-        assert stream(batches) == [65, 66, 0, 5, 6]
+        assert stream(batches) == [5, 6, 65, 66, 0]
+
+
+def test_text_and_tokens_are_read_in_the_order_given(tmp_path: Path) -> None:
+    for name, tokens in (("first", [1, 2]), ("last", [8, 9])):
+        write_tokens(tmp_path / f"{name}.bin", tokens, vocab=256)
+    for name in "AB":
+        (tmp_path / f"{name}.txt").write_text(name)
+    sources = [f"{tmp_path}/{name}" for name in ("first.bin", "A.txt", "B.txt", "last.bin")]
+    cache = str(tmp_path / "cache")
+    with open_one(DataSpec(source=sources, cache=cache), sequence_length=1) as batches:
+        assert stream(batches) == [1, 2, 65, 0, 66, 0, 8, 9]
+    apart = [sources[place] for place in (2, 0, 1, 3)]
+    with open_one(DataSpec(source=apart, cache=cache), sequence_length=1) as batches:
+        assert stream(batches) == [66, 0, 1, 2, 65, 0, 8, 9]
+        fingerprint = batches.fingerprint
+    with open_one(DataSpec(source=apart[::-1], cache=cache), sequence_length=1) as batches:
+        assert batches.fingerprint != fingerprint
 
 
 def test_broken_token_files_are_refused(tmp_path: Path) -> None:

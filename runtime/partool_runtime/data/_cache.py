@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from partool_runtime.data._documents import pieces
+from partool_runtime.data._documents import Piece, pieces
 from partool_runtime.data._files import SourceFile
 from partool_runtime.data._shards import Shard, checksum, open_tokens
 from partool_runtime.data._tokenizers import Tokenizer, Tokens
@@ -158,7 +158,8 @@ class TokenCache:
         talk = _Progress(self._files)
         with (folder / "tokens.bin").open("wb") as tokens, (folder / "tokens.documents.bin").open("wb") as documents:
             writer = _Writer(tokens, documents, self._tokenizer)
-            for part, ends_document in self._tokenizer.encode(pieces(self._files, self._text_field)):
+            read = _Empty(pieces(self._files, self._text_field))
+            for part, ends_document in self._tokenizer.encode(read):
                 writer.add(part, ends_document)
                 talk.at(writer.count)
             writer.finish()
@@ -171,6 +172,8 @@ class TokenCache:
             "crc32": {name: checksum(folder / name) for name in names},
             "tokenizer": self._tokenizer.identity,
         }
+        if writer.left_out:
+            sidecar |= {"left_out": writer.left_out, "first_left_out": read.first}
         with (folder / "tokens.json").open("w") as file:
             file.write(json.dumps(sidecar, indent=2) + "\n")
             file.flush()
@@ -188,12 +191,17 @@ class _Writer:
         self._separator = tokenizer.separator
         self.dtype: np.dtype[Any] = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
         self.count = 0
+        self.left_out = 0
+        """Documents without any token."""
         self._document_start = 0
 
     def add(self, part: Tokens, ends_document: bool) -> None:
-        """Append part of a document; a document without tokens leaves no trace."""
+        """Append part of a document; one without tokens is only counted."""
         self._append(part)
-        if not ends_document or self.count == self._document_start:
+        if not ends_document:
+            return
+        if self.count == self._document_start:
+            self.left_out += 1
             return
         if self._separator is not None:
             self._append(np.array([self._separator]))
@@ -216,6 +224,20 @@ class _Writer:
     def _flush_offsets(self) -> None:
         self._documents.write(np.array(self._offsets, dtype="<i8").data)
         self._offsets.clear()
+
+
+class _Empty:
+    """Hands on pieces, and notes where the first document without text is."""
+
+    def __init__(self, read: Iterator[Piece]) -> None:
+        self._read = read
+        self.first = ""
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._read:
+            if not piece.data and not self.first:
+                self.first = piece.origin
+            yield piece
 
 
 class _Progress:

@@ -25,8 +25,9 @@ class Piece:
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[Piece]:
-    """Yield every document of text files (a file each) and JSONL files (a record each); empty ones are left out.
+    """Yield every document of text files (a file each) and JSONL files (a record each).
 
+    A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are no documents.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
     """
     for file in files:
@@ -69,9 +70,8 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Piece]:
                 continue
             origin = f"{path}:{number}"
             text = _text_of(line, text_field, origin)
-            if text:
-                # Lone surrogates are legal in JSON; the bytes tokenizer takes them as they are.
-                yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)
+            # Lone surrogates are legal in JSON; the bytes tokenizer takes them as they are.
+            yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)
 
 
 def _text_of(line: bytes, text_field: str, origin: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from partool_runtime.data._split import split
 from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.data.batches import Batches, Deal
 from partool_runtime.errors import ConfigurationError
+
+_TOKENISED = ("text", "jsonl")
 
 
 def open_data(
@@ -51,7 +55,17 @@ def open_data(
         documents=_apart(data),
         pinned=plan.devices.backend != "cpu",
     )
-    return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards))
+    notes = tuple(note for shard in shards if (note := _left_out(shard)))
+    return Batches(train, validation, deal, vocab=vocab, fingerprint=_fingerprint(plan, shards), notes=notes)
+
+
+def _left_out(shard: Shard) -> str:
+    """Return what to say of documents that hold nothing; empty: none do."""
+    if not shard.left_out:
+        return ""
+    what = "1 document holds" if shard.left_out == 1 else f"{shard.left_out:,} documents hold"
+    where = f"; the first is {shard.first_left_out}" if shard.first_left_out else ""
+    return f"PT693: {what} no text, and nothing is trained on there{where}"
 
 
 def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tuple[list[Shard], int]:
@@ -59,46 +73,60 @@ def _open_shards(plan: Plan, barrier: Callable[[], None], builder: bool) -> tupl
     entered = False
     try:
         files = find_files(plan.data)
-        ready = [_open_ready(file, plan.model.vocab) for file in files if file.format in ("tokens", "megatron")]
-        raw = [file for file in files if file.format in ("text", "jsonl")]
-        vocabs = [shard.vocab or plan.model.vocab for shard in ready]
-        shards = ready
+        # Token files are looked at before text is tokenised, which takes time.
+        ready = {f.path: _open_ready(f, plan.model.vocab) for f in files if f.format not in _TOKENISED}
+        # Text between token files has a cache of its own, so that all keep their order.
+        stretches = [list(stretch) for _, stretch in groupby(files, lambda file: file.format in _TOKENISED)]
+        raw = [stretch for stretch in stretches if stretch[0].format in _TOKENISED]
+        vocabs = [shard.vocab or plan.model.vocab for shard in ready.values()]
+        texts: list[Shard] = []
         if raw:
             tokenizer = _open_fitting_tokenizer(plan.data, plan.model.vocab)
             vocabs.append(tokenizer.vocab)
-            cache = TokenCache(cache_folder(plan.data.cache), raw, tokenizer, plan.data.text_field)
+            folder = cache_folder(plan.data.cache)
+            caches = [TokenCache(folder, stretch, tokenizer, plan.data.text_field) for stretch in raw]
             entered = True
-            shards = [_tokenised(cache, barrier, builder), *ready]
+            texts = _tokenised(caches, barrier, builder)
     finally:
         if not entered:
             barrier()
+    made, shards = iter(texts), list[Shard]()
+    for stretch in stretches:
+        shards += [next(made)] if stretch in raw else [ready[file.path] for file in stretch]
     return shards, max(vocabs)
 
 
-def _tokenised(cache: TokenCache, barrier: Callable[[], None], builder: bool) -> Shard:
-    """Return the cache's shard, built if need be; the barrier is entered with the builders' attempt at the lock made.
+def _tokenised(caches: Sequence[TokenCache], barrier: Callable[[], None], builder: bool) -> list[Shard]:
+    """Return the caches' shards, built if need be; the barrier is entered with the builders' attempt at the locks made.
 
-    A builder holds the lock while it enters the barrier, so a rank that only waits cannot be first. A builder that
-    did not get it (another job's, or another node's on a shared file system, did) waits like the rest, then looks.
+    A builder holds the locks while it enters the barrier, so a rank that only waits cannot be first. A builder that
+    did not get one (another job's, or another node's on a shared file system, did) waits like the rest, then looks.
     """
     if not builder:
         barrier()
-        with cache.lock(wait=True, share=True):
-            return cache.built()
+        return [_waited_for(cache) for cache in caches]
     entered = False
     try:
-        with cache.lock(wait=False) as held:
+        with ExitStack() as locks:
+            held = [locks.enter_context(cache.lock(wait=False)) for cache in caches]
             entered = True
             barrier()
-            if held:
-                cache.ensure()
+            for cache, mine in zip(caches, held, strict=True):
+                if mine:
+                    cache.ensure()
     finally:
         if not entered:
             barrier()
-    if not held:
-        with cache.lock(wait=True):
-            cache.ensure()
-    return cache.open()
+    for cache, mine in zip(caches, held, strict=True):
+        if not mine:
+            with cache.lock(wait=True):
+                cache.ensure()
+    return [cache.open() for cache in caches]
+
+
+def _waited_for(cache: TokenCache) -> Shard:
+    with cache.lock(wait=True, share=True):
+        return cache.built()
 
 
 def _open_ready(file: SourceFile, vocab: int) -> Shard:

@@ -29,6 +29,10 @@ class Shard:
     path: Path
     vocab: int | None = None
     """Every token is below this, if the file says so."""
+    left_out: int = 0
+    """Documents of the text that it was made of which hold no token, and so are none of its documents."""
+    first_left_out: str = ""
+    """Where the first of these is, if it is known."""
 
 
 class Corpus:
@@ -103,6 +107,7 @@ def open_tokens(path: Path) -> Shard:
         meta = json.loads(sidecar.read_text(encoding="utf-8"))
         dtype, count, vocab = _DTYPES[meta["dtype"]], int(meta["count"]), int(meta["vocab"])
         name = meta.get("documents")
+        left_out, first_left_out = int(meta.get("left_out", 0)), str(meta.get("first_left_out", ""))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigurationError(
             "PT602",
@@ -113,7 +118,7 @@ def open_tokens(path: Path) -> Shard:
     documents = np.array([0, count] if count else [0], dtype=np.int64)
     if name is not None:
         documents = _open_documents(sidecar.with_name(str(name)), count)
-    return Shard(tokens, documents, path, vocab)
+    return Shard(tokens, documents, path, vocab, left_out, first_left_out)
 
 
 def _open_documents(path: Path, count: int) -> I64:

@@ -69,7 +69,16 @@ class Batches:
     places, so the ranks' union is the same for any number of them. The next step is read in the background.
     """
 
-    def __init__(self, train: Samples, validation: Samples, deal: Deal, *, vocab: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        train: Samples,
+        validation: Samples,
+        deal: Deal,
+        *,
+        vocab: int,
+        fingerprint: str,
+        notes: tuple[str, ...] = (),
+    ) -> None:
         self._train = train
         self._validation = validation
         self._deal = deal
@@ -77,6 +86,8 @@ class Batches:
         """Number of tokens the data's tokenizer knows."""
         self.fingerprint = fingerprint
         """SHA-256 of all that decides which samples a step holds; equal on every rank and for any number of them."""
+        self.notes = notes
+        """What the run's log should say."""
         self.train_tokens = train.tokens
         self.validation_tokens = validation.tokens
         self.samples_per_epoch = train.count
