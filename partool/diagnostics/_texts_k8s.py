@@ -1,4 +1,4 @@
-"""Rules of Kubernetes jobs (561-579)."""
+"""Rules of Kubernetes jobs (560-579)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    _rule(
+        "PT560",
+        "The cluster has not what the plan asks for, or does not allow it",
+        "Not every scheduler refuses what can never start: a job beyond its partition's limits may wait for ever.",
+        "partool launch mine.yaml --target slurm --dry-run --set launch.slurm.time=30-00:00:00   # the limit is a day",
+        "partool launch mine.yaml --target slurm --dry-run --set launch.slurm.time=1-00:00:00",
+    ),
     _rule(
         "PT561",
         "The plan is too large for a ConfigMap",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,38 +38,42 @@ def checks(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
     taken from there and nothing is stored. A plan's manifest is validated against them even if no cluster answers.
     Raises nothing: what cannot be asked is a check that failed or was skipped.
     """
-    yield from _cluster(plan, crds)
+    version = yield from _cluster(plan, crds)
     if plan is not None:
-        yield from _guarded("validation", lambda: _validation(plan, crds))
+        yield from _guarded("validation", lambda: _validation(plan, crds, version))
 
 
-def _cluster(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
+def _cluster(plan: Plan | None, crds: Path | None) -> Generator[Check, None, str | None]:
+    """Yield what is found about the cluster; returns its version, None where it cannot be asked."""
     spec = plan.launch.k8s if plan else None
     try:
         client = Client(spec.context if spec else None, spec.namespace if spec else None)
     except LaunchError as error:
         name = "client" if error.code == "PT574" else "kubeconfig"
         yield Check(name, "failed", error.message, error.help)
-        return
+        return None
     yield Check("client", "ok", f"kubernetes {importlib.metadata.version('kubernetes')}")
     yield Check("kubeconfig", "ok", f"context {client.context or '(of this pod)'}, namespace {client.namespace}")
     try:
-        yield _server(client)
+        version = client.version()
+        yield _server(client, version)
     except LaunchError as error:
         yield Check("server", "failed", error.message, error.help)
-        return
+        return None
     yield from _guarded("namespace", lambda: _namespace(client))
     yield from _guarded("permissions", lambda: _permissions(client, plan))
     yield from _guarded("job types", lambda: _types(client, plan, crds))
     if plan is not None:
         yield from _guarded("plan", lambda: doctor_k8s_plan.checks(client, plan))
+    return version
 
 
-def _validation(plan: Plan, crds: Path | None) -> Iterator[Check]:
-    """Yield what the levels of validation that need no cluster say of the manifest."""
+def _validation(plan: Plan, crds: Path | None, version: str | None) -> Iterator[Check]:
+    """Yield what the levels of validation that need no cluster say of the manifest, for a cluster of that version."""
     run = RunStore().next_submitted(plan.name, plan.hash)
     text = render("k8s", job_of(plan, run, (), {}, None)).text
-    for level in validate_offline(text, crds=crds, context=plan.launch.k8s.context):
+    levels = validate_offline(text, crds=crds, context=plan.launch.k8s.context, core_version=version)
+    for level in levels:
         errors = [finding for finding in level.findings if finding.severity == "error"]
         said = f"{errors[0].code}: {errors[0].message}" if errors else level.note
         more = f"; and {len(errors) - 1} more: partool launch --dry-run" if len(errors) > 1 else ""
@@ -86,10 +91,9 @@ def _guarded(name: str, look: Any) -> Iterator[Check]:
         yield Check(name, "failed", str(error), "")
 
 
-def _server(client: Client) -> Check:
-    version = client.read("/version")
-    text = f"Kubernetes {version['gitVersion']} at {client.host}"
-    number = tuple(int("".join(filter(str.isdigit, version[part])) or 0) for part in ("major", "minor"))
+def _server(client: Client, version: str) -> Check:
+    text = f"Kubernetes {version} at {client.host}"
+    number = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if number < _EARLIEST:
         wanted = ".".join(map(str, _EARLIEST))
         return Check("server", "warning", text, f"older than {wanted}: misspelt fields may be dropped in silence")

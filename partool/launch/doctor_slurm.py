@@ -50,7 +50,7 @@ def checks(plan: Plan | None, script: str | None) -> Iterator[Check]:
     if missing:
         return
     try:
-        config = parse_config(_asked(["scontrol", "show", "config"]).out)
+        config = configuration()
     except LaunchError as error:
         yield Check("controller", "failed", error.message, error.help)
         return
@@ -174,6 +174,11 @@ def _test_script(script: str) -> Check:
         message, help = refusal_of_script(answer.err)
         return Check("sbatch --test-only", "failed", message, help)
     return Check("sbatch --test-only", "ok", estimate(answer.err) or "accepted")
+
+
+def configuration() -> dict[str, str]:
+    """Return the cluster's settings; raises LaunchError PT550 where they cannot be asked for."""
+    return parse_config(_asked(["scontrol", "show", "config"]).out)
 
 
 def parse_config(text: str) -> dict[str, str]:

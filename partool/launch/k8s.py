@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from partool.launch.k8s_resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError, Level, LogLine, LogQuery
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
@@ -57,7 +56,10 @@ class K8sTarget:
     def validate(
         self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
     ) -> Sequence[Level]:
-        """Check against the schemas that are there, of the cluster's version if it says so, then by a dry run on it."""
+        """Check against the schemas that are there, of the cluster's version if it says so, and ask the cluster.
+
+        It is asked for what doctor asks about a plan, then for a dry run.
+        """
         from partool.launch.k8s_validate import validate_offline
 
         context = job.plan.launch.k8s.context
@@ -65,13 +67,12 @@ class K8sTarget:
             return validate_offline(rendered.text, crds=crds, context=context)
         try:
             client = self._client_for(job.plan)
-            version = str(client.read("/version")["gitVersion"])
+            version = client.version()
         except LaunchError as error:
             levels = validate_offline(rendered.text, crds=crds, context=context)
             return [*levels, Level(_DRY_RUN, ran=False, note=error.message)]
-        number = re.match(r"v?(\d+\.\d+)", version)
-        levels = validate_offline(rendered.text, crds=crds, context=context, core_version=number[1] if number else None)
-        return [*levels, _dry_run(client, version, rendered)]
+        levels = validate_offline(rendered.text, crds=crds, context=context, core_version=version)
+        return [*levels, _on_cluster(client, job.plan), _dry_run(client, version, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Create the objects; raises LaunchError, after which none of them is left."""
@@ -181,6 +182,17 @@ class K8sTarget:
         if (context, namespace) not in self._clients:
             self._clients[context, namespace] = Client(context or None, namespace or None)
         return self._clients[context, namespace]
+
+
+def _on_cluster(client: Client, plan: Plan) -> Level:
+    """Compare a plan with what the cluster has and allows."""
+    from partool.launch import doctor_k8s_plan
+
+    name = "doctor's checks of the plan"
+    try:
+        return level_of(name, doctor_k8s_plan.checks(client, plan))
+    except LaunchError as error:
+        return Level(name, False, error.message)
 
 
 def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:

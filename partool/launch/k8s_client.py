@@ -192,6 +192,10 @@ class Client:
         answer: Document = json.loads(self._send("get", path, {}).data)
         return answer
 
+    def version(self) -> str:
+        """Return the server's version as it gives it, such as ``v1.34.2``."""
+        return str(self.read("/version")["gitVersion"])
+
     @property
     def host(self) -> str:
         """URL of the API server."""

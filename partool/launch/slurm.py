@@ -20,7 +20,7 @@ from partool.launch.slurm_refusal import estimate, refusal
 from partool.launch.slurm_status import run_status
 from partool.launch.slurm_text import SlurmJob, parse_submission
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError, Level, LogLine, LogQuery
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
 from partool.plan.types import NOT_RUN, Plan
 from partool.render import Job, Rendered, render
@@ -53,11 +53,14 @@ class SlurmTarget:
             missing_command(command)
 
     def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
-        """Check with partool's own rules and with ``sbatch --test-only``, which queues nothing."""
+        """Check with partool's own rules, with what doctor asks about a plan, and with ``sbatch --test-only``.
+
+        The last one queues nothing; where limits of partitions are not enforced it lets jobs pass that never start.
+        """
         from partool.render.slurm_lint import lint
 
         own = Level("own rules", True, findings=(*lint(rendered.text), *_where(job)))
-        return [own] if offline else [own, _test_only(job, rendered)]
+        return [own] if offline else [own, _on_cluster(job.plan), _test_only(job, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
@@ -156,6 +159,18 @@ class SlurmTarget:
         ours = render("slurm", again).files
         theirs = {name: _content(before.path / name) for name in _rendered_names(before.path) | set(ours)}
         return _unified(theirs, ours, before.id, "now")
+
+
+def _on_cluster(plan: Plan) -> Level:
+    """Compare a plan with what the cluster has and allows."""
+    from partool.launch.doctor_slurm import configuration  # which needs this module
+    from partool.launch.doctor_slurm_plan import plan_checks
+
+    name = "doctor's checks of the plan"
+    try:
+        return level_of(name, plan_checks(plan, configuration()))
+    except LaunchError as error:
+        return Level(name, False, error.message)
 
 
 def _test_only(job: Job, rendered: Rendered) -> Level:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -72,6 +72,22 @@ class Check:
     verdict: Literal["ok", "warning", "failed", "skipped"]
     text: str
     help: str = ""
+
+
+def level_of(name: str, checks: Iterable[Check]) -> Level:
+    """Return what doctor's checks of a plan found as a level of validation; raises LaunchError as they do."""
+    ran = [check for check in checks if check.verdict != "skipped"]
+    found = [
+        Diagnostic(
+            "PT560",
+            f"{check.name}: {check.text}",
+            severity="error" if check.verdict == "failed" else "warning",
+            help=check.help,
+        )
+        for check in ran
+        if check.verdict != "ok"
+    ]
+    return Level(name, True, f"{len(ran)} checks", tuple(found))
 
 
 class NoLogsError(LookupError):

@@ -125,7 +125,12 @@ def test_following_a_launch_ends_with_the_runs_code(here: Case, monkeypatch: pyt
 
 
 def test_a_dry_run_names_its_levels_and_what_the_server_refuses(here: Case) -> None:
-    result = invoke("launch", plan_file(), "--dry-run")
+    lacking = invoke("launch", plan_file(), "--dry-run")  # what doctor finds, it finds as well
+    assert lacking.exit_code == 1
+    assert "error[PT560]: claim: there is no persistentvolumeclaim runs in namespace default" in lacking.stderr
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs"}}
+    here.cluster.put({**claim, "spec": {"accessModes": ["ReadWriteMany"]}, "status": {"phase": "Bound"}})
+    result = invoke("launch", "plan.json", "--dry-run")
     assert result.exit_code == 0, result.output
     assert "server-side dry run: passed (Kubernetes v1.36.0)" in result.stderr
     assert not here.cluster.names("jobs")

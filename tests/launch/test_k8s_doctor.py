@@ -89,6 +89,13 @@ def test_an_old_server_is_a_warning(here: Case) -> None:
     assert found()["server"].verdict == "warning"
 
 
+def test_manifests_are_validated_for_the_servers_version(here: Case) -> None:
+    for version in ("1.33", "1.34"):
+        here.cluster.version = version
+        check = found(plan_of(kind="job"))["validation: core schemas"]
+        assert (check.verdict, check.text.partition(",")[0]) == ("ok", f"Kubernetes {version}")
+
+
 def test_what_may_not_be_done_is_listed(here: Case) -> None:
     here.cluster.forbidden |= {("create", "jobs"), ("get", "pods/log"), ("deletecollection", "pods")}
     check = found(plan_of(kind="job"))["permissions"]

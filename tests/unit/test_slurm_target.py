@@ -110,9 +110,25 @@ def test_no_slurm_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         SlurmTarget().check(launch_plan())
     assert (caught.value.code, caught.value.exit_code) == ("PT550", 3)
     order = job(tmp_path)
-    own, tried = SlurmTarget().validate(order, render("slurm", order))
-    assert (own.ran, tried.ran) == (True, False)
+    own, compared, tried = SlurmTarget().validate(order, render("slurm", order))
+    assert (own.ran, compared.ran, tried.ran) == (True, False, False)
+    assert "not in PATH" in compared.note
     assert "not in PATH" in tried.note
+
+
+def test_a_dry_run_knows_limits_that_sbatch_lets_pass(tmp_path: Path, play: Play) -> None:
+    """EnforcePartLimits is off by default: sbatch takes the job, which then waits for ever."""
+    limits = "PartitionName=main Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 State=UP TotalNodes=3"
+    nodes = "printf 'node%s|gpu:8|64|512000|idle\\n' 1 2 3"
+    ok = "echo 'Job 9 to start at 2026-11-22T10:00:00 using 8 processors on nodes n1 in partition main' >&2"
+    show = f'[ "$2" = config ] && echo "EnforcePartLimits = NO" || echo "{limits}"'
+    play(sbatch=ok, scontrol=show, sinfo=nodes)
+    for time_limit, codes in (("1-00:00:00", []), ("30-00:00:00", ["PT560"])):
+        order = Job(launch_plan(slurm={"time": time_limit}), "llama-12345678", PurePosixPath(tmp_path / "runs/llama"))
+        _, compared, tried = SlurmTarget().validate(order, render("slurm", order))
+        assert (compared.ran, tried.ran, tried.findings) == (True, True, ())
+        assert [finding.code for finding in compared.findings if finding.severity == "error"] == codes
+    assert "launch.slurm.time is 30-00:00:00, the limit is 1-00:00:00" in compared.findings[0].message
 
 
 def test_an_answer_without_a_number(tmp_path: Path, play: Play) -> None:

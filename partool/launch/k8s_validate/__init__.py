@@ -22,7 +22,8 @@ def validate_offline(
     """Check a manifest's text; each level says against what it checked, or why it did not run.
 
     ``crds`` is a folder of definitions (CRDs); without it, those count that ``doctor`` stored of the cluster of
-    ``context``. ``core_version`` is a version of Kubernetes such as ``1.34``; default: the newest there is.
+    ``context``. ``core_version`` is a version of Kubernetes such as ``1.34``, or as a server gives
+    its own (``v1.34.2-gke.1``); default: the newest there is.
     """
     try:
         manifest = read_manifest(text)
