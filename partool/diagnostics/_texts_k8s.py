@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT566",
         "A path is in none of the mounts",
-        "Pods see their image and what is mounted, not the folders of the machine that launches them.",
+        "Pods see their image and what is mounted, and write only to mounts and /tmp; the launcher's are neither.",
         "data: {source: /home/me/tokens}   # target k8s, without mounts",
         "data: {source: /data/tokens}\nlaunch: {mounts: [{source: 'pvc:datasets', target: /data}]}",
     ),

@@ -25,6 +25,7 @@ from partool.render import render
 _NAMESPACES = Resource("v1", "namespaces", namespaced=False)
 _CRDS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False)
 _SERVICES = RESOURCES["v1", "Service"]
+_POLICIES = RESOURCES["networking.k8s.io/v1", "NetworkPolicy"]
 _TRAIN_SHAPES = ("runtimePatches", "podTemplateOverrides", "podSpecOverrides")
 """How a TrainJob changes its pods: from 2.2 on, in 2.1, in 2.0 of Kubeflow Trainer, all within v1alpha1."""
 _EARLIEST = (1, 27)
@@ -119,7 +120,8 @@ def _permissions(client: Client, plan: Plan | None) -> Iterator[Check]:
     kinds = [plan.launch.k8s.kind] if plan else ["jobset"]
     jobs = [RESOURCES[KINDS[kind]] for kind in kinds]
     wanted = [(verb, resource, "") for resource in jobs for verb in ("create", "get", "list", "delete")]
-    others = [CONFIG_MAPS, *([_SERVICES] if kinds == ["job"] else [])]
+    policy = plan is not None and plan.launch.k8s.network_policy
+    others = [CONFIG_MAPS, *([_SERVICES] if kinds == ["job"] else []), *([_POLICIES] if policy else [])]
     wanted += [(verb, resource, "") for resource in others for verb in ("create", "get", "patch", "delete")]
     wanted += [(verb, PODS, "") for verb in ("get", "list")] + [("get", PODS, "log")]
     useful = [("watch", PODS, ""), ("deletecollection", PODS, ""), ("list", EVENTS, "")]

@@ -41,7 +41,8 @@ def _nodes(client: Client, plan: Plan) -> Iterator[Check]:
             raise
         yield Check("nodes", "skipped", "they may not be listed; an administrator can: kubectl get nodes")
         return
-    wanted = resources(plan)["limits"]
+    asked_for = resources(plan)
+    wanted = {**asked_for["requests"], **asked_for["limits"]}
     select, tolerated = node_selector(plan), tolerations(plan)
     open_nodes = [node for node in nodes if not node.get("spec", {}).get("unschedulable")]
     labelled = [node for node in open_nodes if select.items() <= (node["metadata"].get("labels") or {}).items()]

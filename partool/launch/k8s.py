@@ -16,13 +16,14 @@ from partool.launch import k8s_diff, k8s_logs, k8s_waiting
 from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import PODS, RESOURCES, resource_of
-from partool.launch.k8s_status import KINDS, RUN_LABEL, endings, judge
+from partool.launch.k8s_status import KINDS, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
+from partool.render.k8s.objects import RUN_LABEL
 
 ERRORS_FILE = "errors.txt"
 """Where the error records are kept once a run has ended: the cluster forgets them with the pods."""

@@ -18,12 +18,12 @@ from partool.launch import k8s_streams
 from partool.launch.k8s_client import Client
 from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import PODS
-from partool.launch.k8s_status import RUN_LABEL
 from partool.launch.k8s_streams import Line, Reader, Stream, streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.run import RunStatus
 from partool.plan.types import Plan
+from partool.render.k8s.objects import RUN_LABEL
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
 _LOOK_S = 10.0

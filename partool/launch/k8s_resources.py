@@ -32,6 +32,7 @@ class Resource(NamedTuple):
 RESOURCES = {
     ("v1", "ConfigMap"): Resource("v1", "configmaps"),
     ("v1", "Service"): Resource("v1", "services"),
+    ("networking.k8s.io/v1", "NetworkPolicy"): Resource("networking.k8s.io/v1", "networkpolicies"),
     ("batch/v1", "Job"): Resource("batch/v1", "jobs"),
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): Resource("jobset.x-k8s.io/v1alpha2", "jobsets"),
     ("kubeflow.org/v1", "PyTorchJob"): Resource("kubeflow.org/v1", "pytorchjobs"),

@@ -24,9 +24,6 @@ KINDS = {
     "volcano": ("batch.volcano.sh/v1alpha1", "Job"),
 }
 """``launch.k8s.kind`` → apiVersion and kind of the object."""
-RUN_LABEL = "partool/run"
-HASH_ANNOTATION = "partool/plan-hash"
-
 _PREEMPTED, _GIVES_UP = 75, 78
 _DONE = ("Completed", "Complete", "Succeeded")
 _HARMLESS = ("", "ContainerCreating", "PodInitializing")

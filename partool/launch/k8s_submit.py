@@ -13,9 +13,10 @@ from typing import Any
 from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import Resource, resource_of
-from partool.launch.k8s_status import HASH_ANNOTATION, KINDS, RUN_LABEL, progress
+from partool.launch.k8s_status import KINDS, progress
 from partool.launch.store import Run
 from partool.launch.target import LaunchError
+from partool.render.k8s.objects import HASH_ANNOTATION, RUN_LABEL
 
 _POLL_S = 0.5
 _SPARE_S = 60.0
@@ -68,13 +69,12 @@ class Transaction:
         """
         there = self._client.get(resource_of(self._main), self._name(self._main))
         if there is not None and self._is_done_already(there, stopping_s):
+            self._give_all(there)  # whoever created it may not have come so far
             return there
         try:
             created = {id(document): self._create(document) for document in self._documents}
             job = created[id(self._main)]
-            for document in self._documents:
-                if document is not self._main:
-                    self._give_to(document, job)
+            self._give_all(job)
         except BaseException as error:
             left = self._take_back()
             if left and isinstance(error, LaunchError):
@@ -112,6 +112,11 @@ class Transaction:
         if there is not None:
             remove(self._client, resource_of(document), self._name(document), there["metadata"]["uid"], 0.0)
         return self._client.create(document, manager=self._manager)
+
+    def _give_all(self, job: Document) -> None:
+        for document in self._documents:
+            if document is not self._main:
+                self._give_to(document, job)
 
     def _give_to(self, document: Document, job: Document) -> None:
         """Let an object be deleted together with the job."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic
-from partool.spec.launch import K8sSpec, LaunchSpec
+from partool.spec.launch import LABEL_DOMAIN, K8sSpec, LaunchSpec
 from partool.spec.launch_units import quantity
 
 _PATH = ("launch", "k8s")
-_OWN_KEYS = ("partool/", "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/priority-class", "app.kubernetes.io/managed-by")
+_OWN_KEYS = (
+    f"{LABEL_DOMAIN}/",
+    "kueue.x-k8s.io/queue-name",
+    "kueue.x-k8s.io/priority-class",
+    "app.kubernetes.io/managed-by",
+)
 
 
 def pods(launch: LaunchSpec) -> Iterator[Diagnostic]:
@@ -28,6 +33,10 @@ def pods(launch: LaunchSpec) -> Iterator[Diagnostic]:
     if k8s.kind != "trainjob" and k8s.runtime != K8sSpec().runtime:
         message = f"runtime: {k8s.runtime} belongs to kind: trainjob, not to {k8s.kind}"
         yield Diagnostic("PT528", message, path=(*_PATH, "runtime"), help="set kind: trainjob, or drop it")
+    if k8s.network_policy and k8s.host_network:
+        message = "network_policy holds for the pods' own network, and host_network: true takes them out of it"
+        help = "drop one of the two; the nodes' firewall is what keeps others away there"
+        yield Diagnostic("PT528", message, path=(*_PATH, "network_policy"), help=help)
     for section in ("labels", "annotations"):
         for key in getattr(k8s, section):
             if key.startswith(_OWN_KEYS):

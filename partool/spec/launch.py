@@ -31,6 +31,8 @@ from partool.spec.patterns import (
 
 TargetName = Literal["local", "torchrun", "slurm", "k8s"]
 K8sKind = Literal["jobset", "job", "pytorchjob", "trainjob", "volcano"]
+LABEL_DOMAIN = "partool.dev"
+"""Before the names of partool's own labels and annotations."""
 NetworkPreset = Literal["auto", "none", "ib", "roce", "efa", "slingshot", "tcp"]
 
 
@@ -151,6 +153,8 @@ class K8sSpec(Section):
     """Per pod, limit and request; default: what the plan predicts for the host and the shared memory, with room."""
     shared_memory: Quantity | None = None
     """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
+    ephemeral_storage: Quantity | None = None
+    """Of the node's disk per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
     device_resource: LabelKey | None = None
     """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
     rdma: Rdma | None = None
@@ -159,6 +163,12 @@ class K8sSpec(Section):
     """Use the node's network; for sites that require it."""
     storage: Claim | None = None
     """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``runs``; default: lost with the pod."""
+    writable_root: bool = False
+    """True lets the ranks write anywhere in their image, not only to /tmp and mounts."""
+    evictable: bool = False
+    """True lets the cluster autoscaler and Karpenter move pods to save nodes, which costs steps."""
+    network_policy: bool = False
+    """True adds a NetworkPolicy: only the run's own pods may reach the ports of its agents and ranks."""
     user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
     """User and group of the processes; 0 is root."""
     service_account: DnsName | None = None

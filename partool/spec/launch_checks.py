@@ -15,6 +15,7 @@ from partool.spec.launch import LaunchSpec
 
 __all__ = [
     "ERRORS",
+    "POD_SCRATCH",
     "POD_STORAGE",
     "WARNINGS",
     "LaunchRule",
@@ -31,6 +32,8 @@ LaunchRule = Callable[[LaunchSpec], Iterator[Diagnostic]]
 _IMAGE_FILES = (".sif", ".img", ".sqsh")
 POD_STORAGE = "/partool"
 """Where runs are kept in a pod: ``launch.k8s.storage``, or a folder that goes with the pod."""
+POD_SCRATCH = "/tmp"
+"""Where ranks can write in any pod; what is there goes with it."""
 _POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
 """Mounted by partool, or written by the agent for Kubernetes."""
 

@@ -37,8 +37,8 @@ def job_of(plan: Plan, run: Run) -> Job:
 def manifest(job: Job) -> Rendered:
     """Return a small manifest: the plan, and an object of the kind that is wanted around the simplest pod."""
     kind, name = job.plan.launch.k8s.kind, job.run_id
-    labels = {"app.kubernetes.io/managed-by": "partool", "partool/run": name}
-    meta = {"name": name, "labels": labels, "annotations": {"partool/plan-hash": job.plan.hash}}
+    labels = {"app.kubernetes.io/managed-by": "partool", "partool.dev/run": name}
+    meta = {"name": name, "labels": labels, "annotations": {"partool.dev/plan-hash": job.plan.hash}}
     agent = "pytorch" if kind == "pytorchjob" else "node"
     container = {"name": agent, "image": job.plan.launch.image, "env": [{"name": "A", "value": "1"}]}
     pod = {"metadata": {"labels": labels}, "spec": {"restartPolicy": "Never", "containers": [container]}}
@@ -79,7 +79,7 @@ class Case:
     def pod(self, run: Run, node: int = 0, *, attempt: int = 0, state: str = "running", **status: Any) -> str:
         """Place a pod of a run; keywords are fields of its status. Returns its name."""
         name = f"{run.id}-node-0-{node}-{attempt}"
-        labels = {"partool/run": run.id, "batch.kubernetes.io/job-completion-index": str(node)}
+        labels = {"partool.dev/run": run.id, "batch.kubernetes.io/job-completion-index": str(node)}
         labels["jobset.sigs.k8s.io/restart-attempt"] = str(attempt)
         phase = {"running": "Running", "waiting": "Pending"}.get(state, "Failed")
         container: dict[str, Any] = {"name": "node", "restartCount": 0, "state": {state: {}}}

@@ -37,6 +37,7 @@ CORE = {
         "services": "Service",
     },
     "batch/v1": {"jobs": "Job"},
+    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
 }
 KUEUE = {"kueue.x-k8s.io/v1beta1": {"workloads": "Workload", "localqueues": "LocalQueue"}}

@@ -140,6 +140,15 @@ def test_a_dry_run_names_its_levels_and_what_the_server_refuses(here: Case) -> N
     assert "you may not create configmaps in namespace default" in refused.stderr
 
 
+def test_a_network_policy_is_owned_like_the_rest(here: Case) -> None:
+    assert invoke("launch", plan_file(network_policy=True)).exit_code == 0
+    run = only_run(here)
+    policy = here.cluster.find("networkpolicies", run.id)
+    assert [each["name"] for each in policy["metadata"]["ownerReferences"]] == [run.id]
+    assert invoke("cancel", run.id).exit_code == 0
+    assert not here.cluster.names("networkpolicies")
+
+
 def test_a_difference_is_exit_code_10(here: Case) -> None:
     assert invoke("launch", plan_file()).exit_code == 0
     result = invoke("launch", plan_file(memory="5Gi"), "--diff")

@@ -42,7 +42,7 @@ def with_launch(plan: Plan, **launch: Any) -> Plan:
 
 
 def add_node(cluster: Cluster, name: str, arch: str = "amd64", taints: Any = (), **allocatable: str) -> None:
-    has = {"cpu": "16", "memory": "65536000Ki"} | {
+    has = {"cpu": "16", "memory": "65536000Ki", "ephemeral-storage": "50Gi"} | {
         key.replace("__", "/").replace("_", "."): v for key, v in allocatable.items()
     }
     spec = {"taints": list(taints)} if taints else {}
@@ -173,7 +173,9 @@ def test_nodes_that_do_not_fit_say_why(here: Case) -> None:
     plan = plan_of(kind="job", cpu="2", memory="1Gi")
     check = found(plan)["nodes"]
     assert check.verdict == "warning"
-    assert check.text.startswith("1 of 4 nodes fit a pod (kubernetes.io/arch=amd64; cpu 2, memory 1Gi), the plan has 2")
+    assert check.text.startswith(
+        "1 of 4 nodes fit a pod (kubernetes.io/arch=amd64; cpu 2, memory 1Gi, ephemeral-storage 20Gi), the"
+    )
     assert "3 have the labels, 2 of them the resources, 1 no taint in the way" in check.text
     assert "4 nvidia.com/gpu on arm64" in check.text
     bearing = plan_of(kind="job", cpu="2", memory="1Gi", tolerations=[{"key": "team", "value": "b"}])

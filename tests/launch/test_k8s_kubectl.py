@@ -62,7 +62,14 @@ def test_kubectl_takes_what_is_rendered(here: Case, program: Path, kind: str) ->
     name = config.removesuffix("-plan")
     resource = {"job": "jobs.batch", "volcano": "jobs.batch.volcano.sh"}.get(kind, f"{kind}s")
     found = json.loads(run(program, "get", resource, name, "-o", "json"))
-    assert found["metadata"]["labels"]["partool/run"] == name
+    assert found["metadata"]["labels"]["partool.dev/run"] == name
+    head = [
+        line for line in printed.stdout.splitlines() if line.startswith("#   ")
+    ]  # how the job comes to own the rest
+    lines = [f'kubectl() {{ "{program}" "$@"; }}', *(line.removeprefix("# ") for line in head)]
+    subprocess.run(["bash", "-ceu", "\n".join(lines)], check=True, timeout=60)
+    owners = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
+    assert [(each["name"], each["uid"]) for each in owners] == [(name, found["metadata"]["uid"])]
     # partool's own difference and kubectl's agree that there is none
     run(program, "apply", "--validate=strict", "-f", "manifest.yaml")
     assert invoke("launch", "plan.json", "--diff").exit_code == 0

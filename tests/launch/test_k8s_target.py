@@ -158,12 +158,12 @@ def test_a_job_that_a_killed_launcher_left_is_the_run(here: Case) -> None:
     assert first == again
 
 
-@pytest.mark.parametrize("labels", [{}, {"partool/run": "RUN"}])
+@pytest.mark.parametrize("labels", [{}, {"partool.dev/run": "RUN"}])
 def test_another_object_of_the_name_is_never_touched(here: Case, labels: dict[str, str]) -> None:
     plan = core_plan()
     name = here.store.next_submitted(plan.name, plan.hash).id
     labels = dict.fromkeys(labels, name)
-    meta = {"name": name, "labels": labels, "annotations": {"partool/plan-hash": plan.hash}}
+    meta = {"name": name, "labels": labels, "annotations": {"partool.dev/plan-hash": plan.hash}}
     there = here.cluster.put({"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": {}})
     with pytest.raises(LaunchError) as caught:
         here.submit(plan)
@@ -623,7 +623,7 @@ def test_a_dry_run_of_a_resumption_does_not_stumble_over_the_run_itself(here: Ca
     run = here.submit(plan)
     *_, level = here.target.validate(job_of(plan, run), manifest(job_of(plan, run)))
     assert level.findings == ()
-    del here.cluster.find("jobs", run.id)["metadata"]["labels"]["partool/run"]
+    del here.cluster.find("jobs", run.id)["metadata"]["labels"]["partool.dev/run"]
     *_, level = here.target.validate(job_of(plan, run), manifest(job_of(plan, run)))
     assert [finding.code for finding in level.findings] == ["PT575"]
 

@@ -93,7 +93,8 @@ BAD: list[tuple[str, str, int, str]] = [
     (K8S + "  k8s:\n    user: 1\n", "PT528", 3, "pvc:CLAIM"),
     (K8S + "  k8s:\n    storage: pvc:runs\n    topology: {level: example.com/rack}\n", "PT528", 5, "queue: NAME"),
     (K8S + "  k8s:\n    storage: pvc:runs\n    runtime: mine\n", "PT528", 5, "kind: trainjob"),
-    (K8S + "  k8s:\n    storage: pvc:runs\n    labels: {partool/run: x}\n", "PT528", 5, "drop it"),
+    (K8S + "  k8s:\n    storage: pvc:runs\n    labels: {partool.dev/run: x}\n", "PT528", 5, "drop it"),
+    (STORED + ", host_network: true,\n    network_policy: true}\n", "PT528", 4, "drop one of the two"),
     # paths
     ("launch:\n  python: venv/bin/python\n", "PT529", 1, "absolute"),
     (SLURM + "  slurm:\n    setup: ~ann/modules.sh\n", "PT529", 3, "absolute"),

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +128,32 @@ def test_the_plan_travels_as_it_is(kind: str) -> None:
     assert config["data"] == {"plan.json": job.plan.to_json()} == {"plan.json": rendered.files["plan.json"]}
     assert Plan.from_json(config["data"]["plan.json"]).hash == job.plan.hash
     for item in documents(job):
-        assert item["metadata"]["annotations"]["partool/plan-hash"] == job.plan.hash
-        assert item["metadata"]["labels"]["partool/run"] == job.run_id
+        assert item["metadata"]["annotations"]["partool.dev/plan-hash"] == job.plan.hash
+        assert item["metadata"]["labels"]["partool.dev/run"] == job.run_id
         assert item["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "partool"
     for container in containers(job):
         assert job.plan.hash in container["command"]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_the_head_says_how_the_job_comes_to_own_the_rest(kind: str, tmp_path: Path) -> None:
+    """Its lines are run, with a kubectl that notes how it is called: what ``launch`` does by itself."""
+    job = k8s_job(kind, k8s={"network_policy": True, "namespace": "team"})
+    head = render(job).text.partition("\napiVersion")[0]
+    script = "\n".join(line.removeprefix("# ") for line in head.splitlines() if line.startswith("#   "))
+    kubectl = f'kubectl() {{ printf "%s\\x1f" "$@" >> {tmp_path}/calls; echo >> {tmp_path}/calls; echo abc-1; }}\n'
+    subprocess.run(["bash", "-ceu", kubectl + script], check=True, timeout=20, stdout=subprocess.DEVNULL)
+    asked, *patched = [line.split("\x1f")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    *others, main = documents(job)
+    group = main["apiVersion"].partition("/")[0]
+    name = main["metadata"]["name"]
+    assert asked == ["-n", "team", "get", f"{main['kind'].lower()}.{group}", name, "-o", "jsonpath={.metadata.uid}"]
+    owner = {"apiVersion": main["apiVersion"], "kind": main["kind"], "name": name, "uid": "abc-1"}
+    assert [words[:5] for words in patched] == [
+        ["-n", "team", "patch", f"{each['kind'].lower()}/{each['metadata']['name']}", "--type=merge"] for each in others
+    ]
+    assert {words[5] for words in patched} == {"-p"}
+    assert all(json.loads(words[6]) == {"metadata": {"ownerReferences": [owner]}} for words in patched)
 
 
 def test_the_same_job_gives_the_same_text() -> None:

@@ -9,7 +9,10 @@ from _k8s_case import EVERY_KIND, an_environment, containers, documents, k8s_job
 from _launch_case import launch_job
 
 from partool.catalog.lookup import table
+from partool.launch.k8s_validate import validate_offline
 from partool.plan.types import CandidateRow, Plan
+from partool.render.k8s import render
+from partool.spec.training import CheckpointSpec
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
@@ -34,20 +37,93 @@ def test_pods_meet_the_restricted_security_standard(kind: str) -> None:
         assert security["runAsNonRoot"] is True
         assert security["runAsUser"] == security["runAsGroup"] == security["fsGroup"] == 1000
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert own == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        wanted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        assert own == wanted
     rdma = {"rdma": {"resource": "rdma/hca", "count": 4}}
     for container in containers(k8s_job(kind, k8s=rdma)):
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
         assert container["resources"]["limits"]["rdma/hca"] == "4"
-    for _, template in pods(k8s_job(kind, k8s={"user": 0})):
+    for _, template in pods(k8s_job(kind, k8s={"user": 0, "writable_root": True})):
         assert template["spec"]["securityContext"]["runAsNonRoot"] is False
+        assert "readOnlyRootFilesystem" not in template["spec"]["containers"][0]["securityContext"]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_whatever_ranks_write_to_is_a_volume(kind: str) -> None:
+    """The image is read-only: HOME, /tmp and the run are not in it, for root neither, and the disk's share is asked."""
+    for k8s in ({}, {"user": 0}, {"storage": None, "ephemeral_storage": "5Gi"}):
+        for _, template in pods(k8s_job(kind, k8s=k8s)):
+            container = template["spec"]["containers"][0]
+            seen = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+            volumes = {each["name"]: each for each in template["spec"]["volumes"]}
+            home = next(each["value"] for each in container["env"] if each["name"] == "HOME")
+            size = k8s.get("ephemeral_storage", "20Gi")
+            assert volumes[seen[home]] == {"name": "tmp", "emptyDir": {"sizeLimit": size}}
+            assert container["resources"]["requests"]["ephemeral-storage"] == size
+            assert "ephemeral-storage" not in container["resources"]["limits"]
+            assert volumes[seen["/partool"]].get("emptyDir") == ({"sizeLimit": size} if "storage" in k8s else None)
+    mine = k8s_job(kind, mounts=[{"source": "pvc:fast", "target": "/tmp/"}])
+    for _, template in pods(mine):
+        assert "tmp" not in {each["name"] for each in template["spec"]["volumes"]}
+
+
+def test_without_a_claim_there_is_room_for_the_checkpoints() -> None:
+    plan = k8s_plan(k8s={"storage": None})
+    terms = {"parameters": 2 << 30, "optimizer": 8 << 30, "activations": 99 << 30}
+    memory = plan.prediction.memory.model_copy(update={"terms_bytes": terms})
+    large = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
+    # 20 + 8 ranks × 10 GiB × (3 + 1 checkpoints) × 1.1
+    assert containers(launch_job(large))[0]["resources"]["requests"]["ephemeral-storage"] == "372Gi"
+    elsewhere = large.model_copy(update={"checkpoint": CheckpointSpec(dir="/data/checkpoints")})
+    assert containers(launch_job(elsewhere))[0]["resources"]["requests"]["ephemeral-storage"] == "20Gi"
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_autoscalers_leave_pods_alone_unless_they_may(kind: str) -> None:
+    keys = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+    mine = {"karpenter.sh/do-not-disrupt": "30m"}
+    for _, template in pods(k8s_job(kind)):
+        assert template["metadata"]["annotations"] == keys
+    for _, template in pods(k8s_job(kind, k8s={"annotations": mine})):
+        assert template["metadata"]["annotations"] == keys | mine
+    for _, template in pods(k8s_job(kind, k8s={"evictable": True})):
+        assert "annotations" not in template["metadata"]
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_labels_that_clusters_know(kind: str) -> None:
+    plan = k8s_plan(kind, k8s={"labels": {"app.kubernetes.io/component": "ablation"}})
+    job = launch_job(plan.model_copy(update={"partool_version": "1.2.0+git.abc"}))
+    wanted = {
+        "name": "partool", "instance": job.run_id, "version": "1.2.0-git.abc", "component": "ablation",
+        "managed-by": "partool",
+    }  # fmt: skip
+    for labels in [*(item["metadata"]["labels"] for item in documents(job)),
+                   *(template["metadata"]["labels"] for _, template in pods(job))]:  # fmt: skip
+        assert {f"app.kubernetes.io/{name}": value for name, value in wanted.items()}.items() <= labels.items()
+        assert labels["partool.dev/run"] == job.run_id
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_a_network_policy_lets_in_the_runs_own_pods_alone(kind: str) -> None:
+    assert "NetworkPolicy" not in {item["kind"] for item in documents(k8s_job(kind))}
+    job = k8s_job(kind, k8s={"network_policy": True, "namespace": "team"})
+    (policy,) = (item for item in documents(job) if item["kind"] == "NetworkPolicy")
+    own = {"matchLabels": {"partool.dev/run": job.run_id}}
+    assert policy["metadata"]["namespace"] == "team"
+    assert policy["spec"] == {
+        "podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}],
+    }  # fmt: skip
+    assert all(own["matchLabels"].items() <= template["metadata"]["labels"].items() for _, template in pods(job))
+    for level in validate_offline(render(job).text):
+        assert [finding for finding in level.findings if finding.severity == "error"] == []
 
 
 def test_every_variable_has_an_origin() -> None:
     secrets = {"HF_TOKEN": {"secret": "hub", "key": "token"}}
     plan = k8s_plan(env={"OMP_NUM_THREADS": "8", "MINE": "1"}, secrets=secrets)
     job = launch_job(plan.model_copy(update={"environment": an_environment()}))
-    origins = json.loads(workload(job)["metadata"]["annotations"]["partool/environment-origins"])
+    origins = json.loads(workload(job)["metadata"]["annotations"]["partool.dev/environment-origins"])
     values = {each["name"]: each.get("value") for each in containers(job)[0]["env"]}
     assert origins.keys() == values.keys()
     assert len(containers(job)[0]["env"]) == len(values)
@@ -105,7 +181,8 @@ def test_the_users_selector_and_tolerations_come_on_top() -> None:
 def memory_of(plan: Plan) -> str:
     """Return the memory that a plan's pods ask for, after the request has been compared with the limit."""
     resources = containers(launch_job(plan))[0]["resources"]
-    assert resources["requests"] == {name: resources["limits"][name] for name in ("cpu", "memory")}
+    asked = {name: amount for name, amount in resources["requests"].items() if name != "ephemeral-storage"}
+    assert asked == {name: resources["limits"][name] for name in ("cpu", "memory")}
     return str(resources["limits"]["memory"])
 
 
@@ -150,7 +227,7 @@ def test_volumes(kind: str) -> None:
     for _, template in pods(k8s_job(kind, mounts=mounts)):
         volumes = {each["name"]: each for each in template["spec"]["volumes"]}
         seen = {each["mountPath"]: each for each in template["spec"]["containers"][0]["volumeMounts"]}
-        assert len(volumes) == len(template["spec"]["volumes"]) == 5
+        assert len(volumes) == len(template["spec"]["volumes"]) == 6
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
         assert seen["/partool"] == {"name": "runs", "mountPath": "/partool"}
         assert seen["/all-runs"]["name"] == "runs"
@@ -159,8 +236,6 @@ def test_volumes(kind: str) -> None:
         folder = volumes[seen["/scratch"]["name"]]
         assert folder["hostPath"] == {"path": "/mnt/nvme", "type": "Directory"}
         assert {each["name"] for each in seen.values()} == set(volumes)
-    for _, template in pods(k8s_job(kind, k8s={"storage": None})):
-        assert {"name": "runs", "emptyDir": {}} in template["spec"]["volumes"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind != "trainjob"])
@@ -194,7 +269,8 @@ def test_queue_and_priority(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in EVERY_KIND if kind != "volcano"])
 @pytest.mark.parametrize(("required", "word"), [(True, "required"), (False, "preferred")])
 def test_topology_is_asked_for_on_the_pods(kind: str, required: bool, word: str) -> None:
-    k8s = {"queue": "research", "topology": {"level": "example.com/rack", "required": required}}
+    topology = {"level": "example.com/rack", "required": required}
+    k8s = {"queue": "research", "topology": topology, "evictable": True}
     job = k8s_job(kind, k8s=k8s)
     key = f"kueue.x-k8s.io/podset-{word}-topology"
     assert [template["metadata"]["annotations"] for _, template in pods(job)] == [{key: "example.com/rack"}] * len(

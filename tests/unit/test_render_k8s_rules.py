@@ -11,7 +11,7 @@ from _launch_case import launch_job
 from partool.diagnostics.record import Diagnostic
 from partool.render import Job
 from partool.render.k8s import findings
-from partool.spec.training import CheckpointSpec, DataSpec
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
 
 
 def found(job: Job, code: str) -> list[Diagnostic]:
@@ -94,9 +94,19 @@ def test_paths_that_no_pod_has() -> None:
     plan = k8s_plan(mounts=[{"source": "pvc:data", "target": "/data"}])
     data = DataSpec(source=["/data/tokens/*.bin", "/home/me/more.bin"], cache="/datastore/cache")
     job = launch_job(plan.model_copy(update={"data": data, "checkpoint": CheckpointSpec(dir="/partool/checkpoints")}))
-    assert [each.severity for each in found(job, "PT566")] == ["warning", "warning"]
+    assert [each.severity for each in found(job, "PT566")] == ["warning", "error"]  # nobody can write there
     assert [each.message.split()[0] for each in found(job, "PT566")] == ["/home/me/more.bin", "/datastore/cache"]
     assert [each.path for each in found(job, "PT566")] == [("data", "source"), ("data", "cache")]
+    open_image = k8s_plan(k8s={"writable_root": True}).model_copy(update={"data": data})
+    assert {each.severity for each in found(launch_job(open_image), "PT566")} == {"warning"}
+    scratch = data.model_copy(update={"source": "/data/tokens", "cache": "/tmp/cache"})
+    tuned = KernelsSpec(tuned=["/home/me/tuned"])
+    host = plan.layout.host.model_copy(update={"folder": "/nvme"})
+    layout = plan.layout.model_copy(update={"offload_optimizer": "nvme", "host": host})
+    job = launch_job(plan.model_copy(update={"data": scratch, "kernels": tuned, "layout": layout}))
+    assert [(each.severity, each.path) for each in found(job, "PT566")] == [
+        ("warning", ("kernels", "tuned", 0)), ("error", ("parallel", "offload", "dir")),
+    ]  # fmt: skip
 
 
 def test_annotations_that_an_object_cannot_hold() -> None:

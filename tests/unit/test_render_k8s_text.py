@@ -203,7 +203,7 @@ def test_origins_are_kept_as_they_are() -> None:
     origin = "quotes \" ' and\nlines, $(HOME), é ☃ 𝔘 \u2028"
     variables = (Variable(name="X", value="1", origin=origin),)
     job = launch_job(k8s_plan().model_copy(update={"environment": variables}))
-    annotation = workload(job)["metadata"]["annotations"]["partool/environment-origins"]
+    annotation = workload(job)["metadata"]["annotations"]["partool.dev/environment-origins"]
     assert json.loads(annotation)["X"] == origin
 
 

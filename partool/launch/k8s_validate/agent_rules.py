@@ -11,8 +11,8 @@ from partool.launch.k8s_validate.findings import Found, at
 from partool.launch.k8s_validate.forms import parse_quantity
 from partool.launch.k8s_validate.manifest import Manifest, Part, Pods, dig
 from partool.plan.run import PLAN_FILE
+from partool.render.k8s.objects import HASH_ANNOTATION
 
-_HASH = "partool/plan-hash"
 _AGENT = "partool_runtime.agent"
 _SET: dict[str, set[str | None]] = {
     "JobSet": {"JOB_COMPLETION_INDEX"},
@@ -75,14 +75,20 @@ def hashes(manifest: Manifest) -> Iterator[Found]:
     known = {
         value: document
         for document in manifest.documents
-        if isinstance(value := document.get("metadata", "annotations", _HASH), str)
+        if isinstance(value := document.get("metadata", "annotations", HASH_ANNOTATION), str)
     }
     for holder in _agents(manifest):
         told = _option(holder, "--plan-hash")
         if known and told is not None and told not in known:
             yield at(holder, "command", text=f"--plan-hash {told[:12]}... is not the hash on the objects")
     if len(known) > 1:
-        yield at(list(known.values())[-1], "metadata", "annotations", _HASH, text="the objects bear different hashes")
+        yield at(
+            list(known.values())[-1],
+            "metadata",
+            "annotations",
+            HASH_ANNOTATION,
+            text="the objects bear different hashes",
+        )
 
 
 def meeting_place(manifest: Manifest) -> Iterator[Found]:

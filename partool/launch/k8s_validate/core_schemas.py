@@ -27,6 +27,7 @@ _DOCUMENTS = {
     ("v1", "Pod"): "io.k8s.api.core.v1.Pod",
     ("v1", "Secret"): "io.k8s.api.core.v1.Secret",
     ("v1", "PersistentVolumeClaim"): "io.k8s.api.core.v1.PersistentVolumeClaim",
+    ("networking.k8s.io/v1", "NetworkPolicy"): "io.k8s.api.networking.v1.NetworkPolicy",
     ("batch/v1", "Job"): "io.k8s.api.batch.v1.Job",
 }
 """Kinds of a manifest → names of their schemas."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 from partool.plan.run import PLAN_FILE
 from partool.render.job import Job, Rendered
 from partool.render.k8s.manifest import text
-from partool.render.k8s.objects import Object, config_map
+from partool.render.k8s.objects import Object, config_map, network_policy
 from partool.render.k8s.rules import findings
 
 MANIFEST = "manifest.yaml"
@@ -26,11 +27,30 @@ __all__ = ["KINDS", "MANIFEST", "findings", "objects", "render"]
 def render(job: Job) -> Rendered:
     """Return ``manifest.yaml``, which is submitted, and the plan in it; :func:`findings` has no errors to tell."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
-    plan = job.plan.to_json()
-    return Rendered(MANIFEST, {MANIFEST: text(objects(job), remarks), PLAN_FILE: plan})
+    found, plan = objects(job), job.plan.to_json()
+    return Rendered(MANIFEST, {MANIFEST: text(found, (*remarks, *_ownership(found))), PLAN_FILE: plan})
 
 
 def objects(job: Job) -> list[Object]:
     """Return the documents of the manifest in the order in which they are created: what others refer to comes first."""
     kind = importlib.import_module(KINDS[job.plan.launch.k8s.kind])
-    return [config_map(job), *kind.objects(job)]
+    policy = [network_policy(job)] if job.plan.launch.k8s.network_policy else []
+    return [config_map(job), *policy, *kind.objects(job)]
+
+
+def _ownership(found: Sequence[Object]) -> tuple[str, ...]:
+    """Return how the job comes to own the objects before it, whose owner must be there before they can name it."""
+    *others, job = found
+    kind, name, space = job["kind"], job["metadata"]["name"], job["metadata"].get("namespace")
+    kubectl = f"kubectl -n {space}" if space else "kubectl"
+    resource = f"{kind.lower()}.{job['apiVersion'].partition('/')[0]}"
+    owner = f'{{"apiVersion":"{job["apiVersion"]}","kind":"{kind}","name":"{name}","uid":"\'$uid\'"}}'
+    named = " ".join(f"{each['kind'].lower()}/{each['metadata']['name']}" for each in others)
+    return (
+        "The other objects are deleted with the job, ttl included, once it owns them: partool launch sees to that, and",
+        "after kubectl apply these lines do:",
+        f"  uid=$({kubectl} get {resource} {name} -o jsonpath={{.metadata.uid}})",
+        f"  for each in {named}; do",
+        f'    {kubectl} patch $each --type=merge -p \'{{"metadata":{{"ownerReferences":[{owner}]}}}}\'',
+        "  done",
+    )

@@ -6,9 +6,10 @@ from typing import Any
 
 from partool.plan.types import Plan, Variable
 from partool.render.shell import variables
+from partool.spec.launch_checks import POD_SCRATCH
 
+_HOME = Variable(name="HOME", value=POD_SCRATCH, origin="partool: where a pod can write, whatever its user and image")
 _USER = (
-    Variable(name="HOME", value="/tmp", origin="partool: the user of the pod has no home in most images"),
     Variable(name="USER", value="partool", origin="partool: torch names its caches by it"),
     Variable(name="LOGNAME", value="partool", origin="partool: torch names its caches by it"),
 )
@@ -43,6 +44,7 @@ def origins(plan: Plan) -> dict[str, str]:
 def _written(plan: Plan) -> list[Variable]:
     own = variables(plan)
     set_already = {each.name for each in own} | set(plan.launch.secrets)
-    more = _USER if plan.launch.k8s.user else ()  # root has a home
+    k8s = plan.launch.k8s
+    more = (_HOME, *_USER) if k8s.user else () if k8s.writable_root else (_HOME,)  # root has a home, in the image
     found = [each for each in more if each.name not in set_already]
     return found + [each for each in own if each.name not in plan.launch.secrets]

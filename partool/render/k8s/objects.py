@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from partool.plan.run import PLAN_FILE
 from partool.render.job import Job
 from partool.render.k8s.environment import origins
+from partool.spec.launch import LABEL_DOMAIN
 
 Object = dict[str, Any]
 
@@ -16,7 +18,9 @@ PORT = 29500
 NODE = "node"
 """Name of the replicated job, of the task and of the container."""
 MOST_INT32 = 2**31 - 1
-RUN_LABEL = "partool/run"
+RUN_LABEL = f"{LABEL_DOMAIN}/run"
+HASH_ANNOTATION = f"{LABEL_DOMAIN}/plan-hash"
+ORIGINS_ANNOTATION = f"{LABEL_DOMAIN}/environment-origins"
 
 
 def int32(value: int) -> int:
@@ -30,9 +34,18 @@ def plan_map(job: Job) -> str:
 
 
 def labels(job: Job) -> dict[str, str]:
-    """Return the labels of every object and of the pods."""
+    """Return the labels of every object and of the pods; the user's win over those that only describe.
+
+    Names: https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/.
+    """
+    described = {
+        "app.kubernetes.io/name": "partool",
+        "app.kubernetes.io/instance": job.run_id,
+        "app.kubernetes.io/version": re.sub(r"[^A-Za-z0-9.]", "-", job.plan.partool_version),
+        "app.kubernetes.io/component": "training",
+    }
     own = {"app.kubernetes.io/managed-by": "partool", RUN_LABEL: job.run_id}
-    return {"app.kubernetes.io/name": "partool", **job.plan.launch.k8s.labels, **own}
+    return {**described, **job.plan.launch.k8s.labels, **own}
 
 
 def metadata(job: Job, name: str | None = None) -> Object:
@@ -41,7 +54,7 @@ def metadata(job: Job, name: str | None = None) -> Object:
     if job.plan.launch.k8s.namespace is not None:
         found["namespace"] = job.plan.launch.k8s.namespace
     found["labels"] = labels(job)
-    found["annotations"] = {**job.plan.launch.k8s.annotations, "partool/plan-hash": job.plan.hash}
+    found["annotations"] = {**job.plan.launch.k8s.annotations, HASH_ANNOTATION: job.plan.hash}
     return found
 
 
@@ -58,7 +71,7 @@ def workload_metadata(job: Job) -> Object:
             found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
         if k8s.deadline_s is not None:  # over restarts, which the deadline of a job is not
             found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
-    found["annotations"]["partool/environment-origins"] = json.dumps(origins(job.plan), ensure_ascii=False)
+    found["annotations"][ORIGINS_ANNOTATION] = json.dumps(origins(job.plan), ensure_ascii=False)
     return found
 
 
@@ -70,6 +83,20 @@ def config_map(job: Job) -> Object:
         "metadata": metadata(job, plan_map(job)),
         "immutable": True,
         "data": {PLAN_FILE: job.plan.to_json()},
+    }
+
+
+def network_policy(job: Job) -> Object:
+    """Return the NetworkPolicy that lets nobody but the run's own pods in.
+
+    It names no ports: the ranks' connections use whatever is free. What pods send is not restricted.
+    """
+    own = {"matchLabels": {RUN_LABEL: job.run_id}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(job),
+        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
     }
 
 

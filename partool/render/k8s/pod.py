@@ -19,6 +19,9 @@ from partool.spec.launch_checks import POD_STORAGE
 _LINGER_S = 30
 """Beyond the shutdown timeout: the agent has killed its ranks by then and writes its summary."""
 _TERMINATION_LOG = "/dev/termination-log"
+_UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+"""Keep those who save nodes from moving a pod, which would restart all of them. Sources: the cluster autoscaler's FAQ,
+"What types of pods can prevent CA from removing a node?"; https://karpenter.sh/docs/concepts/disruption/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ def template(job: Job, place: Place, *, restart_policy: str | None = "Never", su
 def pod_metadata(job: Job) -> dict[str, Any]:
     """Return labels and annotations of the pods: a sidecar of a service mesh would outlive the agent."""
     found: dict[str, Any] = {"labels": {"sidecar.istio.io/inject": "false", **labels(job)}}
-    own = {**job.plan.launch.k8s.annotations, **placement.topology_annotations(job.plan)}
+    k8s = job.plan.launch.k8s
+    own = {**({} if k8s.evictable else _UNMOVED), **k8s.annotations, **placement.topology_annotations(job.plan)}
     return found | ({"annotations": own} if own else {})
 
 
@@ -142,8 +146,12 @@ def pod_security(plan: Plan) -> dict[str, Any]:
 
 
 def container_security(plan: Plan) -> dict[str, Any]:
-    """Return what it asks of a container; adapters need page-locked memory, and so its capability."""
+    """Return what it asks of a container; adapters need page-locked memory, and so its capability.
+
+    Beyond the standard, nobody can change the image's files.
+    """
     capabilities: dict[str, Any] = {"drop": ["ALL"]}
     if plan.launch.k8s.rdma is not None:
         capabilities["add"] = ["IPC_LOCK"]
-    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+    read_only = {} if plan.launch.k8s.writable_root else {"readOnlyRootFilesystem": True}
+    return {"allowPrivilegeEscalation": False, **read_only, "capabilities": capabilities}

@@ -16,6 +16,8 @@ _CORES_KEPT = 2
 _PROCESS_BYTES = 4 * _GIB
 """Host memory of a device's rank that no prediction holds: interpreter, libraries, page-locked buffers (assumed)."""
 _ROOM = 1.1
+_SCRATCH_GIB = 20
+"""For caches of compilers and of tokens, and the container's log (assumed; nodes of public clouds have 40 and more)."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
@@ -31,8 +33,23 @@ def shared_memory(plan: Plan) -> str:
     return plan.launch.k8s.shared_memory or f"{_SHARED_GIB[plan.devices.backend] * plan.devices.per_node}Gi"
 
 
+def ephemeral_storage(plan: Plan) -> str:
+    """Return what a pod may write to its node's disk: /tmp with its caches and, without a claim, the run."""
+    k8s = plan.launch.k8s
+    if k8s.ephemeral_storage is not None:
+        return k8s.ephemeral_storage
+    gib = _SCRATCH_GIB
+    if k8s.storage is None and plan.checkpoint.dir is None:
+        memory = plan.prediction.memory
+        state = [memory.terms_bytes.get(name, 0) for name in ("parameters", "optimizer")]
+        state += [memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")]
+        kept = plan.checkpoint.keep + 1  # an older one goes once a newer one is complete
+        gib += math.ceil(sum(state) * plan.devices.per_node * kept * _ROOM / _GIB)
+    return f"{gib}Gi"
+
+
 def resources(plan: Plan) -> dict[str, Any]:
-    """Return the container's resources: requests equal limits, so that the pod is the last to be evicted.
+    """Return the container's resources: of cores and memory, requests equal limits: such pods are evicted last.
 
     Devices and adapters are written as limits only: Kubernetes takes the same as the request.
     """
@@ -44,7 +61,7 @@ def resources(plan: Plan) -> dict[str, Any]:
     rdma = plan.launch.k8s.rdma
     if rdma is not None:
         limits[rdma.resource] = str(rdma.count)
-    return {"requests": base, "limits": limits}
+    return {"requests": {**base, "ephemeral-storage": ephemeral_storage(plan)}, "limits": limits}
 
 
 def _cpu(plan: Plan) -> str:

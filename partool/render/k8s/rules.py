@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
@@ -12,7 +11,7 @@ from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import workload_metadata
 from partool.render.k8s.resources import shared_memory
 from partool.spec.launch import K8sSpec
-from partool.spec.launch_checks import POD_STORAGE, within
+from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE, within
 from partool.spec.launch_units import quantity
 
 Rule = Callable[[Job], Iterator[Diagnostic]]
@@ -107,26 +106,36 @@ def _several(job: Job) -> Iterator[Diagnostic]:
 
 
 def _paths(job: Job) -> Iterator[Diagnostic]:
-    """Warn of folders that no mount brings into the pod; they may be in the image."""
-    targets = [POD_STORAGE, *(mount.target for mount in job.plan.launch.mounts)]
-    for path, name in _read_and_written(job.plan):
-        if name.startswith("/") and not any(within(name, target) for target in targets):
+    """Warn of folders that no mount brings into the pod, where they may be in the image; refuse to write there."""
+    targets = [POD_STORAGE, POD_SCRATCH, *(mount.target for mount in job.plan.launch.mounts)]
+    help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
+    for path, name, writes in _read_and_written(job.plan):
+        if not name.startswith("/") or any(within(name, target) for target in targets):
+            continue
+        if writes and not job.plan.launch.k8s.writable_root:
+            message = f"{name} is in none of the mounts: pods can write nowhere else, but to {POD_SCRATCH}"
+            yield Diagnostic("PT566", message, path=path, help=help)
+        else:
             message = f"{name} is in none of the mounts: unless it is part of the image, no pod has it"
-            help = "add launch: {mounts: [{source: 'pvc:CLAIM', target: /data}]}, and use paths below its target"
             yield Diagnostic("PT566", message, severity="warning", path=path, help=help)
 
 
-def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, bool]]:
+    """Yield place in the spec, path, and whether ranks write there."""
     sources = [plan.data.source] if isinstance(plan.data.source, str) else plan.data.source
     for source in sources:
-        yield ("data", "source"), source
-    named: list[tuple[tuple[str, ...], Any]] = [
-        (("data", "tokenizer"), plan.data.tokenizer),
-        (("data", "cache"), plan.data.cache),
-        (("model", "weights", "path"), plan.weights.path),
-        (("checkpoint", "dir"), plan.checkpoint.dir),
+        yield ("data", "source"), source, False
+    for place, table in enumerate(plan.kernels.tuned):
+        yield ("kernels", "tuned", place), table, False
+    on_disk = "nvme" in (plan.layout.offload_optimizer, plan.layout.offload_parameters)
+    named: list[tuple[tuple[str, ...], str | None, bool]] = [
+        (("data", "tokenizer"), plan.data.tokenizer, False),
+        (("data", "cache"), plan.data.cache, True),
+        (("model", "weights", "path"), plan.weights.path, False),
+        (("checkpoint", "dir"), plan.checkpoint.dir, True),
+        (("parallel", "offload", "dir"), plan.layout.host.folder if on_disk else None, True),
     ]
-    yield from ((path, name) for path, name in named if name is not None)
+    yield from ((path, name, writes) for path, name, writes in named if name is not None)
 
 
 def _annotations(job: Job) -> Iterator[Diagnostic]:

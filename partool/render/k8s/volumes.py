@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import posixpath
 from typing import Any
 
 from partool.render.job import Job
 from partool.render.k8s.objects import plan_map
-from partool.render.k8s.resources import shared_memory
-from partool.spec.launch_checks import POD_STORAGE
+from partool.render.k8s.resources import ephemeral_storage, shared_memory
+from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE
 
 PLAN_FOLDER = "/etc/partool"
 _PVC = "pvc:"
@@ -29,9 +30,13 @@ def volumes(job: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         {"name": "plan", "mountPath": PLAN_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
+    disk = {"sizeLimit": ephemeral_storage(job.plan)}
+    if not any(posixpath.normpath(mount.target) == POD_SCRATCH for mount in launch.mounts):
+        found.append({"name": "tmp", "emptyDir": disk})
+        seen.append({"name": "tmp", "mountPath": POD_SCRATCH})
     claims: dict[str, str] = {}
     if launch.k8s.storage is None:
-        found.append({"name": "runs", "emptyDir": {}})
+        found.append({"name": "runs", "emptyDir": disk})
     else:
         found.append(_claim("runs", launch.k8s.storage))
         claims[launch.k8s.storage] = "runs"
