@@ -20,7 +20,7 @@ from partool.process import python_command
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
-_FORMAT = "3"
+_FORMAT = "4"
 """Of the answer; changing it asks again."""
 _NEEDED = ("torch", "transformers")
 

@@ -80,8 +80,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "PT258",
-        "The vocabulary is smaller than the tokenizer's",
-        "The embedding has one row for each token that the tokenizer can give.",
+        "The vocabulary is smaller than the data's",
+        "The embedding has one row for each token that the tokenizer, or a token file, can give.",
         BASE.replace("vocab: 256", "vocab: 100"),
         BASE,
     ),

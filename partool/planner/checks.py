@@ -28,7 +28,7 @@ def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
 def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagnostic]:
     vocab = problem.model.vocab
     if tokenizer_vocab is not None and vocab < tokenizer_vocab:
-        message = f"the tokenizer has {tokenizer_vocab} tokens, the model's vocabulary {vocab}"
+        message = f"the data's vocabulary has {tokenizer_vocab} tokens, the model's {vocab}"
         yield Diagnostic(
             "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
         )

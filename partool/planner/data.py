@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import json
 import os
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
@@ -16,10 +18,12 @@ from partool.spec.training import DataSpec
 
 STDLIB = "python-stdlib"
 BYTES_VOCAB = 256
+_LOOKED_AT = 1000
+"""Files of a source whose kind is looked at: planning is quick, whatever lies there."""
 
 
 def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
-    """Return the section with absolute paths, the tokenizer's vocabulary (None if unknown), and findings.
+    """Return the section with absolute paths, the vocabulary of its tokens (None if unknown), and findings.
 
     Missing files are errors where training runs on this machine, and warnings where planning happens elsewhere than
     training. They are notes where a mount of ``launch``, which has the site profile merged in, brings the path into
@@ -34,7 +38,9 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
             place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
             severity, where = _lies(spec, launch, path)
             found.append(Diagnostic("PT601", f"there are no files at {path}{where}", severity, place, help=_HELP))
-    vocab, wrong = _vocab(spec, launch, base_dir)
+    made = [_recorded_vocab(data.format, path) for path in absolute]
+    vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
+    vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
     update = {
         "source": absolute[0] if isinstance(data.source, str) else absolute,
         "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
@@ -59,6 +65,35 @@ def _exists(pattern: str) -> bool:
     if glob.has_magic(pattern):
         return next(glob.iglob(pattern, recursive=True), None) is not None
     return os.path.exists(pattern)  # False for a name that is too long, which Path.exists refuses with an error
+
+
+def _recorded_vocab(format: str, path: str) -> int | None:
+    """Return the largest vocabulary that token files say they have, 0 where they do not; None: there is text, too.
+
+    Token files need no tokenizer. A folder counts as one of text as soon as it holds something else.
+    """
+    if format in ("text", "jsonl") or path == STDLIB:
+        return None
+    if os.path.isdir(path):
+        names: Iterator[str] = (os.path.join(root, name) for root, _, files in os.walk(path) for name in files)
+    else:
+        names = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])
+    tokens, found = format != "auto" or path.endswith(".bin"), 0
+    for name in islice(names, _LOOKED_AT):
+        ending = os.path.splitext(name)[1].lower()
+        if ending == ".bin":
+            tokens, found = True, max(found, _vocab_beside(Path(name)))
+        elif ending not in (".idx", ".json") and format == "auto":
+            return None
+    return found if tokens else None
+
+
+def _vocab_beside(file: Path) -> int:
+    """Return the vocabulary in the sidecar of a token file, 0 without one."""
+    try:
+        return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
 
 
 def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:

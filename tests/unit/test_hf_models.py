@@ -16,6 +16,7 @@ from partool.layout.tensor.structure import Structure
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
+from partool_runtime.hf import structure
 from partool_runtime.hf.building import build_causal
 from partool_runtime.hf.experts import plain_where_odd
 from partool_runtime.hf.model import HfDecoder
@@ -26,6 +27,14 @@ from partool_runtime.weights import fill, materialise, post_load
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from _hf_models import MODELS, write_model
 
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "num_hidden_layers": 2, "vocab_size": 11, "pad_token_id": 0,
+}  # fmt: skip
+SMALL_VISION = {
+    "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
 KINDS = ("llama", "qwen3_deep", "mixtral", "gpt_neox", "phi", "deepseek_v2")
 
 
@@ -171,6 +180,56 @@ def test_state_in_buffers_is_refused(folders: dict[str, Path], tmp_path: Path) -
     hf = HfModel(path=str(tmp_path), model_type="deepseek_v3", architecture="")
     with pytest.raises(ConfigurationError, match="PT649"):
         HfDecoder(hf, config_of(describe(folders["llama"])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"multi_query": True, "num_kv_heads": 2}, 1),
+        ({"multi_query": False}, 4),
+    ],
+)
+def test_falcons_heads_of_keys_are_those_of_its_matrices(fields: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 11}
+    transformers.FalconConfig(**sizes | fields).save_pretrained(tmp_path)
+    described = describe(tmp_path)
+    assert described["fields"]["kv_heads"] == described["structure"]["kv_heads"] == expected
+    (fused,) = {m["parameters"]["weight"][0] for m in described["structure"]["modules"] if "query_key" in m["name"]}
+    assert fused == (4 + 2 * expected) * 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        (
+            "mamba",
+            {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 2},
+            "MambaConfig has no num_attention_heads",
+        ),
+        ("gemma3", {"text_config": SMALL, "vision_config": SMALL_VISION}, "its language model is one part of it"),
+    ],
+)
+def test_models_without_attention_or_with_more_than_text_are_refused(
+    kind: str, fields: dict[str, Any], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    transformers.CONFIG_MAPPING[kind](**fields).save_pretrained(tmp_path)
+    assert structure.main([str(tmp_path)]) == 78
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert said["code"] == "PT644"
+    assert why in said["message"]
+
+
+def test_what_a_models_code_raises_is_a_finding(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(structure, "returns_tuples", lambda *args: args[7])
+    assert structure.main([str(folders["llama"])]) == 78
+    assert "IndexError: tuple index out of range" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_learned_positions_cannot_be_cut(tmp_path: Path) -> None:

@@ -222,6 +222,31 @@ def test_several_problems_come_in_one_run() -> None:
     assert {"PT266", "PT258", "PT267"} <= set(codes(both))
 
 
+def test_vocabularies_are_held_to_the_data_not_to_a_tokenizer_that_reads_none(tmp_path: Path) -> None:
+    """Token files know their vocabulary, or nothing does; bytes are the tokenizer of text only."""
+    for name, sidecar in (("known", '{"vocab": 50}'), ("unknown", "{")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.bin").write_bytes(b"")
+        (tmp_path / name / "a.json").write_text(sidecar)
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("text")
+
+    def found(*sources: str, vocab: int = 100, format: str = "auto") -> bool:
+        sets = [f"data.source=[{', '.join(f'{tmp_path}/{source}' for source in sources)}]", f"data.format={format}"]
+        return "PT258" in codes(plan_of(SMALL, [*sets, f"model.vocab={vocab}"]))
+
+    quiet = [("known",), ("known/a.bin",), ("known/*.bin",), ("unknown",), ("unknown/a.bin",), ("known", "unknown")]
+    assert not any(found(*sources) for sources in quiet)
+    assert not found("gone/*.bin")
+    assert not found("gone", format="megatron")
+    assert found("known", vocab=49)
+    assert found("known", "mixed")
+    assert found("mixed")
+    assert not found("mixed", vocab=256)
+    without = SMALL.replace(", vocab: 300", "").replace("python-stdlib", str(tmp_path / "known"))
+    assert planned(without).model.vocab == 50
+
+
 ONLY_DATA = "tensor: 1, pipeline: 1, sequence: 1, offload: {optimizer: none, parameters: none, activations: none}"
 DOES_NOT_FIT = {
     "pinned stage": "model: llama3-8b\nhardware: {accelerator: h100-sxm, per_node: 8}\ndata: python-stdlib\n"

@@ -14,6 +14,7 @@ from torch import nn
 
 from partool_runtime.errors import ConfigurationError
 
+_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 _NAMED = 3
 """Buffers that a message names."""
 
@@ -63,6 +64,17 @@ def meta_parameters() -> Iterator[None]:
         yield
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def check_sizes(causal: nn.Module) -> None:
+    """Raise ConfigurationError PT644 where the configuration lacks a size that every decoder with attention has."""
+    config = cast(Any, causal).config
+    missing = [name for name in _SIZES if not isinstance(getattr(config, name, None), int)]
+    if not missing:
+        return
+    if getattr(config, "text_config", None) is not None:
+        raise _not_cut(causal, "its language model is one part of it, described in text_config")
+    raise _not_cut(causal, f"its {type(config).__name__} has no {', '.join(missing)}: its layers are not of attention")
 
 
 def base_name(causal: nn.Module) -> str:

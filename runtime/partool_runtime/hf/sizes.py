@@ -17,6 +17,20 @@ def expert_count(config: Any) -> int:
     return _first(config, _EXPERTS) or 0
 
 
+def kv_heads(config: Any) -> int:
+    """Return the heads of keys and values of a layer, by a configuration.
+
+    Multi-query attention has one (Shazeer, arXiv 1911.02150): of GPT-BigCode, and of Falcon, whose ``num_kv_heads``
+    counts in its new architecture only, where ``multi_query`` means nothing.
+    """
+    heads = int(config.num_attention_heads)
+    grouped = getattr(config, "new_decoder_architecture", None)  # Falcon's
+    if not grouped and getattr(config, "multi_query", False):
+        return 1
+    names = ("num_key_value_heads",) if grouped is None else ("num_kv_heads",) if grouped else ()
+    return _first(config, names) or heads
+
+
 def model_fields(causal: nn.Module, config: Any) -> dict[str, Any]:
     """Return fields of a ``ModelConfig``; sizes come from the configuration, kinds from the modules."""
     hidden, heads, layers = config.hidden_size, config.num_attention_heads, config.num_hidden_layers
@@ -32,7 +46,7 @@ def model_fields(causal: nn.Module, config: Any) -> dict[str, Any]:
         "hidden": hidden,
         "ffn_hidden": _first(config, _FFN) or 4 * hidden,
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "kv_heads": kv_heads(config),
         "head_dim": getattr(config, "head_dim", None) or hidden // heads,
         "vocab": config.vocab_size,
         "max_position": getattr(config, "max_position_embeddings", None),

@@ -16,11 +16,11 @@ from torch import nn
 from partool.layout.tensor.structure import Kind, Structure, StructureModule
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf.asked import UnknownAttentionError, asked
-from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, head_name
+from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, check_sizes, head_name
 from partool_runtime.hf.cutting import head_problem, returns_tuples
 from partool_runtime.hf.model import aliases, draws_random
 from partool_runtime.hf.networks import tiles_problem
-from partool_runtime.hf.sizes import expert_count, model_fields
+from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def describe(path: Path) -> dict[str, Any]:
     PT644, PT649.
     """
     causal = build_causal(path)
+    check_sizes(causal)
     check_buffers(causal)
     config = cast(Any, causal).config
     structure = structure_of(causal)
@@ -88,7 +89,7 @@ def structure_of(causal: nn.Module) -> Structure:
         tied=aliases(causal),
         hidden=hidden,
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=kv_heads(config),
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
         experts=experts,
         tp_plan=dict(getattr(causal, "tp_plan", None) or getattr(causal, "_tp_plan", None) or {}),
@@ -130,10 +131,17 @@ def main(arguments: list[str]) -> int:
     try:
         found = describe(Path(arguments[0]))
     except ConfigurationError as error:
-        print(json.dumps({"error": {"code": error.code, "message": error.message, "help": error.help}}))
-        return exit_code(error)
+        return _failed(error)
+    except Exception as error:  # whatever a model's own code raises
+        message = f"the model of {arguments[0]} cannot be looked at: {type(error).__name__}: {error}"
+        return _failed(ConfigurationError("PT644", message, "Its code differs from that of decoders partool knows."))
     print(json.dumps(found))
     return EXIT_DONE
+
+
+def _failed(error: ConfigurationError) -> int:
+    print(json.dumps({"error": {"code": error.code, "message": error.message, "help": error.help}}))
+    return exit_code(error)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from partool_runtime.hf.sizes import kv_heads
+
 _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _KEYS = ("k_proj", "key", "k")
@@ -55,7 +57,7 @@ def tell_heads(module: nn.Module, out: Widths, inputs: Mapping[str, Widths]) -> 
 def _local_heads(config: Any, out: Widths, inputs: Mapping[str, Widths]) -> tuple[int, int]:
     """Return the heads of queries, and of keys and values, that this rank has."""
     heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    keys = kv_heads(config)
     queries = out.here * heads // out.whole
     for name in _KEYS:
         if name in inputs:
