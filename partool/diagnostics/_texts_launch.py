@@ -115,7 +115,8 @@ RULES: tuple[Rule, ...] = (
     _rule(
         "PT584",
         "A secret cannot be read where the ranks start",
-        "launch.secrets names files that every node can read, or Kubernetes Secrets; the content is never shown.",
+        "launch.secrets names files that every node can read, or Kubernetes Secrets; the content is never shown. The "
+        "agents of several nodes also need a key: agents.key in the run's folder, or PARTOOL_AGENT_KEY.",
         "launch: {secrets: {HF_TOKEN: {file: /home/me/.hf-token}}}   # not on the node, or not readable there",
         "launch: {secrets: {HF_TOKEN: {file: /shared/home/me/.hf-token}}}",
     ),

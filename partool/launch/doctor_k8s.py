@@ -11,7 +11,7 @@ from typing import Any, Literal
 from partool.launch import doctor_k8s_plan
 from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
-from partool.launch.k8s_resources import CONFIG_MAPS, EVENTS, PODS, RESOURCES, Resource
+from partool.launch.k8s_resources import CONFIG_MAPS, EVENTS, PODS, RESOURCES, SECRETS, Resource
 from partool.launch.k8s_status import KINDS
 from partool.launch.k8s_validate import store_crds, validate_offline
 from partool.launch.k8s_validate.crd_cache import definitions
@@ -122,6 +122,7 @@ def _permissions(client: Client, plan: Plan | None) -> Iterator[Check]:
     wanted = [(verb, resource, "") for resource in jobs for verb in ("create", "get", "list", "delete")]
     policy = plan is not None and plan.launch.k8s.network_policy
     others = [CONFIG_MAPS, *([_SERVICES] if kinds == ["job"] else []), *([_POLICIES] if policy else [])]
+    others += [SECRETS] if plan is None or plan.devices.nodes > 1 else []
     wanted += [(verb, resource, "") for resource in others for verb in ("create", "get", "patch", "delete")]
     wanted += [(verb, PODS, "") for verb in ("get", "list")] + [("get", PODS, "log")]
     useful = [("watch", PODS, ""), ("deletecollection", PODS, ""), ("list", EVENTS, "")]

@@ -7,7 +7,7 @@ from typing import Any
 
 from partool.launch.k8s_client import Client, Document
 from partool.launch.k8s_errors import ApiError
-from partool.launch.k8s_resources import Resource
+from partool.launch.k8s_resources import SECRETS, Resource
 from partool.launch.k8s_waiting import kueue_version
 from partool.launch.target import Check
 from partool.plan.types import Plan
@@ -17,7 +17,6 @@ from partool.spec.launch_units import quantity
 
 _NODES = Resource("v1", "nodes", namespaced=False)
 _CLAIMS = Resource("v1", "persistentvolumeclaims")
-_SECRETS = Resource("v1", "secrets")
 _ACCOUNTS = Resource("v1", "serviceaccounts")
 _PRIORITIES = Resource("scheduling.k8s.io/v1", "priorityclasses", namespaced=False)
 _VOLCANO_QUEUES = Resource("scheduling.volcano.sh/v1beta1", "queues", namespaced=False)
@@ -111,7 +110,7 @@ def _references(client: Client, plan: Plan) -> Iterator[tuple[str, Resource, str
         yield "service account", _ACCOUNTS, k8s.service_account
     named = [secret.secret for secret in plan.launch.secrets.values() if secret.secret is not None]
     for name in sorted({*named, *k8s.image_pull_secrets}):
-        yield "secret", _SECRETS, name
+        yield "secret", SECRETS, name
 
 
 def _local_queues(version: str) -> Resource:

@@ -23,6 +23,7 @@ from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_o
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
+from partool.render.k8s import agents_key
 from partool.render.k8s.objects import RUN_LABEL
 
 ERRORS_FILE = "errors.txt"
@@ -80,7 +81,7 @@ class K8sTarget:
         spec = job.plan.launch.k8s
         client = self._client_for(job.plan)
         documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-        transaction = Transaction(client, run, documents, spec.kind)
+        transaction = Transaction(client, run, [*agents_key(job), *documents], spec.kind)
         there = transaction.submit(float(job.plan.launch.shutdown_timeout_s))
         (run.path / CANCEL_FILE).unlink(missing_ok=True)
         (run.path / ERRORS_FILE).unlink(missing_ok=True)

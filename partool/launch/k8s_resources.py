@@ -32,6 +32,7 @@ class Resource(NamedTuple):
 RESOURCES = {
     ("v1", "ConfigMap"): Resource("v1", "configmaps"),
     ("v1", "Service"): Resource("v1", "services"),
+    ("v1", "Secret"): Resource("v1", "secrets"),
     ("networking.k8s.io/v1", "NetworkPolicy"): Resource("networking.k8s.io/v1", "networkpolicies"),
     ("batch/v1", "Job"): Resource("batch/v1", "jobs"),
     ("jobset.x-k8s.io/v1alpha2", "JobSet"): Resource("jobset.x-k8s.io/v1alpha2", "jobsets"),
@@ -39,10 +40,11 @@ RESOURCES = {
     ("trainer.kubeflow.org/v1alpha1", "TrainJob"): Resource("trainer.kubeflow.org/v1alpha1", "trainjobs"),
     ("batch.volcano.sh/v1alpha1", "Job"): Resource("batch.volcano.sh/v1alpha1", "jobs"),
 }
-"""Everything that is rendered."""
+"""Everything that is created."""
 PODS = Resource("v1", "pods")
 EVENTS = Resource("v1", "events")
 CONFIG_MAPS = RESOURCES["v1", "ConfigMap"]
+SECRETS = RESOURCES["v1", "Secret"]
 
 
 def resource_of(document: Mapping[str, Any]) -> Resource:

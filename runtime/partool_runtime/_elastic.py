@@ -27,6 +27,7 @@ from partool_runtime._interfaces import interface_towards, resolves_to_network
 from partool_runtime._options import Options, Place
 from partool_runtime._rank_logs import RankLogs
 from partool_runtime._supervision import Action, Supervision
+from partool_runtime._wire import listen_at
 from partool_runtime.errors import lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS
 
@@ -62,25 +63,25 @@ def run_ranks(
     worker: str,
     supervision: Supervision,
     hooks: Hooks,
-    head: str = "",
+    meeting: tuple[str, tuple[str, int]] = ("", ("", 0)),
 ) -> None:
     """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
 
-    ``supervision`` then holds the last attempt's exit codes. ``head`` is the address of node 0 where there are several
-    nodes: they do not start again by themselves, which takes all of them. Raises ConfigurationError where the
-    operating system lets no rank start.
+    ``supervision`` then holds the last attempt's exit codes. ``meeting`` is the address of node 0 and where the ranks'
+    store is, of several nodes: they do not start again by themselves, which takes all of them. Raises
+    ConfigurationError where the operating system lets no rank start.
     """
     place = options.place
     with lasting_refusals(options.run_dir):
         _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
-    _set_environment(plan, place, head)
+    _set_environment(plan, place, meeting[0])
     arguments = rank_command(options.plan, options.run_dir, resume=options.resume, module=worker)
     in_place = not place.several and plan.launch.target in ("local", "torchrun")
     logs = RankLogs(options.run_dir, options.echo, _bound(plan))
     spec = WorkerSpec(
         role=plan.job,
         local_world_size=plan.devices.per_node,
-        rdzv_handler=_Given(place, options.run_dir.name),
+        rdzv_handler=_Given(place, options.run_dir.name, meeting[1]),
         entrypoint=arguments[0],
         args=tuple(arguments[1:]),
         max_restarts=plan.launch.restarts if in_place else 0,
@@ -130,12 +131,14 @@ class RanksStore:
         self._store: TCPStore | None = None
 
     def open(self, address: str) -> int:
-        """Host a new store at an address of this machine, in place of the one before; returns its port."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
+        """Host a new store in place of the one before, at an address of this machine, or at all if that is empty.
+
+        Returns its port.
+        """
+        listener = listen_at(address, 0)
         port = int(listener.getsockname()[1])
         self._store = TCPStore(  # which closes the socket
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            address or _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return port
 
@@ -147,9 +150,10 @@ class _Given(RendezvousHandler):
     their predecessors' addresses and hang (pytorch#135712).
     """
 
-    def __init__(self, place: Place, run_id: str) -> None:
+    def __init__(self, place: Place, run_id: str, store: tuple[str, int]) -> None:
         self._place = place
         self._run_id = run_id
+        self._there = store
         self._store = RanksStore()
 
     @property
@@ -163,10 +167,8 @@ class _Given(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return this node's number, the number of nodes and where the ranks' store is."""
-        if self._place.several:
-            store = RendezvousStoreInfo(self._place.host, self._place.port)
-        else:
-            store = RendezvousStoreInfo(_LOOPBACK, self._store.open(_LOOPBACK))
+        address, port = self._there if self._place.several else (_LOOPBACK, self._store.open(_LOOPBACK))
+        store = RendezvousStoreInfo(address, port)
         return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
 
     def is_closed(self) -> bool:

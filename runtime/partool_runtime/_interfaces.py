@@ -21,7 +21,7 @@ def resolves_to_network(name: str) -> bool:
     except OSError:
         return False
     owners = _owners()
-    return any(not is_loopback(address) and (not owners or _plain(address) in owners) for address in found)
+    return any(not is_loopback(address) and (not owners or plain(address) in owners) for address in found)
 
 
 def is_loopback(address: str) -> bool:
@@ -33,7 +33,7 @@ def is_loopback(address: str) -> bool:
 
 def is_own(address: str) -> bool:
     """Return True if an address is one of this machine's."""
-    return _plain(address) in _owners() or is_loopback(address)
+    return plain(address) in _owners() or is_loopback(address)
 
 
 def _source_address(address: str) -> str | None:
@@ -42,12 +42,13 @@ def _source_address(address: str) -> str | None:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
-            return _plain(str(probe.getsockname()[0]))
+            return plain(str(probe.getsockname()[0]))
     except OSError:
         return None
 
 
-def _plain(address: str) -> str:
+def plain(address: str) -> str:
+    """Return an address without its zone, and one of IPv4 that is mapped into IPv6 as what it is."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(found, "ipv4_mapped", None) or found)
 

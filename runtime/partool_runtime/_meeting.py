@@ -1,13 +1,12 @@
-"""What the agents of several nodes tell each other, and the thread that carries it through a store of torch.
+"""What the agents of several nodes tell each other, and the thread that carries it.
 
-Node 0 hosts the store. Every node writes its own state under a key of its own; node 0 reads them all and writes one
-notice that the others read, so that the traffic grows with the nodes and not with their square. Only the thread
-touches the store: where a peer is gone without a word, calls into torch may block for ever.
+Node 0 listens. Every other node tells it its own state, again and again, and each time hears one notice that is the
+same for all, so that the traffic grows with the nodes and not with their square. Only the thread touches connections:
+the main thread reads what it has heard.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,20 +15,22 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
-
+from partool_runtime._clock import AwakeClock
 from partool_runtime._node_messages import Notice, State, Timing, dump
 from partool_runtime._options import Place
+from partool_runtime._wire import Desk, OtherRunError, Visitor, WireError, listen
 from partool_runtime.errors import ConfigurationError
 
-_PREFIX = "partool/"
-_HOST, _NOTICE, _REFUSALS = (_PREFIX + name for name in ("host", "notice", "refusals"))
 _PROBE_TIMEOUT_S = 5.0
+_ANSWER_S = 5.0
+"""For an answer, of a part of the time after which a node counts as gone: a connection may be lost without a word."""
 _URGENT_S = 0.1
 _URGENT_S_PER_NODE = 0.0005
 """Node 0 answers a few thousand questions per second."""
+_MOST_STRANGERS = 5
+"""So many addresses that do not belong to the run are told of."""
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class Peer:
 
     state: State
     seen: float
-    """On this node's monotonic clock."""
+    """On this node's clock."""
     seen_at: float
     """Unix time."""
 
@@ -55,12 +56,15 @@ class Meeting:
     run: str
     plan_hash: str
     """Empty if this node's plan cannot be used: it joins to say so."""
+    key: bytes
+    """The run's, which all its agents have and nobody else."""
     timing: Timing
     say: Callable[[str], None]
+    clock: AwakeClock = field(default_factory=AwakeClock)
     mine: State = field(default_factory=lambda: State(uuid.uuid4().hex, socket.gethostname()))
     notice: Notice = field(default_factory=Notice)
     notice_seen: float = 0.0
-    """When it last changed, on this node's monotonic clock."""
+    """When it was heard last, on this node's clock."""
     peers: dict[int, Peer] = field(default_factory=dict)
     """On node 0: who has come."""
     head: str = ""
@@ -70,10 +74,14 @@ class Meeting:
     """What keeps this node from joining."""
     refused: ConfigurationError | None = None
     lost: str = ""
-    """Why the store cannot be reached any more."""
+    """Why the others cannot be reached any more."""
     leave: threading.Event = field(default_factory=threading.Event)
     changed: threading.Event = field(default_factory=threading.Event)
     """Set to have the thread speak at once."""
+    _holders: dict[int, str] = field(default_factory=dict)
+    """On node 0: the token of the agent that has a node's place."""
+    _strangers: set[str] = field(default_factory=set)
+    _beat: int = 0
 
     def start(self) -> threading.Thread:
         """Start the thread."""
@@ -83,8 +91,7 @@ class Meeting:
         return thread
 
     def _guard(self, target: Callable[[], None]) -> None:
-        # Signals that the main thread blocks for a while must wait for it, not come in here (nor in torch's threads,
-        # which inherit this).
+        # Signals that the main thread blocks for a while must wait for it, not come in here.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             target()
@@ -100,166 +107,149 @@ class Meeting:
         least_s = max(_URGENT_S, self.place.nodes * _URGENT_S_PER_NODE)
         self.changed.wait(min(least_s, self.timing.beat_s) if urgent else self.timing.beat_s)
         self.changed.clear()
+        self.clock.now()
 
     # Node 0
 
     def _host(self) -> None:
-        store = self._listen()
-        identity = {"run": self.run, "plan_hash": self.plan_hash, "host": self.mine.host}
-        store.set(_HOST, json.dumps(identity))
-        self.joined = True
-        refusals = beat = 0
-        while True:
-            leaving = self.leave.is_set()
-            self._collect(store)
-            refusals = self._hear_refusals(store, refusals)
-            beat += 1
-            store.set(_NOTICE, dump(replace(self.notice, beat=beat)))
-            if leaving:
-                return
-            self._pause()
+        with Desk(self.key, self.run, self._listen(), self._admit, self._answer, self._refuse_stranger) as desk:
+            self.joined = True
+            while not self.leave.is_set():
+                desk.serve(min(_URGENT_S, self.timing.beat_s))
+                self.clock.now()
 
-    def _listen(self) -> TCPStore:
-        """Open the store on all addresses; it is reached from here by the loopback, whatever the host's name does."""
-        give_up = time.monotonic() + self.timing.stranger_s
+    def _listen(self) -> list[socket.socket]:
+        give_up = self.clock.now() + self.timing.stranger_s
         while True:
             try:
-                store = TCPStore(
-                    "127.0.0.1", self.place.port, is_master=True, wait_for_workers=False, timeout=self._timeout
-                )
+                listeners = listen(self.place.host, self.place.port)
                 self.obstacle = ""
-                return store
-            except RuntimeError as error:
-                if "EADDRINUSE" not in str(error) or time.monotonic() > give_up or self.leave.is_set():
-                    raise RuntimeError(f"cannot listen on port {self.place.port}: {_short(error)}") from None
-                self.obstacle = f"port {self.place.port} is in use on this node"
+                return listeners
+            except OSError as error:
+                why = error.strerror or str(error)
+                if self.clock.now() > give_up or self.leave.is_set():
+                    raise RuntimeError(f"cannot listen on port {self.place.port}: {why}") from None
+                self.obstacle = f"port {self.place.port} on this node: {why}"
                 self._pause()
 
-    def _collect(self, store: TCPStore) -> None:
-        peers = dict(self.peers)
-        for node in range(1, self.place.nodes):
-            if node not in peers and not store.check([_state(node)]):
-                continue
-            state = State.load(store.get(_state(node)))
-            if node not in peers or peers[node].state.beat != state.beat:
-                peers[node] = Peer(state, time.monotonic(), time.time())
-        self.peers = peers
+    def _admit(self, who: dict[str, Any]) -> dict[str, Any]:
+        """Give an agent the place it asks for, or say why not."""
+        node, token, host, plan_hash = who["node"], str(who["token"]), str(who["host"]), str(who["plan_hash"])
+        if not 1 <= node < self.place.nodes:
+            return self._refuse(who, "PT583", f"there is no node {node} of {self.place.nodes} for it")
+        if "" not in (plan_hash, self.plan_hash) and plan_hash != self.plan_hash:
+            return self._refuse(who, "PT580", f"its plan is {plan_hash[:12]}, that of node 0 {self.plan_hash[:12]}")
+        if self._holders.get(node, token) != token:
+            if self.notice.over:
+                return {"wait": f"node rank {node} is taken in a run that has begun or is ending"}
+            peer = self.peers.get(node)
+            if peer is None or self.clock.now() - peer.seen <= self.timing.silent_s:
+                whose = peer.state.host if peer is not None else host
+                return self._refuse(who, "PT583", f"--node-rank {node} is {whose}'s already")
+        self._holders[node] = token
+        return {}
 
-    def _hear_refusals(self, store: TCPStore, heard: int) -> int:
-        count = store.add(_REFUSALS, 0)
-        for number in range(heard + 1, count + 1):
-            code, message, fatal = json.loads(store.get(f"{_REFUSALS}/{number}"))
-            self.say(f"refused: {message}")
-            if fatal:
-                self.refused = ConfigurationError(code, message, "see the messages of the nodes")
-        return int(count)
+    def _refuse(self, who: dict[str, Any], code: str, what: str) -> dict[str, Any]:
+        """Say on both sides why an agent of this run does not join, which then cannot go on."""
+        message = f"the agent on {who['host']} (--node-rank {who['node']}, process {who['process']}): {what}"
+        self.say(f"refused: {message}")
+        self.refused = ConfigurationError(code, message, "see the messages of the nodes")
+        return {"refused": [code, what]}
+
+    def _answer(self, node: int, body: bytes) -> bytes:
+        state = State.load(body)
+        if self._holders.get(node) == state.token:
+            self.peers = self.peers | {node: Peer(state, self.clock.now(), time.time())}
+        self._beat += 1
+        return dump(replace(self.notice, beat=self._beat)).encode()
+
+    def _refuse_stranger(self, address: str) -> None:
+        """Say once per address that something there is not of this run, in words of our own alone."""
+        if address not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
+            self._strangers.add(address)
+            self.say(f"refused a connection from {address}: what it said is not signed with this run's key")
 
     # The others
 
     def _visit(self) -> None:
-        store = self._join()
+        visitor = self._join()
         self.joined = True
-        beat = 0
         while True:
             leaving = self.leave.is_set()
-            beat += 1
-            store.set(_state(self.place.node_rank), dump(replace(self.mine, beat=beat, head=self.head)))
-            self._read_notice(store)
+            self._beat += 1
+            try:
+                mine = replace(self.mine, beat=self._beat, head=self.head)
+                self.notice = Notice.load(visitor.exchange(dump(mine).encode()))
+                self.notice_seen = self.clock.now()
+            except (OSError, WireError):
+                visitor.close()
+                if leaving:
+                    return
+                visitor = self._join()
+                continue
             if leaving:
+                visitor.close()
                 return
             self._pause()
 
-    def _read_notice(self, store: TCPStore) -> None:
-        notice = Notice.load(store.get(_NOTICE))
-        if notice.beat != self.notice.beat:
-            self.notice_seen = time.monotonic()
-            self.notice = notice
+    def _join(self) -> Visitor:
+        """Connect until node 0 is there, is of this run, and has no other agent in this one's place.
 
-    def _join(self) -> TCPStore:
-        """Connect until node 0 is there, is of this run, and has no other agent in this one's place."""
-        give_up = time.monotonic() + self.timing.stranger_s
-        while True:
-            store = self._connect()
-            try:
-                host = json.loads(store.get(_HOST))
-                if host["run"] != self.run:
-                    what = f"it belongs to run {self.run}, the agent at {self._endpoint} to run {host['run']}"
-                    if time.monotonic() >= give_up:
-                        self._refuse(store, "PT583", what, fatal=False)
-                    self.obstacle = what
-                elif "" not in (host["plan_hash"], self.plan_hash) and host["plan_hash"] != self.plan_hash:
-                    what = f"its plan is {self.plan_hash[:12]}, that of node 0 {host['plan_hash'][:12]}"
-                    self._refuse(store, "PT580", what)
-                elif self._claim(store):
-                    self.notice_seen = time.monotonic()
-                    return store
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                self.obstacle = _short(error)
-            del store
-            self._pause()
-
-    def _connect(self) -> TCPStore:
+        Raises RuntimeError if it belongs to another run for long, or after a connection was lost if nobody listens
+        there any more.
+        """
+        begin = self.clock.now()
         while not self.leave.is_set():
             try:
-                with socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S) as probe:
-                    self.head = str(probe.getpeername()[0])
-                self.obstacle = "it answers, but not as an agent"
-                store = TCPStore(self.place.host, self.place.port, is_master=False, timeout=self._timeout)
-                self.obstacle = ""
-                return store
+                if (visitor := self._knock()) is not None:
+                    return visitor
+            except OtherRunError as other:
+                self.obstacle = f"this agent belongs to run {self.run}, the one at {self._endpoint} to {other}"
+                if self.clock.now() >= begin + self.timing.stranger_s:
+                    raise RuntimeError(f"PT583: {self.obstacle}; {_HELP['PT583']}") from None
+            except WireError as error:
+                self.obstacle = str(error)
             except socket.gaierror as error:
                 self.obstacle = f"{self.place.host} does not resolve ({error.strerror})"
+            except ConnectionRefusedError as error:
+                self.obstacle = error.strerror or str(error)
+                if self.joined and self.clock.now() >= begin + min(3 * self.timing.beat_s, self.timing.silent_s):
+                    raise RuntimeError("node 0 does not listen any more") from None
             except OSError as error:
-                self.obstacle = f"{error.strerror or error}"
-            except RuntimeError as error:
-                self.obstacle = _short(error)
+                self.obstacle = error.strerror or str(error)
             self._pause()
         raise RuntimeError("left before node 0 was there")
 
-    def _claim(self, store: TCPStore) -> bool:
-        """Take this node's place. False if it is taken by an agent that is ending, or of an attempt that is."""
-        node = self.place.node_rank
-        holder = store.compare_set(f"{_PREFIX}claim/{node}", "", self.mine.token).decode()
-        if holder == self.mine.token:
-            return True
-        self.obstacle = f"node rank {node} is taken in a run that has begun or is ending"
-        end, beats = time.monotonic() + self.timing.silent_s, set()
-        while time.monotonic() < end and not self.leave.is_set():
-            if Notice.load(store.get(_NOTICE)).over:
-                return False
-            if store.check([_state(node)]):
-                state = State.load(store.get(_state(node)))
-                beats.add(state.beat)
-                if len(beats) > 2:
-                    self._refuse(store, "PT583", f"--node-rank {node} is {state.host}'s already")
-            self._pause()
-        return False
-
-    def _refuse(self, store: TCPStore, code: str, what: str, *, fatal: bool = True) -> None:
-        """Say on both sides why this agent does not join."""
-        who = f"the agent on {self.mine.host} (--node-rank {self.place.node_rank}, process {os.getpid()})"
-        number = store.add(_REFUSALS + "/last", 1)
-        store.set(f"{_REFUSALS}/{number}", json.dumps([code, f"{who}: {what}", fatal]))
-        store.add(_REFUSALS, 1)
-        raise ConfigurationError(code, f"node 0 at {self._endpoint} does not take this agent: {what}", _HELP[code])
+    def _knock(self) -> Visitor | None:
+        """Ask node 0 for this node's place; None if it is not free yet."""
+        connection = socket.create_connection((self.place.host, self.place.port), _PROBE_TIMEOUT_S)
+        who = {"run": self.run, "node": self.place.node_rank, "token": self.mine.token, "host": self.mine.host}
+        who |= {"plan_hash": self.plan_hash, "process": os.getpid()}
+        try:
+            visitor, answer = Visitor.come(connection, self.key, who, min(_ANSWER_S, self.timing.silent_s / 3))
+            if code_and_what := answer.get("refused"):
+                code, what = code_and_what
+                message = f"node 0 at {self._endpoint} does not take this agent: {what}"
+                raise ConfigurationError(code, message, _HELP.get(code, ""))
+            if answer:
+                self.obstacle = answer["wait"]
+                connection.close()
+                return None
+        except BaseException:
+            connection.close()
+            raise
+        self.head, self.obstacle, self.notice_seen = visitor.head, "", self.clock.now()
+        return visitor
 
     @property
     def _endpoint(self) -> str:
         return f"{self.place.host}:{self.place.port}"
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self.timing.silent_s)
 
 
 _HELP = {
     "PT580": "every node needs the same plan.json",
     "PT583": "one agent per node, each with a --node-rank of its own, and a port for each run",
 }
-
-
-def _state(node: int) -> str:
-    return f"{_PREFIX}state/{node}"
 
 
 def _short(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What agents of several nodes write for each other, and how long they wait. Without torch, which takes a second."""
+"""What agents of several nodes tell each other, and how long they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Timing:
     notice_s: float = 30.0
     """Between two messages about who is missing."""
     farewell_s: float = 10.0
-    """For the others to read how the run ended, before the store goes."""
+    """For the others to hear how the run ended, before node 0 goes."""
     stranger_s: float = 30.0
     """For another run's agent, or one that is ending, to free the address."""
 
@@ -74,7 +74,7 @@ class State:
 
     @classmethod
     def load(cls, text: bytes) -> State:
-        """Read what :func:`_dump` wrote."""
+        """Read what :func:`dump` wrote."""
         fields = json.loads(text)
         outcome = fields.pop("outcome")
         return cls(**fields, outcome=Outcome(**outcome) if outcome else None)
@@ -90,16 +90,18 @@ class Notice:
     """Number of the attempt that is to start; 0 as long as nodes are missing."""
     head: str = ""
     """Address of node 0 as the others see it."""
+    store: tuple[str, int] = ("", 0)
+    """Where the ranks meet."""
     trouble: str = ""
     stopping: bool = False
     verdict: Verdict | None = None
 
     @classmethod
     def load(cls, text: bytes) -> Notice:
-        """Read what :func:`_dump` wrote."""
+        """Read what :func:`dump` wrote."""
         fields = json.loads(text)
-        verdict, missing = fields.pop("verdict"), tuple(fields.pop("missing"))
-        return cls(**fields, missing=missing, verdict=Verdict(**verdict) if verdict else None)
+        verdict, missing, store = fields.pop("verdict"), tuple(fields.pop("missing")), tuple(fields.pop("store"))
+        return cls(**fields, missing=missing, store=store, verdict=Verdict(**verdict) if verdict else None)
 
     @property
     def over(self) -> bool:

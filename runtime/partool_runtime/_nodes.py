@@ -41,11 +41,13 @@ class Board:
     ``say`` shows the user a message. Without a ``plan_hash`` this node comes only to say that it cannot run the plan.
     """
 
-    def __init__(self, place: Place, run: str, plan_hash: str, timing: Timing, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, place: Place, run: str, plan_hash: str, key: bytes, *, timing: Timing, say: Callable[[str], None]
+    ) -> None:
         self._place = place
         self._timing = timing
         self._say = say
-        self._meeting = Meeting(place, run, plan_hash, timing, say)
+        self._meeting = Meeting(place, run, plan_hash, key, timing, say)
         if not plan_hash:  # known from the first sign of life on: nobody starts ranks that would wait for this node's
             self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
         self._thread = self._meeting.start()
@@ -64,10 +66,10 @@ class Board:
         Raises ConfigurationError if this agent is refused, or on node 0 if one was that the run cannot do without;
         StoppedError if this node or another was asked to stop; NodesError if nodes are missing at the end.
         """
-        begin = time.monotonic()
+        begin = self._now()
         notice = begin + self._timing.notice_s
         while not self._complete():
-            now = time.monotonic()
+            now = self._now()
             if self._meeting.refused:
                 raise self._meeting.refused
             if stopped() or self.stopping():
@@ -81,13 +83,18 @@ class Board:
                 self._say(f"{self._waiting_for()} ({now - begin:.0f} s)")
             time.sleep(_LOOK_S)
 
-    def begin(self, attempt: int) -> None:
-        """On node 0: let all start the ranks, as this attempt."""
-        seen = [peer.state.head for peer in self._meeting.peers.values()]
+    def begin(self, attempt: int, open_store: Callable[[str], int]) -> None:
+        """On node 0: let all start the ranks, as this attempt.
+
+        ``open_store`` opens the ranks' store at an address of this machine, or at all with an empty one, and returns
+        its port. It is one address if that is how all others have come here.
+        """
+        seen = list(dict.fromkeys(peer.state.head for peer in self._meeting.peers.values()))
         reachable = [address for address in seen if address and not is_loopback(address)]
         head = (reachable or [*seen, ""])[0]
-        self._meeting.notice = replace(self._meeting.notice, attempt=attempt, head=head, missing=())
-        self._meeting.changed.set()
+        only = head if len(seen) == 1 and "%" not in head and is_own(head) else ""
+        store = (only or self._place.host, open_store(only))
+        self._meeting.notice = replace(self._meeting.notice, attempt=attempt, head=head, store=store, missing=())
 
     @property
     def met(self) -> bool:
@@ -106,6 +113,11 @@ class Board:
     def head(self) -> str:
         """Address of node 0 as this node, or on node 0 as the others see it."""
         return self._meeting.head or self._meeting.notice.head
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """Where the ranks meet, as node 0 told."""
+        return self._meeting.notice.store
 
     def report(self, trouble: str, stopping: bool) -> None:
         """Say that ranks here have failed, or stopped after a checkpoint."""
@@ -148,9 +160,9 @@ class Board:
         while waited_for := [peer for peer in self._meeting.peers.values() if not self._settled(peer)]:
             outcomes = [peer.state.outcome for peer in self._meeting.peers.values()]
             if end is None and any(found is not None and found.code != EXIT_DONE for found in [mine, *outcomes]):
-                end = time.monotonic() + limit_s
+                end = self._now() + limit_s
             self._spread()
-            if hurry() or (end is not None and time.monotonic() >= end and waited_for):
+            if hurry() or (end is not None and self._now() >= end and waited_for):
                 break
             time.sleep(_LOOK_S)
         return [mine] + [self._outcome(node, peer) for node, peer in sorted(self._meeting.peers.items())]
@@ -159,8 +171,8 @@ class Board:
         """On node 0: tell all how it ended, and give them time to hear it."""
         self._meeting.notice = replace(self._meeting.notice, verdict=verdict)
         self._meeting.changed.set()
-        end = time.monotonic() + self._timing.farewell_s
-        while time.monotonic() < end and not self._meeting.lost:
+        end = self._now() + self._timing.farewell_s
+        while self._now() < end and not self._meeting.lost:
             peers = self._meeting.peers.values()
             if all(peer.state.read or self._gone(peer) for peer in peers):
                 return
@@ -177,6 +189,9 @@ class Board:
             time.sleep(_LOOK_S)
         self._meeting.mine = replace(self._meeting.mine, read=True)
         return self._meeting.notice.verdict
+
+    def _now(self) -> float:
+        return self._meeting.clock.now()
 
     def _complete(self) -> bool:
         meeting = self._meeting
@@ -221,14 +236,16 @@ class Board:
         return text
 
     def _gone(self, peer: Peer) -> bool:
-        return time.monotonic() - peer.seen > self._timing.silent_s and peer.state.outcome is None
+        return self._now() - peer.seen > self._timing.silent_s and peer.state.outcome is None
 
     def _settled(self, peer: Peer) -> bool:
         return peer.state.outcome is not None or self._gone(peer)
 
     def _lost_head(self) -> str:
         meeting = self._meeting
-        silent = meeting.notice.beat and time.monotonic() - meeting.notice_seen > self._timing.silent_s
+        if meeting.lost and not meeting.joined:
+            return meeting.lost
+        silent = meeting.notice.beat and self._now() - meeting.notice_seen > self._timing.silent_s
         return f"node 0 ({self._place.host}) vanished" if meeting.lost or silent else ""
 
     def _outcome(self, node: int, peer: Peer) -> Outcome:

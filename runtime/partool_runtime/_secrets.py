@@ -1,15 +1,20 @@
-"""Secret variables of the ranks. They go from a file into the environment and nowhere else."""
+"""Secrets: variables of the ranks, which go from a file into the environment, and the key of the agents."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
+from partool.plan.run import KEY_FILE, KEY_VARIABLE
 from partool.spec.launch import LaunchSpec, Secret
 from partool_runtime.errors import ConfigurationError
 
 _MOST_BYTES = 100_000
 """The kernel takes 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
+_LEAST_KEY_BYTES = 16
 
 
 def read_secrets(launch: LaunchSpec) -> dict[str, str]:
@@ -50,3 +55,45 @@ def _expect(name: str, secret: Secret) -> None:
         where = f"the Kubernetes Secret {secret.secret}" if secret.secret else "a file"
         message = f"the secret {name} should come from {where}, but the agent's environment does not have it"
         raise ConfigurationError("PT584", message, "start it as partool renders it, or name a file: launch.secrets")
+
+
+def agents_key(run_dir: Path, say: Callable[[str], None]) -> bytes:
+    """Return what the agents of a run sign their messages with; it leaves this process's environment.
+
+    It comes from the variable ``PARTOOL_AGENT_KEY``, else from a file in the run's folder, which the first agent
+    makes. Raises ConfigurationError PT584, without the content.
+    """
+    given = os.environ.pop(KEY_VARIABLE, None)
+    if given is not None:
+        if len(given.strip()) < _LEAST_KEY_BYTES:
+            message = f"{KEY_VARIABLE} has {len(given.strip())} characters; a key has {_LEAST_KEY_BYTES} or more"
+            raise ConfigurationError("PT584", message, "the same random text on every node: openssl rand -hex 32")
+        return given.strip().encode()
+    file = run_dir / KEY_FILE
+    try:
+        if not file.exists():
+            _make_key(file)
+        key = file.read_bytes().strip()
+        open_to_others = file.stat().st_mode & 0o077
+    except OSError as error:
+        fix = f"make the run's folder writable, or set {KEY_VARIABLE} to the same random text on every node"
+        raise ConfigurationError("PT584", f"the agents' key {file}: {error.strerror}", fix) from None
+    if len(key) < _LEAST_KEY_BYTES:
+        message = f"the agents' key {file} has {len(key)} bytes; a key has {_LEAST_KEY_BYTES} or more"
+        raise ConfigurationError("PT584", message, "delete the file: the next start makes another")
+    if open_to_others:
+        say(f"note: {file} can be read by other users: this file system keeps no permissions")
+    return key
+
+
+def _make_key(file: Path) -> None:
+    """Make a key under its name, whole from the first moment on; of several at once, one wins on all nodes."""
+    temporary = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as made:
+        made.write(secrets.token_hex(32) + "\n")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, file)
+    finally:
+        temporary.unlink()

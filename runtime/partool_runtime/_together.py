@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from partool.plan.run import LOCK_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
-from partool_runtime._elastic import Hooks, run_ranks
+from partool_runtime._elastic import Hooks, RanksStore, run_ranks
 from partool_runtime._failures import FailureLog, signature
 from partool_runtime._node_messages import Outcome, Timing, Verdict
 from partool_runtime._nodes import Board, NodesError, StoppedError, combined
 from partool_runtime._options import Options
 from partool_runtime._report import repeated, shortened, stopped_by, summarise
+from partool_runtime._secrets import agents_key
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
 
-_TEXT_BYTES = 3500
+_REASON_BYTES, _TEXT_BYTES = 1000, 3500
 _NOT_SHARED = "a checkpoint is written by all nodes and read back only from a folder that they share (checkpoint.dir)"
 
 
@@ -36,26 +37,35 @@ class Together:
     def run(self, plan: Plan | ConfigurationError) -> Verdict:
         """Run the plan, or tell the others why it cannot run here; returns how it ended for all."""
         place, run = self.options.place, self.options.run_dir.name
-        with Board(place, run, plan.hash if isinstance(plan, Plan) else "", self.timing, _say) as board:
-            outcome = self._attempt(board, plan) if isinstance(plan, Plan) else self._resign(board, plan)
+        key = agents_key(self.options.run_dir, _say)
+        with Board(place, run, plan.hash if isinstance(plan, Plan) else "", key, timing=self.timing, say=_say) as board:
+            store = RanksStore()  # until all have ended: ranks of other nodes may look into it to the last
+            outcome = self._attempt(board, plan, store) if isinstance(plan, Plan) else self._resign(board, plan)
             if place.node_rank == 0:
                 verdict = self._judge(board, plan, outcome)
                 board.announce(verdict)
                 return verdict
             return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble(), begun=board.attempt > 0)
 
-    def _attempt(self, board: Board, plan: Plan) -> Outcome:
+    def _attempt(self, board: Board, plan: Plan, store: RanksStore) -> Outcome:
         """Meet the others, run the ranks of this node, and say how that ended here."""
         place, supervision = self.options.place, self.supervision
         try:
             board.gather(lambda: bool(supervision.signals))
             if self.status is not None:
-                board.begin(self.status.next_attempt())
+                board.begin(self.status.next_attempt(), store.open)
             elif plan.checkpoint.dir is None and not (self.options.run_dir / LOCK_FILE).exists():
                 _say(f"note: {self.options.run_dir} is not the folder of that name on node 0: {_NOT_SHARED}")
             attempt = board.attempt
             hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board))
-            run_ranks(plan, self.options, worker=self.worker, supervision=supervision, hooks=hooks, head=board.head)
+            run_ranks(
+                plan,
+                self.options,
+                worker=self.worker,
+                supervision=supervision,
+                hooks=hooks,
+                meeting=(board.head, board.store),
+            )
         except ConfigurationError as error:
             return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
         except StoppedError:
@@ -103,9 +113,8 @@ class Together:
 
     def _outcome(self, code: int, reason: str, text: str = "", asked: str = "") -> Outcome:
         place = self.options.place
-        return Outcome(
-            place.node_rank, socket.gethostname(), code, reason, shortened(text, _TEXT_BYTES), time.time(), asked=asked
-        )
+        reason, text = shortened(reason, _REASON_BYTES), shortened(text, _TEXT_BYTES)
+        return Outcome(place.node_rank, socket.gethostname(), code, reason, text, time.time(), asked=asked)
 
     def _hurry(self) -> bool:
         return len(self.supervision.signals) > 1 and "SIGINT" in [number.name for number in self.supervision.signals]

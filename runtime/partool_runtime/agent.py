@@ -13,7 +13,6 @@ import fcntl
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -219,10 +218,4 @@ def _lock(options: Options) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    code = main()
-    if any(thread.name == "nodes" for thread in threading.enumerate()):
-        # It waits for a node that does not answer any more, in torch, and would hang or crash the interpreter's end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.exit(main())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from launch_helpers import HERE, AgentRun, make_plan, processes_of, ranks_environment, wait_until
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not typed as exported
 
+from partool.plan.run import KEY_FILE
 from partool.plan.types import Plan
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,7 +41,7 @@ class NodeRun(AgentRun):
         self.agents: dict[int, subprocess.Popen[str]] = {}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            self.port = probe.getsockname()[1]
 
     def start_nodes(self, *nodes: int, other_plan: Plan | None = None) -> NodeRun:
         """Start the agents of these nodes; the last node may have another plan."""
@@ -49,7 +53,7 @@ class NodeRun(AgentRun):
             self.agents[node] = subprocess.Popen(
                 [
                     *(sys.executable, str(HERE / "dummy_agent.py"), str(plan_file), "--run-dir", str(self.run_dir)),
-                    *("--nodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{self._port}"),
+                    *("--nodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{self.port}"),
                     *("--termination-log", str(self.run_dir / f"ended-{node}")),
                 ],
                 env=ranks_environment(PARTOOL_TEST_TIMING=json.dumps(TIMING)),
@@ -115,13 +119,26 @@ def test_a_failure_ends_all_nodes_with_one_code(tmp_path: Path) -> None:
     assert all(run.survivors() == [] for run in (failed, wrong, refused, unusable))
 
 
-def test_nodes_that_vanish(tmp_path: Path) -> None:
-    """An agent that is killed or that says nothing any more, and one that never comes."""
+def write_into_the_store(port: int) -> None:
+    """Do what ended a run when the agents met in a store of torch: write, and delete, as anybody could."""
+    with contextlib.suppress(RuntimeError):
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        store.add("partool/refusals", 0)
+        store.set("partool/refusals/1", json.dumps(["PT580", "\x1b[2Jgo away", True]))
+        store.add("partool/refusals", 1)
+        store.delete_key("partool/state/1")
+        store.set("partool/notice", "nothing")
+
+
+def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
+    """An agent that is killed or that says nothing any more, and one that never comes; a stranger changes nothing."""
     killed = NodeRun(tmp_path / "killed", {"0": "follow", "1": "follow"}).start_nodes()
     frozen = NodeRun(tmp_path / "frozen", {"0": "follow", "1": "follow"}).start_nodes()
     alone = NodeRun(tmp_path / "alone", {}).start_nodes(0)
-    for run in (killed, frozen):
+    visited = NodeRun(tmp_path / "visited", {"0": "follow", "1": "follow"}).start_nodes()
+    for run in (killed, frozen, visited):
         run.wait_for("steps-0", "steps-1")
+    write_into_the_store(visited.port)
     killed.agents[1].kill()
     frozen.agents[0].send_signal(signal.SIGSTOP)
     try:
@@ -134,6 +151,17 @@ def test_nodes_that_vanish(tmp_path: Path) -> None:
     assert "node 0 (127.0.0.1) vanished" in frozen.message(1)
     for run in (killed, frozen):
         wait_until(lambda run=run: run.survivors() == [], "the ranks' end")  # type: ignore[misc]
+
+    visited.agents[1].terminate()
+    assert visited.end() == [75, 75]
+    assert visited.status.reason == f"stopped by SIGTERM to node 1 ({HOST})"
+    assert "refused a connection from 127.0.0.1" in visited.message(0)
+    assert "\x1b" not in visited.message(0) + visited.message(1)
+    key = (visited.run_dir / KEY_FILE).read_bytes().strip()
+    assert (visited.run_dir / KEY_FILE).stat().st_mode & 0o777 == 0o600
+    files = [file for file in visited.run_dir.rglob("*") if file.is_file() and file.name != KEY_FILE]
+    assert not [file for file in files if key in file.read_bytes()]
+    assert not any(key.decode() in text for texts in visited.texts.values() for text in texts)
 
     alone.agents[0].terminate()
     assert alone.end() == [75]

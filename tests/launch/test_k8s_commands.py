@@ -55,17 +55,19 @@ def test_what_is_rendered_of_every_kind_is_taken_and_is_byte_for_byte_what_rende
     run = only_run(here)
     assert (run.path / "manifest.yaml").read_text() == printed.stdout
     bodies = [body for verb, _, body in here.cluster.requests if verb == "POST"]
+    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written down
+    bodies = bodies[1:]
     assert bodies == list(yaml.safe_load_all(printed.stdout))
     assert json.loads(bodies[0]["data"]["plan.json"]) == json.loads((run.path / "plan.json").read_text())
     assert invoke("launch", file, "--diff").exit_code == 0
     owners = [each["metadata"]["ownerReferences"][0]["name"] for each in _owned(here)]
-    assert owners == [run.id] * (len(bodies) - 1)
+    assert owners == [run.id] * len(bodies)
     assert invoke("cancel", run.id).exit_code == 0
     assert not _owned(here)
 
 
 def _owned(here: Case) -> list[Any]:
-    return [each for key, each in here.cluster.objects.items() if key[1] in ("configmaps", "services")]
+    return [each for key, each in here.cluster.objects.items() if key[1] in ("configmaps", "services", "secrets")]
 
 
 def test_a_run_from_launch_to_its_end(here: Case) -> None:

@@ -53,10 +53,15 @@ def test_a_run_of_every_kind_is_created_with_its_plan_first_and_owned(here: Case
     assert submission.details["uid"] == job["metadata"]["uid"]
     assert submission.details["namespace"] == "default"
     assert submission.details["context"] == "test"
-    assert [path.rsplit("/", 1)[1] for path in methods(here, "POST")] == ["configmaps", plural]
+    assert [path.rsplit("/", 1)[1] for path in methods(here, "POST")] == ["secrets", "configmaps", plural]
     assert all("fieldValidation=Strict" in path for verb, path, _ in here.cluster.requests if verb == "POST")
-    [owner] = plan["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["uid"]) == (job["kind"], job["metadata"]["uid"])
+    key = here.cluster.find("secrets", f"{run.id}-agents")
+    for owned in (plan, key):
+        [owner] = owned["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["uid"]) == (job["kind"], job["metadata"]["uid"])
+    secret = key["stringData"]["key"].encode()
+    assert len(secret) == 64
+    assert not [file for file in run.path.rglob("*") if file.is_file() and secret in file.read_bytes()]
     assert here.target.status(run).state == "queued"
 
 
@@ -66,7 +71,8 @@ def test_what_is_submitted_is_what_is_rendered(here: Case) -> None:
     rendered = manifest(job_of(core_plan(), run))
     import yaml
 
-    assert bodies == list(yaml.safe_load_all(rendered.text))
+    assert bodies[0]["kind"] == "Secret"  # the agents' key, which is never written down
+    assert bodies[1:] == list(yaml.safe_load_all(rendered.text))
 
 
 def test_a_refused_job_leaves_nothing_behind(here: Case) -> None:
@@ -102,7 +108,7 @@ def test_a_failure_of_the_last_step_takes_back_the_job_too(here: Case) -> None:
         here.submit(core_plan())
     assert caught.value.code == "PT577"
     assert caught.value.message == "you may not patch configmaps in namespace default"
-    assert here.cluster.names("configmaps") == here.cluster.names("jobs") == []
+    assert here.cluster.names("configmaps") == here.cluster.names("jobs") == here.cluster.names("secrets") == []
 
 
 def test_what_cannot_be_taken_back_is_named(here: Case) -> None:
@@ -143,7 +149,7 @@ def test_a_lost_answer_is_no_second_job(here: Case) -> None:
     here.cluster.trouble("POST", "/configmaps", "lost")
     run = here.submit(core_plan())
     assert here.cluster.names("jobs") == [run.id]
-    assert len(methods(here, "POST")) == 4
+    assert len(methods(here, "POST")) == 5
     submission = run.submission()
     assert submission is not None
     assert submission.details["uid"] == here.cluster.find("jobs", run.id)["metadata"]["uid"]
@@ -196,7 +202,7 @@ def test_passing_trouble_is_sat_out(here: Case) -> None:
 def test_a_conflict_is_no_end(here: Case) -> None:
     here.cluster.trouble("PATCH", "/configmaps", "409", status=status_of(409, "Conflict", "the object was modified"))
     here.submit(core_plan())
-    assert len(methods(here, "PATCH")) == 2
+    assert len([path for path in methods(here, "PATCH") if "/configmaps/" in path]) == 2
 
 
 def test_a_server_that_stays_away_is_exit_code_3(here: Case) -> None:

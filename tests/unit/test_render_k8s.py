@@ -149,9 +149,8 @@ def test_the_head_says_how_the_job_comes_to_own_the_rest(kind: str, tmp_path: Pa
     name = main["metadata"]["name"]
     assert asked == ["-n", "team", "get", f"{main['kind'].lower()}.{group}", name, "-o", "jsonpath={.metadata.uid}"]
     owner = {"apiVersion": main["apiVersion"], "kind": main["kind"], "name": name, "uid": "abc-1"}
-    assert [words[:5] for words in patched] == [
-        ["-n", "team", "patch", f"{each['kind'].lower()}/{each['metadata']['name']}", "--type=merge"] for each in others
-    ]
+    names = [f"secret/{name}-agents", *(f"{each['kind'].lower()}/{each['metadata']['name']}" for each in others)]
+    assert [words[:5] for words in patched] == [["-n", "team", "patch", each, "--type=merge"] for each in names]
     assert {words[5] for words in patched} == {"-p"}
     assert all(json.loads(words[6]) == {"metadata": {"ownerReferences": [owner]}} for words in patched)
 

@@ -179,10 +179,16 @@ def test_the_step_and_the_agent(stage: Stage) -> None:
     run = str(stage.run)
     assert stage.words("agent-arguments") == [
         "-P", "-m", "partool_runtime.agent", f"{run}/plan.json", "--run-dir", run, "--resume",
-        "--plan-hash", plan.hash, "--nodes", "2", "--node-rank", "1", "--rendezvous", "first:21000",
+        "--plan-hash", plan.hash, "--nodes", "2", "--node-rank", "1", "--rendezvous", "first:25000",
     ]  # fmt: skip
     got = stage.environment()
     assert {name: got[name] for name in plan.launch.env} == plan.launch.env
+    key = got["PARTOOL_AGENT_KEY"]
+    assert re.fullmatch("[0-9a-f]{64}", key)
+    assert not any(key in word for word in [*step, *stage.words("agent-arguments"), said])
+    assert key not in (stage.run / "job.sbatch").read_text()
+    assert stage.play(NODE="1")[0] == 0
+    assert stage.environment()["PARTOOL_AGENT_KEY"] != key
     assert got["FROM_SETUP"] == "0"
     assert not {"RANK", "MASTER_ADDR", "PET_NNODES"} & set(got)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -15,10 +16,14 @@ from partool_runtime._node_messages import Outcome, Timing, Verdict
 from partool_runtime._nodes import Board, NodesError, StoppedError, combined
 from partool_runtime._options import Place
 from partool_runtime._together import first_failure, judged
+from partool_runtime._wire import Desk, listen
 from partool_runtime.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
 QUICK = Timing(beat_s=0.05, silent_s=1.0, arrival_s=10, notice_s=0.2, farewell_s=2, stranger_s=0.5)
+
+
+KEY = b"k" * 32
 
 
 class Nodes:
@@ -42,11 +47,12 @@ class Nodes:
         plan_hash: str = "a" * 64,
         timing: Timing = QUICK,
         host: str = "127.0.0.1",
+        key: bytes = KEY,
     ) -> Board:
         """Start a board and let it gather."""
         said = self.said.setdefault(name, [])
         board = self._stack.enter_context(
-            Board(Place(nodes, node, host, self.port), run, plan_hash, timing, said.append)
+            Board(Place(nodes, node, host, self.port), run, plan_hash, key, timing=timing, say=said.append)
         )
         self.boards[name] = board
         thread = threading.Thread(target=self._gather, args=(name,), daemon=True)
@@ -65,14 +71,14 @@ class Nodes:
         """Wait until node 0 sees all, and let them start."""
         wait_for(lambda: "0" in self.ended)
         assert self.ended["0"] is None
-        self.boards["0"].begin(attempt)
+        self.boards["0"].begin(attempt, len)
         self.join()
 
     def join(self) -> None:
         """Wait until every board has gathered, or given up."""
         for thread in self._threads:
             thread.join(20)
-        assert len(self.ended) == len(self._threads)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -152,13 +158,23 @@ def test_an_agent_of_another_run_is_refused_and_disturbs_nobody(nodes: Nodes) ->
     nodes.add("0", 0)
     nodes.add("stranger", 1, run="other")
     wait_for(lambda: "stranger" in nodes.ended)
-    refused = nodes.ended["stranger"]
-    assert isinstance(refused, ConfigurationError)
-    assert refused.code == "PT583"
-    assert "belongs to run other" in refused.message
+    refused = nodes.ended.pop("stranger")
+    assert isinstance(refused, NodesError)  # who says so has not shown the key: no reason never to try again
+    assert str(refused).startswith("PT583: this agent belongs to run other, the one at 127.0.0.1:")
     nodes.add("1", 1)
     nodes.begin()
-    assert any(line.startswith("refused: ") for line in nodes.said["0"])
+    assert not any(line.startswith("refused: ") for line in nodes.said["0"])
+
+
+def test_an_agent_with_another_key_is_kept_out(nodes: Nodes) -> None:
+    nodes.add("0", 0)
+    nodes.add("stranger", 1, key=b"x" * 32, timing=replace(QUICK, arrival_s=1.0))
+    wait_for(lambda: "stranger" in nodes.ended)
+    assert "it has another key: all nodes need the same PARTOOL_AGENT_KEY" in str(nodes.ended.pop("stranger"))
+    nodes.add("1", 1)
+    nodes.begin()
+    refusals = [line for line in nodes.said["0"] if "refused" in line]
+    assert refusals == ["refused a connection from 127.0.0.1: what it said is not signed with this run's key"]
 
 
 def test_missing_nodes_are_named_again_and_again(nodes: Nodes) -> None:
@@ -206,13 +222,15 @@ def test_a_late_node_0_and_one_whose_port_is_in_use_for_a_while(nodes: Nodes) ->
 
 
 @pytest.mark.parametrize("silent", ["1", "0"])
-def test_a_silent_node_is_noticed(nodes: Nodes, silent: str) -> None:
+def test_a_silent_node_is_noticed(nodes: Nodes, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection stays open, but nothing new comes."""
     nodes.add("0", 0)
     nodes.add("1", 1)
     nodes.begin()
     other = nodes.boards["1" if silent == "0" else "0"]
     assert other.trouble() == ""
+    if silent == "0":
+        monkeypatch.setattr(Desk, "serve", lambda self, wait_s: time.sleep(wait_s))
     nodes.boards[silent]._meeting.timing = Timing(beat_s=30)
     begin = time.monotonic()
     wait_for(lambda: other.trouble() != "")
@@ -253,6 +271,34 @@ def test_the_first_failure_is_a_cause() -> None:
     assert first_failure([lost, later, cause]) is cause
     assert first_failure([lost, outcome(1, 0)]) is lost
     assert first_failure([cause, outcome(3, 78, time=20.0)]).code == 78
+
+
+@pytest.mark.parametrize(
+    ("found", "bound"),
+    [
+        (["127.0.0.1"], ["127.0.0.1"]),  # said by number: this machine alone
+        (["::ffff:127.0.0.2", "127.0.0.2"], ["::"]),  # 127.0.1.1 of a hosts file says nothing
+        (["192.0.2.7"], ["::"]),  # a service's address
+        ([], ["::"]),  # not known yet
+    ],
+)
+def test_where_node_0_listens(found: list[str], bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
+    monkeypatch.setattr("partool_runtime._wire.socket.getaddrinfo", lambda *a, **k: entries)
+    host = "127.0.0.1" if found == ["127.0.0.1"] else "node-0"
+    monkeypatch.setattr("partool_runtime._wire.listen_at", lambda address, port: address or "::")
+    assert listen(host, 0) == bound
+
+
+def test_node_0_listens_on_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some systems tell a machine's own name: each address twice, once mapped into IPv6."""
+    own = {"10.77.0.1", "fd00::1"}
+    monkeypatch.setattr("partool_runtime._wire.is_own", own.__contains__)
+    monkeypatch.setattr("partool_runtime._wire.listen_at", lambda address, port: address)
+    names = ["::ffff:10.77.0.1", "10.77.0.1", "fd00::1", "127.0.1.1"]
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in names]
+    monkeypatch.setattr("partool_runtime._wire.socket.getaddrinfo", lambda *a, **k: entries)
+    assert listen("node-0", 0) == ["10.77.0.1", "fd00::1"]
 
 
 def test_interfaces() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from partool.plan.run import PLAN_FILE
 from partool.render.job import Job, Rendered
 from partool.render.k8s.manifest import text
-from partool.render.k8s.objects import Object, config_map, network_policy
+from partool.render.k8s.objects import Object, agents_key, config_map, key_remark, network_policy
 from partool.render.k8s.rules import findings
 
 MANIFEST = "manifest.yaml"
@@ -21,14 +21,17 @@ KINDS = {
 }
 """``launch.k8s.kind`` → module with ``objects(job)`` and ``REMARKS``, imported only when it is used."""
 
-__all__ = ["KINDS", "MANIFEST", "findings", "objects", "render"]
+__all__ = ["KINDS", "MANIFEST", "agents_key", "findings", "objects", "render"]
 
 
 def render(job: Job) -> Rendered:
     """Return ``manifest.yaml``, which is submitted, and the plan in it; :func:`findings` has no errors to tell."""
     remarks: tuple[str, ...] = importlib.import_module(KINDS[job.plan.launch.k8s.kind]).REMARKS
     found, plan = objects(job), job.plan.to_json()
-    return Rendered(MANIFEST, {MANIFEST: text(found, (*remarks, *_ownership(found))), PLAN_FILE: plan})
+    return Rendered(
+        MANIFEST,
+        {MANIFEST: text(found, (*remarks, *_ownership([*agents_key(job), *found]), *key_remark(job))), PLAN_FILE: plan},
+    )
 
 
 def objects(job: Job) -> list[Object]:

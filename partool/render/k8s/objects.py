@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from typing import Any
 
-from partool.plan.run import PLAN_FILE
+from partool.plan.run import KEY_VARIABLE, PLAN_FILE
 from partool.render.job import Job
 from partool.render.k8s.environment import origins
 from partool.spec.launch import LABEL_DOMAIN
@@ -21,6 +22,9 @@ MOST_INT32 = 2**31 - 1
 RUN_LABEL = f"{LABEL_DOMAIN}/run"
 HASH_ANNOTATION = f"{LABEL_DOMAIN}/plan-hash"
 ORIGINS_ANNOTATION = f"{LABEL_DOMAIN}/environment-origins"
+KEY_NAME = "key"
+"""In the Secret of the agents' key."""
+_KEY_ORIGIN = "partool: what the agents of the nodes sign their messages with; a Secret of the run"
 
 
 def int32(value: int) -> int:
@@ -71,7 +75,8 @@ def workload_metadata(job: Job) -> Object:
             found["labels"]["kueue.x-k8s.io/priority-class"] = k8s.priority
         if k8s.deadline_s is not None:  # over restarts, which the deadline of a job is not
             found["labels"].setdefault("kueue.x-k8s.io/max-exec-time-seconds", str(int32(k8s.deadline_s)))
-    found["annotations"][ORIGINS_ANNOTATION] = json.dumps(origins(job.plan), ensure_ascii=False)
+    named = origins(job.plan) | {each["name"]: _KEY_ORIGIN for each in key_variable(job)}
+    found["annotations"][ORIGINS_ANNOTATION] = json.dumps(named, ensure_ascii=False)
     return found
 
 
@@ -98,6 +103,38 @@ def network_policy(job: Job) -> Object:
         "metadata": metadata(job),
         "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
     }
+
+
+def key_secret(job: Job) -> str:
+    """Return the name of the Secret with which the agents sign their messages; the manifest does not hold it."""
+    return f"{job.run_id}-agents"
+
+
+def key_variable(job: Job) -> list[Object]:
+    """Return the variable that hands the Secret to the agents; a single agent has nobody to talk to."""
+    if job.plan.devices.nodes == 1:
+        return []
+    reference = {"name": key_secret(job), "key": KEY_NAME}
+    return [{"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
+
+
+def agents_key(job: Job) -> list[Object]:
+    """Return the Secret, with a new key, as it is created on the cluster and never written anywhere else."""
+    if job.plan.devices.nodes == 1:
+        return []
+    made = {"type": "Opaque", "immutable": True, "stringData": {KEY_NAME: secrets.token_hex(32)}}
+    return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata(job, key_secret(job)), **made}]
+
+
+def key_remark(job: Job) -> tuple[str, ...]:
+    """Return what to say to those who create the objects without ``partool launch``, which makes the Secret too."""
+    if job.plan.devices.nodes == 1:
+        return ()
+    namespace = f" -n {name}" if (name := job.plan.launch.k8s.namespace) else ""
+    return (
+        "The agents' key is not written here. partool launch creates it; before kubectl create, once for each run:",
+        f"kubectl{namespace} create secret generic {key_secret(job)} --from-literal={KEY_NAME}=$(openssl rand -hex 32)",
+    )
 
 
 def headless_service(job: Job) -> Object:

@@ -11,7 +11,7 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s import placement
 from partool.render.k8s.environment import environment, literal
-from partool.render.k8s.objects import NODE, PORT, labels
+from partool.render.k8s.objects import NODE, PORT, key_variable, labels
 from partool.render.k8s.resources import resources
 from partool.render.k8s.volumes import PLAN_FOLDER, volumes
 from partool.spec.launch_checks import POD_STORAGE
@@ -119,7 +119,7 @@ def container(job: Job, place: Place) -> dict[str, Any]:
     found: dict[str, Any] = {"name": place.container, "image": plan.launch.image, "command": command(job, place)}
     if plan.launch.k8s.image_pull_policy is not None:
         found["imagePullPolicy"] = plan.launch.k8s.image_pull_policy
-    if variables := environment(plan):
+    if variables := environment(plan) + key_variable(job):
         found["env"] = variables
     if plan.devices.nodes > 1:
         port = {"name": place.port, "containerPort": PORT, "protocol": "TCP"}

@@ -8,7 +8,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s.environment import environment
-from partool.render.k8s.objects import workload_metadata
+from partool.render.k8s.objects import key_variable, workload_metadata
 from partool.render.k8s.resources import shared_memory
 from partool.spec.launch import K8sSpec
 from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE, within
@@ -58,7 +58,7 @@ def _kind(job: Job) -> Iterator[Diagnostic]:
             if kind == "trainjob":
                 help += f" and set it in the runtime {k8s.runtime}"
             yield Diagnostic("PT562", f"{path[-1]} has no place in a {kind}", path=path, help=help)
-    count = len(environment(job.plan))
+    count = len(environment(job.plan) + key_variable(job))
     if kind == "trainjob" and count > _MOST_TRAINJOB_VARIABLES:
         message = f"a trainjob takes {_MOST_TRAINJOB_VARIABLES} environment variables, and there are {count}"
         yield Diagnostic("PT562", message, path=("launch", "env"), help="use kind: jobset, or set fewer")

@@ -11,7 +11,7 @@ from typing import Any
 from partool.render.job import Job
 from partool.render.k8s import placement
 from partool.render.k8s.environment import environment
-from partool.render.k8s.objects import NODE, Object, workload_metadata
+from partool.render.k8s.objects import NODE, Object, key_variable, workload_metadata
 from partool.render.k8s.pod import Place, command, container_security, grace_s, pod_metadata, pod_options, pod_security
 from partool.render.k8s.resources import resources
 from partool.render.k8s.volumes import volumes
@@ -56,7 +56,7 @@ def _trainer(job: Job) -> dict[str, Any]:
         "numProcPerNode": plan.devices.per_node,
         "resourcesPerNode": resources(plan),
     }
-    if variables := environment(plan):
+    if variables := environment(plan) + key_variable(job):
         found["env"] = variables
     return found
 
