@@ -11,12 +11,11 @@ from partool.catalog.lookup import did_you_mean, table
 from partool.catalog.machine import this_machine
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices, HardwareSpec
+from partool.spec.numbers import MOST_DEVICES
 from partool.spec.training import Precision
 
 _PATH = ("hardware", "accelerator")
 _OWN = ("memory_gib", "peak_tflops", "memory_gb_per_s")
-_MOST_DEVICES = 500_000
-"""Twice the largest cluster that anyone has named in 2026; beyond it a slip of the keyboard is likelier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ def resolve_hardware(spec: HardwareSpec, precision: Precision, max_devices: int 
 def _checked(spec: HardwareSpec, devices: Devices, max_devices: int | None, local: bool) -> ResolvedHardware:
     found = _contradictions(spec, devices)
     used = _limited(devices, max_devices)
-    if used.nodes * used.per_node > _MOST_DEVICES:
-        text = f"nodes: {used.nodes:,} of per_node: {used.per_node:,} devices are more than {_MOST_DEVICES:,}"
-        help_text = f"write nodes: {_MOST_DEVICES // used.per_node} or fewer, or limits.max_devices"
+    if used.nodes * used.per_node > MOST_DEVICES:
+        text = f"nodes: {used.nodes:,} of per_node: {used.per_node:,} devices are more than {MOST_DEVICES:,}"
+        help_text = f"write nodes: {MOST_DEVICES // used.per_node} or fewer, or limits.max_devices"
         found.append(Diagnostic("PT275", text, path=("hardware", "nodes"), help=help_text))
     return ResolvedHardware(None if found else used, tuple(found), local)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
@@ -20,6 +20,8 @@ _PROPOSED = 5
 _DOUBLINGS = 8
 _ACCELERATORS = 2
 _SHORTEST = 256
+_MOST_WORK = 1_000_000
+"""Rows of the closed equations after which no more changes are tried."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,11 @@ def no_layout(solution: Solution) -> Diagnostic:
 
 def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
     """Yield changes of one field as ``key: value (its step time)`` with what comes of them."""
+    work = problem.work
+    work.until = work.rows + _MOST_WORK
     for key, wanted, values in _proposals(problem):
-        found = ((value, changed, _best(changed)) for value, changed in values)
+        tried = takewhile(lambda _: work.rows < work.until, values)
+        found = ((value, changed, _best(changed)) for value, changed in tried)
         for value, changed, best in islice((one for one in found if one[2] is not None), wanted):
             assert best is not None
             yield f"{key}: {value} ({_cost(changed, best)})", Change(changed, best)

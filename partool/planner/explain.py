@@ -80,9 +80,11 @@ def _searched(solution: Solution, best: Priced) -> str:
     sure = "and is sure to fit" if able else "that is sure to fit"
     if not best.safe:
         sure = "and may fit; none is sure to" if able else "that may fit; none is sure to"
+    founds = [one for one in (solution.overall, solution.able) if one is not None]
+    ended = "" if all(one.complete for one in founds) else " of those that the search came to before its limit of work"
     return (
         f"{counts.enumerated:,} layouts: {sum(counts.pruned.values()):,} ruled out, {counts.evaluated:,} prices "
-        f"computed, {counts.simulated:,} simulated. This is the fastest{able} {sure}."
+        f"computed, {counts.simulated:,} simulated. This is the fastest{able} {sure}{ended}."
     )
 
 

@@ -16,6 +16,7 @@ from partool.planner.search import Search
 from partool.planner.solve import harder_ones, solve
 from partool.planner.space import build
 from partool.planner.tensor_checks import partition
+from partool.spec.numbers import MOST_LAYERS
 from partool.spec.spec import Spec
 
 Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
@@ -27,7 +28,6 @@ _MOST_NODES = 2**17
 _GRAIN = 256
 """Sequence lengths are tried in multiples of this many tokens."""
 _MOST = 2**24
-_MOST_LAYERS = 2**14
 _EXACT_DEVICES = 4
 """Of no more devices the largest model is found by whole plans; of more, each of these takes many seconds."""
 
@@ -102,9 +102,9 @@ def _largest_model(problem: Problem) -> list[str] | None:
     def layers_plan(count: int) -> bool:
         return plans(problem.with_layers(least + count - 1))
 
-    count = _most(layers_fit, _MOST_LAYERS)
+    count = _most(layers_fit, MOST_LAYERS - least + 1)
     if problem.world_size <= _EXACT_DEVICES:
-        count = _pushed(layers_plan, count or 1, _MOST_LAYERS)
+        count = _pushed(layers_plan, count or 1, MOST_LAYERS - least + 1)
     return None if count is None else [f"model.layers={least + count - 1}"]
 
 

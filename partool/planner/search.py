@@ -28,6 +28,10 @@ LIKELY = 0.97
 _CHUNK = 8192
 _MOST_AT_ONCE = 256
 """Groups that are expanded at once, at most; more would be priced against a limit that a few of them lower."""
+_EXACT_ROWS = 3_000
+"""What an exact price counts as work, in rows."""
+_MOST_WORK = 3_000_000
+"""Rows that one pass may take: three times what the largest published runs do, and half a minute."""
 _FAST_HOST = 100e9
 """Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
 
@@ -71,6 +75,8 @@ class Found:
     leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
     too_large: int = 0
     """Layouts of groups that do not fit with everything recomputed and offloaded."""
+    complete: bool = True
+    """False where the search ended at its limit of work: layouts that it did not come to may be faster."""
 
 
 class Search:
@@ -127,6 +133,7 @@ class Search:
         """Return the exact price of one layout."""
         key = (int(group), int(policy))
         if key not in self.exact:
+            self.problem.work.rows += _EXACT_ROWS
             self.exact[key] = Priced(self.problem, layout_of(self.problem, self.space.rows(*key)))
         return self.exact[key]
 
@@ -217,7 +224,8 @@ class Search:
         self._limit_s = float("inf")
         self._queue = Queue(self.problem, self.space, self._second)
         position, batch = 0, 32
-        while True:
+        start = self.problem.work.rows
+        while not self._worked_enough(start):
             following = bound[order[position]] if position < len(order) else float("inf")
             if self._queue.least_s <= following:
                 if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
@@ -230,6 +238,18 @@ class Search:
                 position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
             else:
                 break
+
+    def _worked_enough(self, start: int) -> bool:
+        """Return True at the limit of a pass that began after ``start`` rows of work.
+
+        Where nothing has been found yet, the limit is twice as high: it would be said that nothing fits.
+        """
+        work = self.problem.work
+        most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
+        if work.rows <= min(most, work.until):
+            return False
+        self.found.complete = False
+        return True
 
     def _settle(self, priced: Priced, *, sure: bool) -> None:
         """Take a layout as the best so far if it fits and is faster, or as fast and simpler."""
@@ -297,6 +317,7 @@ class Search:
 
     def _bounds(self, group: Any, policy: Any) -> Any:
         self._seen[group, policy] = True
+        self.problem.work.rows += len(group)
         parts = [
             bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)
@@ -304,6 +325,7 @@ class Search:
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
+        self.problem.work.rows += len(group)
         parts = [
             room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
             for i in range(0, len(group), _CHUNK)

@@ -26,9 +26,9 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
 
 def check_tensor(problem: Problem) -> Iterator[Diagnostic]:
-    """Find patterns that cannot apply, and modules that no rule decides; with open degrees, for two ranks."""
+    """Find patterns that cannot apply, and modules that no rule decides; for two ranks where the degree is none yet."""
     tensor = problem.spec.parallel.tensor
-    ranks = 2 if tensor.degree == "auto" else tensor.degree
+    ranks = 2 if tensor.degree == "auto" or problem.world_size % tensor.degree else tensor.degree
     if ranks > 1 or tensor.patterns:
         yield from _decided(problem, ranks).findings
 

@@ -125,13 +125,17 @@ def _finding(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
         bound = item["ctx"][key]
         size = "" if key in ("min_length", "max_length") else f", not {found}"
         return Diagnostic(
-            "PT104", f"`{name}` must be {words} {bound:g}{size}", path=path, help=_number_help(path, item)
+            "PT104", f"`{name}` must be {words} {_amount(bound)}{size}", path=path, help=_number_help(path, item)
         )
     if item["type"] == "string_pattern_mismatch":
         return _pattern(path, item)
     expected = _TYPES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
     help = _number_help(path, item) or _type_help(item)
     return Diagnostic("PT102", f"`{name}` must be {expected}, not {found}", path=path, help=help)
+
+
+def _amount(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _pattern(path: SpecPath, item: dict[str, Any]) -> Diagnostic:
@@ -155,7 +159,7 @@ def _choice(path: SpecPath, items: list[dict[str, Any]]) -> Diagnostic:
             words += [part.strip() for part in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
         elif item["type"] in _BOUNDS:
             key, word = _BOUNDS[item["type"]]
-            types.append(f"a number {word} {item['ctx'][key]:g}")
+            types.append(f"a number {word} {_amount(item['ctx'][key])}")
         else:
             types.append(_TYPES.get(item["type"], item["msg"].lower()))
     allowed = list(dict.fromkeys([*types, *words]))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from partool.spec._base import Auto, Section
+from partool.spec.numbers import Cores, Figure, Ranks
 from partool.spec.patterns import FilePath
 
 Backend = Literal["cpu", "cuda", "rocm"]
 Topology = Literal["switch", "mesh", "none"]
-
-_Count = Annotated[int, Field(gt=0, le=1_000_000)]
-# Far above anything built, far below where arithmetic overflows: a misplaced unit is said, infinity is refused.
-_Figure = Annotated[float, Field(gt=0.0, le=1e6)]
 
 
 class HardwareSpec(Section):
@@ -35,46 +32,46 @@ class HardwareSpec(Section):
     """Of a device that the catalog lacks; default cuda."""
     architecture: Annotated[str, Field(pattern=r"^(sm_[0-9]{2,3}|gfx[0-9a-f]{3,4})$")] | None = None
     """Instruction set of such a device, as compilers call it (sm_90, gfx942): what kernels there are depends on it."""
-    memory_gib: _Figure | None = None
+    memory_gib: Figure | None = None
     """Usable memory per device; for ``cpu`` the whole host's memory."""
-    peak_tflops: _Figure | None = None
+    peak_tflops: Figure | None = None
     """Dense peak in the spec's precision; what is derived from the peak moves with it."""
-    achievable_tflops: _Figure | None = None
+    achievable_tflops: Figure | None = None
     """What large matrix products reach in the spec's precision."""
     sustained_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Of what products reach, the part that the device keeps up over a whole step under its power limit."""
-    wide_tflops: _Figure | None = None
+    wide_tflops: Figure | None = None
     """The same in 16 bits where the spec's precision is fp8: the head and attention's products stay wide."""
-    attention_tflops: _Figure | None = None
+    attention_tflops: Figure | None = None
     """What fused attention reaches, forward and backward together."""
-    units: _Count | None = None
+    units: Cores | None = None
     """Streaming multiprocessors or compute units."""
-    memory_gb_per_s: _Figure | None = None
+    memory_gb_per_s: Figure | None = None
     topology: Topology | None = None
     """Joins the devices of a node: a switch, a link of its own for each pair (mesh), or nothing but PCIe (none)."""
-    domain: _Count | None = None
+    domain: Ranks | None = None
     """Devices that the fast link joins, where that is not a node."""
-    link_gb_per_s: _Figure | None = None
+    link_gb_per_s: Figure | None = None
     """From one device to all others of its node together."""
-    pair_gb_per_s: _Figure | None = None
+    pair_gb_per_s: Figure | None = None
     """Between two devices of a node, where that is less."""
-    link_latency_us: _Figure | None = None
+    link_latency_us: Figure | None = None
     """Start of one collective within a node."""
-    fabric_gb_per_s: _Figure | None = None
+    fabric_gb_per_s: Figure | None = None
     """Per device, between nodes."""
-    fabric_latency_us: _Figure | None = None
+    fabric_latency_us: Figure | None = None
     """Start of one collective between nodes."""
-    host_link_gb_per_s: _Figure | None = None
+    host_link_gb_per_s: Figure | None = None
     """Between one device and host memory, while all devices of the node use theirs."""
-    host_memory_gib: _Figure | None = None
+    host_memory_gib: Figure | None = None
     """Of a node."""
-    host_memory_gb_per_s: _Figure | None = None
+    host_memory_gb_per_s: Figure | None = None
     """Of a node."""
-    host_cores: _Count | None = None
+    host_cores: Cores | None = None
     """Of a node."""
-    nvme_gb_per_s: _Figure | None = None
+    nvme_gb_per_s: Figure | None = None
     """Of a node's disks under ``parallel.offload.dir``, half of it read and half of it written."""
-    operator_us: _Figure | None = None
+    operator_us: Figure | None = None
     """Host time to start one operator (kernel)."""
     profile: FilePath | None = None
     """File that ``partool calibrate`` wrote, from the spec's folder; default: this machine's own, if there is one."""
@@ -85,7 +82,7 @@ class LimitsSpec(Section):
 
     memory_headroom: float = Field(default=0.1, ge=0.0, lt=1.0)
     """Share of device memory kept free."""
-    max_devices: PositiveInt | None = None
+    max_devices: Ranks | None = None
     """Use at most this many of the devices."""
 
 

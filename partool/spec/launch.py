@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 
 from partool.spec._base import Section
+from partool.spec.numbers import Cores, Pieces, Ranks, Seconds, SecondsOrNone, Times, TimesOrNone
 from partool.spec.patterns import (
     Claim,
     DnsLabel,
@@ -87,7 +88,7 @@ class SlurmSpec(Section):
     """Take whole nodes."""
     memory: Memory | None = None
     """Per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
-    cpus_per_task: PositiveInt | None = None
+    cpus_per_task: Cores | None = None
     """Cores of the one task per node; default: all of the node's with ``exclusive``, where they are known."""
     signal_lead_s: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Seconds before the time limit at which the run checkpoints; default: the shutdown timeout and 90 s more."""
@@ -115,7 +116,7 @@ class Rdma(Section):
 
     resource: LabelKey
     """``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
-    count: PositiveInt = 1
+    count: Pieces = 1
     """Per pod."""
 
 
@@ -181,9 +182,9 @@ class K8sSpec(Section):
     """On the object and its pods."""
     annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
     """On the object and its pods."""
-    keep_finished_s: NonNegativeInt = 86400
+    keep_finished_s: SecondsOrNone = 86400
     """Time after which a finished job is deleted."""
-    deadline_s: PositiveInt | None = None
+    deadline_s: Seconds | None = None
     """Longest time that the job may be active."""
     runtime: DnsName = "torch-distributed"
     """ClusterTrainingRuntime of a TrainJob."""
@@ -194,15 +195,15 @@ class LaunchSpec(Section):
 
     target: TargetName = "local"
     """``torchrun`` renders one command per node, for people who start nodes by hand."""
-    restarts: NonNegativeInt = 0
+    restarts: TimesOrNone = 0
     """Restarts after a failure, from the last checkpoint: of the ranks in place (local), or of the whole job."""
-    requeues: NonNegativeInt = 20
+    requeues: TimesOrNone = 20
     """Times a preempted Slurm job goes back to the queue."""
-    same_failure: PositiveInt = 3
+    same_failure: Times = 3
     """The same failure so many times in a row, each no further than the one before, ends the run for good."""
-    min_nodes: PositiveInt | None = None
+    min_nodes: Ranks | None = None
     """Slurm: begin or go on with fewer nodes than ``hardware.nodes``, down to these, where data parallelism allows."""
-    shutdown_timeout_s: PositiveInt = 60
+    shutdown_timeout_s: Seconds = 60
     """Time for a checkpoint after a stop signal, before ranks are killed."""
     env: dict[VariableName, VariableValue] = {}
     """Environment variables of every rank."""

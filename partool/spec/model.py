@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from partool.spec._base import Section
+from partool.spec.numbers import Experts, ExpertsOrNone, Factor, Heads, Layers, LayersOrNone, Tokens, Vocabulary, Width
 from partool.spec.patterns import FilePath
 
 AttentionKind = Literal["full", "sliding", "row", "column"]
@@ -15,18 +16,16 @@ tokens lie on a grid (arXiv 1912.12180)."""
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "none"]
-Layers = Annotated[int, Field(gt=0, le=1_000)]
-"""Number of layers; each is planned by itself, so there is a limit."""
 
 
 class RopeScaling(Section):
     """Llama 3.1's frequency-dependent RoPE scaling (the ``rope_type: llama3`` of Hugging Face configurations)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: PositiveFloat
-    low_freq_factor: PositiveFloat = 1.0
-    high_freq_factor: PositiveFloat = 4.0
-    original_max_position: PositiveInt
+    factor: Factor
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
+    original_max_position: Tokens
 
 
 class LayerPattern(Section):
@@ -38,9 +37,9 @@ class LayerPattern(Section):
 class Attention(Section):
     """Which layers attend to everything and which only to a window."""
 
-    window: PositiveInt | None = None
+    window: Tokens | None = None
     """Tokens a sliding layer sees, itself included."""
-    grid: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None = None
+    grid: Annotated[list[Tokens], Field(min_length=2, max_length=2)] | None = None
     """[rows, columns] in which a sequence's tokens lie, row by row: frames and patches of a video."""
     layer_types: list[AttentionKind] | LayerPattern | None = None
     """One kind per layer, or a pattern that repeats. Default: all sliding if a window is given, else all full."""
@@ -49,25 +48,25 @@ class Attention(Section):
 class Moe(Section):
     """Mixture-of-experts feed-forward layers."""
 
-    experts: PositiveInt
-    top_k: PositiveInt
-    ffn_hidden: PositiveInt
+    experts: Experts
+    top_k: Experts
+    ffn_hidden: Width
     """Width of one expert."""
-    shared_experts: int = Field(default=0, ge=0)
-    first_dense_layers: int = Field(default=0, ge=0)
+    shared_experts: ExpertsOrNone = 0
+    first_dense_layers: LayersOrNone = 0
     """Layers at the start that keep a dense feed-forward network."""
-    every: PositiveInt = 1
+    every: Layers = 1
     """Every n-th layer has experts, counted after the first dense ones."""
 
 
 class Mla(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    q_rank: PositiveInt | None = None
-    kv_rank: PositiveInt
-    nope_head_dim: PositiveInt
-    rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
+    q_rank: Width | None = None
+    kv_rank: Width
+    nope_head_dim: Width
+    rope_head_dim: Width
+    v_head_dim: Width
 
 
 class Weights(Section):
@@ -89,18 +88,18 @@ class ModelSpec(Section):
     hf: FilePath | None = None
     """Folder of a Hugging Face model, which transformers builds and partool trains as it is."""
     layers: Layers | None = None
-    hidden: PositiveInt | None = None
-    ffn_hidden: PositiveInt | None = None
-    heads: PositiveInt | None = None
-    kv_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    vocab: PositiveInt | None = None
-    max_position: PositiveInt | None = None
+    hidden: Width | None = None
+    ffn_hidden: Width | None = None
+    heads: Heads | None = None
+    kv_heads: Heads | None = None
+    head_dim: Width | None = None
+    vocab: Vocabulary | None = None
+    max_position: Tokens | None = None
     norm: Norm | None = None
-    norm_eps: PositiveFloat | None = None
+    norm_eps: Factor | None = None
     activation: Activation | None = None
     position: Position | None = None
-    rope_theta: PositiveFloat | None = None
+    rope_theta: Factor | None = None
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool | None = None
     out_bias: bool | None = None
@@ -110,7 +109,7 @@ class ModelSpec(Section):
     attention: Attention | None = None
     moe: Moe | None = None
     mla: Mla | None = None
-    init_std: PositiveFloat | None = None
+    init_std: Factor | None = None
     weights: Weights = Weights()
     frozen: list[str] = []
     """Glob patterns of parameter names that are not trained, such as ``embed.*``."""
@@ -123,32 +122,32 @@ class ModelConfig(Section):
     """
 
     layers: Layers
-    hidden: PositiveInt
-    ffn_hidden: PositiveInt
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    vocab: PositiveInt
-    max_position: PositiveInt = 4096
+    hidden: Width
+    ffn_hidden: Width
+    heads: Heads
+    kv_heads: Heads
+    head_dim: Width
+    vocab: Vocabulary
+    max_position: Tokens = 4096
     norm: Norm = "rmsnorm"
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Factor = 1e-5
     activation: Activation = "swiglu"
     position: Position = "rope"
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: Factor = 10000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
-    window: PositiveInt | None = None
+    window: Tokens | None = None
     layer_types: tuple[AttentionKind, ...] = ()
     """One per layer; empty means all full."""
-    grid: tuple[int, int] | None = None
+    grid: tuple[Tokens, Tokens] | None = None
     """Rows and columns in which a sequence's tokens lie."""
     moe: Moe | None = None
     mla: Mla | None = None
-    init_std: PositiveFloat = 0.02
+    init_std: Factor = 0.02
 
     @property
     def gated(self) -> bool:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field
 
 from partool.spec._base import Auto, Section, shorthand
+from partool.spec.numbers import (
+    Cores,
+    Elements,
+    Experts,
+    Figure,
+    Layers,
+    Pieces,
+    Ranks,
+    Sequences,
+    Share,
+    TensorRanks,
+    TokensOrNone,
+    Width,
+)
 from partool.spec.patterns import FilePath
 
 Recompute = Literal["none", "attention", "selective", "keep_attention", "full"]
@@ -31,14 +45,14 @@ class DataParallel(Section):
 
     zero: ZeroStage | Auto = "auto"
     """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters."""
-    shard: PositiveInt | Auto = "auto"
+    shard: Ranks | Auto = "auto"
     """Ranks that share one copy of the state; fewer than all data-parallel ranks is hybrid sharding (HSDP)."""
     gather: Gather | Auto = "auto"
     """coalesced: the parameters of a layer come in one message, held twice while they are sorted; sequential: one
     message per parameter, held once."""
     prefetch: Annotated[int, Field(ge=0, le=8)] | Auto = "auto"
     """With zero: 3, layers that are gathered ahead of the one that computes."""
-    persistent: Annotated[int, Field(ge=0)] | Auto = "auto"
+    persistent: Elements | Auto = "auto"
     """With zero: 3, parameters of at most so many elements stay gathered from step to step; 0: none."""
     leaves: list[str] | Auto = "auto"
     """Glob patterns of modules that are gathered and reduced as one unit, although some of their parameters may get no
@@ -55,17 +69,17 @@ class ScheduleFile(Section):
 class Pipeline(Section):
     """Pipeline parallelism."""
 
-    stages: PositiveInt | Auto = "auto"
+    stages: Layers | Auto = "auto"
     """Ranks that the layers are split over."""
     schedule: Schedule | ScheduleFile | Auto = "auto"
     """Order of forward and backward passes, by name or in a file."""
-    chunks: PositiveInt | Auto = "auto"
+    chunks: Layers | Auto = "auto"
     """Chunks of layers per rank; with ``interleaved`` two or more, with ``zb-v`` two, with ``hanayo`` two per wave."""
-    waves: PositiveInt | Auto = "auto"
+    waves: Layers | Auto = "auto"
     """With ``hanayo``: how often a forward pass goes to and fro over the ranks."""
-    in_flight: PositiveInt | Auto = "auto"
+    in_flight: Sequences | Auto = "auto"
     """With ``hanayo`` and ``zb-v``: the most micro-batches whose activations a rank holds at once."""
-    layers: list[PositiveInt] | Auto = "auto"
+    layers: list[Layers] | Auto = "auto"
     """Layers of each stage, in the order of the model; one entry per rank and chunk."""
 
 
@@ -73,9 +87,9 @@ class TensorPattern(Section):
     """How parameters that a pattern matches are cut."""
 
     style: Style
-    parts: list[PositiveInt] | None = None
+    parts: list[Width] | None = None
     """Widths of matrices that are fused into one, such as [q, k, v] or [gate, up]; each is cut by itself."""
-    unit: PositiveInt | None = None
+    unit: Width | None = None
     """Widths that stay together, such as the size of a head."""
     heads: Literal["query", "key"] | None = None
     """Cut by whole attention heads: with the query heads, or with those of keys and values."""
@@ -84,9 +98,9 @@ class TensorPattern(Section):
 class Tensor(Section):
     """Tensor parallelism: ranks that share every matrix."""
 
-    degree: PositiveInt | Auto = "auto"
+    degree: TensorRanks | Auto = "auto"
     """Ranks that share every matrix."""
-    shape: Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | Auto = "auto"
+    shape: Annotated[list[TensorRanks], Field(min_length=2, max_length=2)] | Auto = "auto"
     """[d1, d2], whose product is the degree: outputs of a layer's first matrices are cut over d1 ranks and their inputs
     over d2 (ATP, arXiv 2301.08658); [degree, 1] is what Megatron-LM does."""
     sequence_norms: bool | Auto = "auto"
@@ -94,7 +108,7 @@ class Tensor(Section):
     overlap: TensorOverlap | Auto = "auto"
     """backward: gradients of inputs travel while those of weights are computed; symmetric: fused with the products,
     through symmetric memory of CUDA devices."""
-    chunks: PositiveInt | Auto = "auto"
+    chunks: Pieces | Auto = "auto"
     """Pieces of a micro-batch; the sum of one travels while the next is multiplied."""
     patterns: dict[str, Style | TensorPattern] = {}
     """Glob patterns of parameters or modules, and how they are cut, before any other rule; the first match counts."""
@@ -107,11 +121,11 @@ class Sequence(Section):
     """ulysses: ranks trade sequence for heads around attention; ring: keys and values travel; usp: ulysses within
     groups that form a ring; startrail: several rings, each of which meets a part of the keys; all_gather: keys and
     values of all ranks come to each; dsp: the axis that is cut changes with the axis that a layer attends along."""
-    degree: PositiveInt | Auto = "auto"
+    degree: Ranks | Auto = "auto"
     """Ranks that share one sequence; ``auto`` is two or more where a method is named, and there are as many."""
-    ulysses: PositiveInt | Auto = "auto"
+    ulysses: Ranks | Auto = "auto"
     """With ``usp``: ranks that trade sequence for heads; the others form the ring."""
-    teams: PositiveInt | Auto = "auto"
+    teams: Ranks | Auto = "auto"
     """With ``startrail``: ranks of a team (C), whose square divides the degree."""
     inside: Inside | Auto = "auto"
     """With ``startrail``: which of both neighbouring ranks form, and so the faster links carry."""
@@ -122,10 +136,10 @@ class Sequence(Section):
 class Tiles(Section):
     """Pieces in which a micro-batch passes what needs much memory per token."""
 
-    mlp: Annotated[int, Field(ge=0)] | Auto = "auto"
+    mlp: TokensOrNone | Auto = "auto"
     """Tokens of a sequence that pass a feed-forward network at once and are computed again one after the other in the
     backward pass; 0: all, kept."""
-    loss: Annotated[int, Field(ge=0)] | Auto = "auto"
+    loss: TokensOrNone | Auto = "auto"
     """Tokens whose logits exist at once; 0: as many as keep them under 2**26 numbers."""
 
 
@@ -134,7 +148,7 @@ class Offload(Section):
 
     optimizer: Tier | Auto = "auto"
     """Moments and master weights; the host's processors then do the update. nvme: between updates they are in files."""
-    gpu_fraction: Annotated[float, Field(ge=0.0, le=1.0)] | Auto = "auto"
+    gpu_fraction: Share | Auto = "auto"
     """Share of the optimizer state that stays on the device while ``optimizer`` is cpu or nvme: that of the layers
     whose gradients come last."""
     parameters: Tier | Auto = "auto"
@@ -144,7 +158,7 @@ class Offload(Section):
     speculate: bool | Literal["undo"] | Auto = "auto"
     """Update while the norm of the gradients is not known yet (SuperOffload, arXiv 2509.21271), and exactly: true puts
     the change of masters and moments off until it is; ``undo`` keeps copies of them in ``undo_gib``."""
-    undo_gib: PositiveFloat | Auto = "auto"
+    undo_gib: Figure | Auto = "auto"
     """With ``speculate: undo``: host memory of a rank for copies; what does not fit waits for the norm."""
     gradients: Literal["bf16", "fp32"] | Auto = "auto"
     """Type in which gradients go to the host. auto: bf16 where that loses nothing, as on one data-parallel rank."""
@@ -152,13 +166,13 @@ class Offload(Section):
     """Type of the moments on the host; auto: fp32."""
     bucket_mib: Annotated[float, Field(ge=0.125, le=4096)] | Auto = "auto"
     """Gradients that travel together, in MiB of their type."""
-    threads: PositiveInt | Auto = "auto"
+    threads: Cores | Auto = "auto"
     """Cores of a rank that update; training has the others."""
     dir: FilePath | None = None
     """Folder for what goes to disks, one on each machine; needed by nvme."""
     buffers: Annotated[int, Field(ge=3, le=64)] | Auto = "auto"
     """With nvme: buckets of the optimizer state that are in host memory at once."""
-    pinned_gib: PositiveFloat | Auto = "auto"
+    pinned_gib: Figure | Auto = "auto"
     """Most pinned host memory of a rank."""
 
 
@@ -170,12 +184,12 @@ class ParallelSpec(Section):
     pipeline: Annotated[Pipeline, BeforeValidator(shorthand("stages", int, str))] = Pipeline()
     sequence: Annotated[Sequence, BeforeValidator(shorthand("degree", int, str))] = Sequence()
     tiles: Tiles = Tiles()
-    expert: PositiveInt | Auto = "auto"
+    expert: Experts | Auto = "auto"
     """Ranks that share the experts of a layer."""
     offload: Annotated[Offload, BeforeValidator(shorthand("optimizer", none=("parameters", "activations")))] = Offload()
     """Or in one word: none, nothing leaves the device; cpu or nvme, the optimizer does; auto."""
     recompute: Recompute | Auto | list[Recompute] = "auto"
     """What the backward pass computes again, for all layers or as a list with one policy per layer."""
     compile: Compile | Auto = "auto"
-    micro_batch: PositiveInt | Auto = "auto"
+    micro_batch: Sequences | Auto = "auto"
     """Sequences per rank and forward pass."""

@@ -14,18 +14,19 @@ from pydantic import BaseModel
 from partool.spec.spec import Spec
 
 _WORD = {"type": "string"}
-_NUMBER = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}
 _TIER = {"enum": ["auto", "none", "cpu", "nvme"]}
-_SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+_SHORTHAND: dict[str, tuple[tuple[str, str, dict[str, Any] | None], ...]] = {
     "Spec": (("model", "preset", _WORD), ("hardware", "accelerator", _WORD), ("data", "source", _WORD)),
     "ParallelSpec": (
-        ("tensor", "degree", _NUMBER),
-        ("pipeline", "stages", _NUMBER),
-        ("sequence", "degree", _NUMBER),
+        ("tensor", "degree", None),
+        ("pipeline", "stages", None),
+        ("sequence", "degree", None),
         ("offload", "optimizer", _TIER),
     ),
 }
-"""By the section they are in: sections that may be one value, the key whose value that then is, and its type."""
+"""By the section they are in: sections that may be one value, the key whose value that then is, and its type.
+
+None: the type of the key."""
 
 
 def json_schema() -> dict[str, Any]:
@@ -39,11 +40,20 @@ def json_schema() -> dict[str, Any]:
     for owner, shorthands in _SHORTHAND.items():
         properties = (schema if owner == "Spec" else schema["definitions"][owner])["properties"]
         for section, key, kind in shorthands:
-            value = {**kind, "description": f"Short for {{{key}: ...}}."}
+            value = {
+                **(kind or _type_of(schema, properties[section], key)),
+                "description": f"Short for {{{key}: ...}}.",
+            }
             full = {name: properties[section][name] for name in ("$ref", "allOf") if name in properties[section]}
             rest = {name: item for name, item in properties[section].items() if name not in full}
             properties[section] = {"anyOf": [value, full], **rest}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "partool spec"}
+
+
+def _type_of(schema: dict[str, Any], section: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the types of a section's key without its words."""
+    name = section["allOf"][0]["$ref"] if "allOf" in section else section["$ref"]
+    return {"anyOf": schema["definitions"][name.rpartition("/")[2]]["properties"][key]["anyOf"]}
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:

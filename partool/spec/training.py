@@ -9,14 +9,11 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     WrapSerializer,
 )
 
 from partool.spec._base import Section
+from partool.spec.numbers import Factor, FactorOrNone, Seed, Sequences, Share, Steps, StepsOrNone, Tokens
 from partool.spec.patterns import FilePath
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -25,32 +22,32 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 class Validation(Section):
     """Loss on held-out data."""
 
-    every: NonNegativeInt = 0
+    every: StepsOrNone = 0
     """Steps between validations; 0 validates only at the end."""
-    samples: PositiveInt = 64
+    samples: Sequences = 64
     """Sequences per validation, over all ranks."""
 
 
 class TrainingSpec(Section):
     """How long and in which precision to train."""
 
-    sequence_length: PositiveInt = 2048
-    global_batch: Annotated[int, Field(gt=0, le=10**9)] = 256
+    sequence_length: Tokens = 2048
+    global_batch: Sequences = 256
     """Sequences per optimizer step, over all ranks and micro-batches."""
-    steps: PositiveInt = 1000
+    steps: Steps = 1000
     precision: Precision = "bf16"
     """Of parameters and activations in forward and backward; master weights and optimizer states are fp32 (fp64).
 
     fp8: matrix products in 8 bits, everything else in bf16."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     z_loss: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Weight of the squared logarithm of the softmax's denominator, which is added to every token's loss and so keeps
     logits small (PaLM, arXiv 2204.02311, section 5: 1e-4). Losses that are reported, on held-out data too, hold it."""
     deterministic: bool = False
     """Use only algorithms that give the same bits every time; slower on accelerators."""
     validation: Validation = Validation()
-    log_every: PositiveInt = 10
-    max_nonfinite_steps: PositiveInt = 10
+    log_every: Steps = 10
+    max_nonfinite_steps: Steps = 10
     """Consecutive steps with a non-finite gradient that are skipped before the run stops."""
 
 
@@ -58,10 +55,10 @@ class LrSchedule(Section):
     """Learning rate over the steps, as a factor of ``optimizer.lr``."""
 
     kind: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    warmup_steps: NonNegativeInt = 0
-    min_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    warmup_steps: StepsOrNone = 0
+    min_ratio: Share = 0.1
     """Final learning rate as a share of the peak."""
-    decay_steps: PositiveInt | None = None
+    decay_steps: Steps | None = None
     """wsd (warm-up, stable, decay): length of the final decay; default one fifth of the steps."""
 
 
@@ -75,19 +72,19 @@ READS: dict[OptimizerName, tuple[str, ...]] = {
     "sgd": ("momentum",),
 }
 """Which of the settings that are not every optimizer's each one reads."""
-Betas = Annotated[list[float], Field(min_length=2, max_length=2)]
+Betas = Annotated[list[Share], Field(min_length=2, max_length=2)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimizerGroup(Section):
     """Settings of the parameters that a pattern matches; those that are not given are the optimizer's."""
 
-    lr_factor: NonNegativeFloat = 1.0
+    lr_factor: FactorOrNone = 1.0
     """Learning rate as a factor of ``optimizer.lr`` and its schedule."""
-    weight_decay: NonNegativeFloat | None = None
+    weight_decay: FactorOrNone | None = None
     """Where given, of all that matches, norms and biases too."""
     betas: Betas | None = None
-    eps: PositiveFloat | None = None
+    eps: Factor | None = None
     momentum: Momentum | None = None
 
 
@@ -116,19 +113,19 @@ class OptimizerSpec(Section):
     name: OptimizerName = "adamw"
     """adamw: Loshchilov and Hutter, arXiv 1711.05101; lion: Chen et al., arXiv 2302.06675; adagrad: Duchi et al., JMLR
     12 (2011); sgd: with momentum. Weight decay is apart from the gradient (decoupled) in all of them."""
-    lr: PositiveFloat = 3e-4
+    lr: Factor = 3e-4
     betas: Betas = [0.9, 0.95]
     """Of adamw: how slowly its two moments change. Of lion: weight of the momentum in a step, and how slowly it
     changes."""
     momentum: Momentum = 0.9
     """Of sgd: how much of the last step's direction is kept; 0: none."""
-    eps: PositiveFloat = 1e-8
+    eps: Factor = 1e-8
     """Of adamw and adagrad: added to what they divide by."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: FactorOrNone = 0.1
     """Applied to matrices, not to norms and biases."""
     groups: Groups = {}
     """Settings by glob pattern of parameters, such as ``embed.*``; the first that matches a parameter counts."""
-    clip: NonNegativeFloat = 1.0
+    clip: FactorOrNone = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: LrSchedule = LrSchedule()
 
@@ -180,9 +177,9 @@ class KernelsSpec(Section):
 class CheckpointSpec(Section):
     """When the state is saved, and how much of it is kept."""
 
-    every: NonNegativeInt | str = 0
+    every: StepsOrNone | str = 0
     """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""
-    keep: PositiveInt = 3
+    keep: Steps = 3
     """Checkpoints kept; older ones are deleted after a newer one is complete."""
     dir: FilePath | None = None
     """Default: the run's folder."""

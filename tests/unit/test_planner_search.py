@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
+from partool.planner import changes, explain
 from partool.planner.checks import check
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s
-from partool.planner.problem import Problem, divisors, runnable
+from partool.planner.problem import Problem, Work, divisors, runnable
 from partool.planner.search import Search
 from partool.planner.solve import solve
 from partool.planner.space import build
@@ -240,3 +242,26 @@ def test_odd_worlds_end_quickly(nodes: int, per_node: int, batch: int) -> None:
     best = solve(problem).chosen
     assert best is not None
     assert best.layout.mesh.world_size == nodes * per_node
+
+
+def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass takes so many rows and exact prices at most; what it has found by then is the plan."""
+    problem = problem_of(case(DENSE, 1, 4, memory_gib=8, batch=16))
+    whole = solve(problem)
+    assert whole.overall.complete
+    monkeypatch.setattr("partool.planner.search._MOST_WORK", whole.problem.work.rows // 3)
+    short = solve(replace(problem, work=Work()))
+    assert not short.overall.complete
+    assert short.chosen is not None
+    assert short.problem.work.rows < whole.problem.work.rows
+    assert "before its limit of work" in explain.reasons(short, short.chosen)[0]
+    assert "before its limit of work" not in explain.reasons(whole, whole.chosen)[0]
+
+
+def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each changed spec is searched; where that takes long, fewer are proposed."""
+    problem = problem_of(case(DENSE, 1, 1, memory_gib=0.5, batch=4, offload=ON_DEVICE, tensor=1))
+    tried = [text for text, _ in changes.single_changes(problem)]
+    assert len(tried) > 1
+    monkeypatch.setattr("partool.planner.changes._MOST_WORK", 0)
+    assert list(changes.single_changes(replace(problem, work=Work()))) == []

@@ -69,6 +69,29 @@ def test_bad_files(text: str, expected: list[tuple[str, int, int]]) -> None:
     assert codes(text) == expected
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "parallel.tensor=1000000000", "model.heads=2147483647", "model.vocab=9007199254740993",
+        "model.hidden=9007199254740992", "model.ffn_hidden=9223372036854775807", "parallel.offload.pinned_gib=1e300",
+        "training.sequence_length=9007199254740992", "parallel.micro_batch=1e30", "parallel.sequence=1000000000000",
+        "model.moe={experts: 10000000000, top_k: 1, ffn_hidden: 8}", "optimizer.lr=1e300", "checkpoint.keep=1e18",
+        "launch.shutdown_timeout_s=1000000000000", "launch.same_failure=4611686018427387904",
+    ],
+)  # fmt: skip
+def test_numbers_beyond_anything_built_are_refused_at_once(change: str) -> None:
+    """With the largest that works; kv_heads is there for rules that would count up to the number of heads."""
+    fields = "model: {layers: 2, hidden: 64, heads: 4, kv_heads: 2, vocab: 256}\ndata: python-stdlib\n"
+    found = load_text(fields, overrides=[change]).diagnostics
+    assert found[0].code in ("PT102", "PT104", "PT105"), found
+    assert all(one.code in ("PT102", "PT104", "PT105") for one in found), found
+
+
+def test_a_bound_is_said_in_full() -> None:
+    found = load_text(SMALL, overrides=["model.heads=2147483647"]).diagnostics
+    assert [one.message for one in found] == ["`model.heads` must be at most 10,000, not 2147483647"]
+
+
 def test_an_alias_bomb_is_refused_and_an_honest_alias_is_not() -> None:
     assert [code for code, *_ in codes(BOMB)] == ["PT009"]
     loaded = load_text(

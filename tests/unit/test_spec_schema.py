@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
@@ -38,6 +39,29 @@ def test_shorthands_are_valid_and_mistakes_are_not() -> None:
     assert list(CHECK.iter_errors(good)) == []
     for wrong in ({"model": 1}, {"model": {"layerz": 1}}, {"training": {"stepz": 2}}, {"parallel": {"tensor": 0}}):
         assert list(CHECK.iter_errors(good | wrong)), wrong
+
+
+def test_every_number_has_a_largest_value() -> None:
+    """What an editor shows is what the loader refuses: beyond it, searches and arithmetic would not end well."""
+    endless = [
+        place
+        for place, node in _within(SCHEMA, "")
+        if node.get("type") in ("integer", "number")
+        and not {"maximum", "exclusiveMaximum", "const", "enum"} & set(node)
+    ]
+    # Read as text, which has a form and a length: `time: 60`, `memory: 8`.
+    as_text = {"K8sSpec.cpu", "K8sSpec.memory", "K8sSpec.shared_memory", "SlurmSpec.time", "SlurmSpec.memory"}
+    assert {place.replace("definitions.", "").replace("properties.", "").split(".any")[0] for place in endless} == {
+        f".{name}" for name in as_text
+    }
+
+
+def _within(node: object, place: str) -> Iterator[tuple[str, dict[str, object]]]:
+    if isinstance(node, dict):
+        yield place, node
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in inner:
+        yield from _within(value, f"{place}.{key}")
 
 
 def test_every_field_of_the_launch_section_is_described() -> None:

@@ -1,0 +1,55 @@
+"""Numbers of specs, and of the plans made of them: how large each kind may be, written once.
+
+The limits lie far above anything built and below where arithmetic overflows or work grows without end, so a misplaced
+unit or a slip of the keyboard is said at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+MOST_DEVICES = 500_000
+"""Twice the largest cluster that anyone has named in 2026; beyond it a slip of the keyboard is likelier."""
+
+MOST_LAYERS = 1_000
+
+Layers = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+"""Number of layers, or of what comes once per layer; each is planned by itself."""
+LayersOrNone = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+Width = Annotated[int, Field(gt=0, le=1_000_000)]
+"""Columns of a matrix: ten times the widest of any model that was published."""
+Heads = Annotated[int, Field(gt=0, le=10_000)]
+Experts = Annotated[int, Field(gt=0, le=10_000)]
+ExpertsOrNone = Annotated[int, Field(ge=0, le=10_000)]
+Vocabulary = Annotated[int, Field(gt=0, le=100_000_000)]
+"""A hundred times the largest tokenizer."""
+Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
+"""Of one sequence: ten times the longest context that was announced."""
+TokensOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Sequences = Annotated[int, Field(gt=0, le=1_000_000_000)]
+"""In one step."""
+Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
+"""Of one parameter: a vocabulary times a width is less."""
+Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+TensorRanks = Annotated[int, Field(gt=0, le=1_024)]
+"""Plans list what each of them holds of every parameter; published runs had up to 72."""
+Pieces = Annotated[int, Field(gt=0, le=1_024)]
+"""Of one thing that is cut, or of which several are on their way."""
+Cores = Annotated[int, Field(gt=0, le=1_000_000)]
+Steps = Annotated[int, Field(gt=0, le=1_000_000_000)]
+StepsOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Times = Annotated[int, Field(gt=0, le=1_000_000)]
+"""How often something may happen."""
+TimesOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
+Seconds = Annotated[int, Field(gt=0, le=100_000_000)]
+"""Three years."""
+SecondsOrNone = Annotated[int, Field(ge=0, le=100_000_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Figure = Annotated[float, Field(gt=0.0, le=1e6)]
+"""Of hardware, in the unit that its name says."""
+Factor = Annotated[float, Field(gt=0.0, le=1e12)]
+"""What a formula multiplies or compares with."""
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+FactorOrNone = Annotated[float, Field(ge=0.0, le=1e12)]
