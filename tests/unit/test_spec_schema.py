@@ -50,7 +50,14 @@ def test_every_number_has_a_largest_value() -> None:
         and not {"maximum", "exclusiveMaximum", "const", "enum"} & set(node)
     ]
     # Read as text, which has a form and a length: `time: 60`, `memory: 8`.
-    as_text = {"K8sSpec.cpu", "K8sSpec.memory", "K8sSpec.shared_memory", "SlurmSpec.time", "SlurmSpec.memory"}
+    as_text = {
+        "K8sSpec.cpu",
+        "K8sSpec.ephemeral_storage",
+        "K8sSpec.memory",
+        "K8sSpec.shared_memory",
+        "SlurmSpec.time",
+        "SlurmSpec.memory",
+    }
     assert {place.replace("definitions.", "").replace("properties.", "").split(".any")[0] for place in endless} == {
         f".{name}" for name in as_text
     }
