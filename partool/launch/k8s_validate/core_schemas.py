@@ -95,11 +95,11 @@ def _unknown_core(document: Part) -> bool:
 
 
 def _version(wanted: str | None) -> str:
-    """Return the package's name of a version, the newest for one that is newer or none; raises NoSuchVersionError."""
+    """Return the package's name of a version, the newest for one that is newer still; raises NoSuchVersionError."""
     utils: Any = importlib.import_module("kubernetes_validate.utils")
     have = {_number(version): version for version in utils.all_versions()}
     first, last = min(have), max(have)
-    if wanted is None or _number(wanted) > last or _number(wanted) == (0, 0):
+    if wanted is None or _number(wanted) > last:
         return str(have[last])
     if _number(wanted) not in have:
         first_and_last = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
