@@ -180,7 +180,8 @@ class CheckpointSpec(Section):
     every: StepsOrNone | str = 0
     """Steps, or a duration such as ``30min``; 0 saves only at the end and when stopped by a signal."""
     keep: Steps = 3
-    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    """Checkpoints kept; older ones are deleted after a newer one is complete. With 1, the one before stays until a step
+    has computed with the newest."""
     dir: FilePath | None = None
     """Default: the run's folder."""
     mode: Literal["async", "sync"] = "async"

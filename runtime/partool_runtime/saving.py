@@ -52,6 +52,10 @@ class Saver:
         self._every_s = duration_s(spec.every) or 0.0 if isinstance(spec.every, str) else 0.0
         self._saved_at_s = time.monotonic()
         self._saved_step = -1
+        self._proven: int | None = None
+        """Step of the newest checkpoint with whose weights a later step has computed finite gradients."""
+        self._owed = False
+        """Whether a checkpoint was put off because steps are skipped."""
         self._reported_step = -1
         folder = Path(spec.dir) / run_dir.name if spec.dir else run_dir / "checkpoints"
         self._checkpointer = Checkpointer(
@@ -96,7 +100,19 @@ class Saver:
             raise ConfigurationError("PT679", message, help)
 
     def due(self, step: int) -> bool:
-        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved."""
+        """Return True, on all ranks alike, if the state after ``step`` steps is to be saved; called after each of them.
+
+        While steps are skipped nothing is: the weights may be what they fail at. What was due then is when one is not.
+        """
+        due = self._is_time(step) or self._owed
+        if self._stepper.nonfinite_in_row:
+            self._owed = due
+            return False
+        if self._saved_step >= 0:
+            self._proven = self._saved_step
+        return due
+
+    def _is_time(self, step: int) -> bool:
         if self._every_steps:
             return step % self._every_steps == 0
         if not self._every_s:
@@ -105,7 +121,11 @@ class Saver:
         return maximum_over(int(passed), self._ranks.world, self._ranks.device) == 1
 
     def save(self, step: int, *, wait: bool = False) -> None:
-        """Save the state after ``step`` steps, unless that was done; with ``wait`` it is complete on return."""
+        """Save the state after ``step`` steps, unless that was done; with ``wait`` it is complete on return.
+
+        Older checkpoints than are kept are deleted, but none while steps are skipped, and never the newest one whose
+        weights have been proven: that of the step before may be the one that training fails at.
+        """
         if step == self._saved_step:
             return self._checkpointer.wait() if wait else None
         extra: dict[str, Any] = {
@@ -119,8 +139,9 @@ class Saver:
         }
         with torch.no_grad():
             self._optimizer.settle()
-            self._checkpointer.save(step, self._state, extra, wait=wait)
-        self._saved_step = step
+            skipping = self._stepper.nonfinite_in_row > 0
+            self._checkpointer.save(step, self._state, extra, wait=wait, prune=not skipping, proven=self._proven)
+        self._saved_step, self._owed = step, False
         self._saved_at_s = time.monotonic()
         return None
 

@@ -93,7 +93,8 @@ class _Run:
             done = step + 1
             with recorder.timer("overhead"):
                 stopping = self.stop.agree(done)
-                if stopping or done == steps or self.saver.due(done):
+                due = self.saver.due(done)
+                if stopping or done == steps or due:
                     self.saver.save(done, wait=stopping)
             self._record(done, result)
             if stopping and done < steps:

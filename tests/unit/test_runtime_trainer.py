@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool.spec.model import ModelConfig
+from partool.spec.training import CheckpointSpec
 from partool_runtime import saving, trainer
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import Decoder
@@ -158,10 +161,73 @@ def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = SimpleNamespace(size=lambda: 1)
     saver._ranks = SimpleNamespace(rank=0, world=group, device=torch.device("cpu"))  # type: ignore[assignment]
     saver._every_steps, saver._every_s, saver._saved_at_s = 0, 60.0, 100.0
+    saver._stepper, saver._saved_step, saver._owed = SimpleNamespace(nonfinite_in_row=0), -1, False  # type: ignore[assignment]
     monkeypatch.setattr(saving.time, "monotonic", lambda: 159.0)
     assert not saver.due(7)
     monkeypatch.setattr(saving.time, "monotonic", lambda: 160.0)
     assert saver.due(7)
+
+
+def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
+    """A saver of one weight, whose stepper says how many steps in a row were skipped."""
+    plan: Any = SimpleNamespace(
+        checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync"),
+        layout=SimpleNamespace(offload_optimizer="none"),
+        model=CONFIG,
+        optimizer=SimpleNamespace(name="adamw"),
+    )
+    ranks: Any = SimpleNamespace(rank=0, world_size=1)
+    optimizer: Any = SimpleNamespace(masters=dict, state=dict, settle=lambda: None, updates=0)
+    parts: dict[str, Any] = {
+        "model": nn.Linear(2, 1), "optimizer": optimizer, "scaler": LossScaler(False), "fingerprint": "f",
+        "stepper": SimpleNamespace(nonfinite_in_row=0),
+    }  # fmt: skip
+    parts["model"].placements = {}
+    return saving.Saver(plan, folder, ranks, **parts)
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def run_steps(saver: Any, finite: str, first: int = 1) -> None:
+    """Do a step per letter: ``.`` is an update, ``x`` is skipped."""
+    for done, letter in enumerate(finite, first):
+        saver._stepper.nonfinite_in_row = 0 if letter == "." else saver._stepper.nonfinite_in_row + 1
+        if saver.due(done):
+            saver.save(done)
+
+
+def test_skipped_steps_save_and_prune_nothing(tmp_path: Path) -> None:
+    """The third update gives weights that no gradient can be computed with: what is before it must stay."""
+    saver = saver_on(tmp_path, keep=2)
+    run_steps(saver, "...")
+    assert saved(tmp_path) == [2, 3]
+    run_steps(saver, "xxxx", 4)
+    assert saved(tmp_path) == [2, 3]
+    saver.save(7)  # a stop signal: its checkpoint is for the resumed run, and nothing goes for it
+    assert saved(tmp_path) == [2, 3, 7]
+    run_steps(saver, "..", 8)
+    assert saved(tmp_path) == [8, 9]
+    saver.close()
+
+
+def test_a_checkpoint_that_was_due_while_steps_were_skipped_is_made_up_for(tmp_path: Path) -> None:
+    saver = saver_on(tmp_path, keep=3, every=4)
+    run_steps(saver, "...xx...")
+    assert saved(tmp_path) == [6, 8]
+    saver.close()
+
+
+def test_of_one_kept_checkpoint_the_one_before_stays_until_it_is_proven(tmp_path: Path) -> None:
+    saver = saver_on(tmp_path, keep=1)
+    run_steps(saver, "...")
+    assert saved(tmp_path) == [2, 3]  # the weights of step 2 gave finite gradients, those of step 3 are not tried
+    run_steps(saver, "xx", 4)
+    assert saved(tmp_path) == [2, 3]
+    run_steps(saver, ".", 6)
+    assert saved(tmp_path) == [3, 6]
+    saver.close()
 
 
 def test_threads_and_determinism_are_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:

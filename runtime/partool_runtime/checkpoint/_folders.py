@@ -50,14 +50,19 @@ def publish(folder: Path, step: int, temporary: Path, files: Files) -> None:
     files.sync_folder(folder)
 
 
-def retain(folder: Path, keep: int, files: Files) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints; what cannot be deleted is logged: nothing is lost."""
+def retain(folder: Path, keep: int, files: Files, *, also: int | None = None, until: int | None = None) -> None:
+    """Delete all but the ``keep`` newest complete checkpoints; what cannot be deleted is logged: nothing is lost.
+
+    The one of step ``also`` stays, too; those behind step ``until`` are left alone and do not count.
+    """
     kept = 0
     doomed = [entry for entry in folder.iterdir() if _LEFTOVER.match(entry.name)]
     for step in reversed(steps_in(folder)):
         path = step_folder(folder, step)
+        if until is not None and step > until:
+            continue
         if kept >= keep:
-            doomed.append(path)
+            doomed += [path] if step != also else []
         elif is_intact(path, content=False):
             kept += 1
     for path in doomed:

@@ -37,6 +37,10 @@ class Job:
     staged: dict[MetadataIndex, Tensor]
     """This rank's blocks, on the CPU."""
     keep: int
+    prune: bool = True
+    """Whether those that are no longer kept are deleted."""
+    proven: int | None = None
+    """Step of one that stays in any case."""
 
 
 class _Writer(FileSystemWriter):
@@ -60,7 +64,8 @@ Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
 def write(job: Job, ranks: Ranks, files: Files) -> int:
     """Write a checkpoint and delete those that are no longer kept; a collective. Returns its size in bytes.
 
-    Fails on all ranks or on none. On failure older checkpoints are as they were and nothing half-written is left.
+    Fails on all ranks or on none. On failure older checkpoints that are kept are as they were, and nothing half-written
+    is left.
     Raises ConfigurationError PT613 if the space does not suffice, CheckpointError for anything else.
     """
     target = step_folder(job.folder, job.step)
@@ -79,6 +84,8 @@ def write(job: Job, ranks: Ranks, files: Files) -> int:
 
 
 def _prepare(job: Job, temporary: Path, files: Files) -> None:
+    if job.prune and job.proven is not None:  # what stayed beside those that are kept until this one was proven
+        _folders.retain(job.folder, job.keep, files, until=job.proven)
     free_bytes = files.free_bytes(job.folder)
     if free_bytes is not None and free_bytes < job.plan.total_bytes + _OVERHEAD_BYTES:
         raise OSError(errno.ENOSPC, "not enough free space")
@@ -105,7 +112,8 @@ def _publish(job: Job, writer: _Writer, file_system: HashedFileSystem, parts: li
         raise CheckpointError(f"{job.folder} must be on a file system that all ranks share: {error.message}") from error
     write_manifest(files, temporary, manifest)
     _folders.publish(job.folder, job.step, temporary, files)
-    _folders.retain(job.folder, job.keep, files)
+    if job.prune:
+        _folders.retain(job.folder, job.keep, files, also=job.proven)
     return manifest.size_bytes
 
 

@@ -75,9 +75,19 @@ class Checkpointer:
         """Of the newest checkpoint that is complete; an ``async`` save sets it when it is done."""
         self._ranks.on_first(self._take_over)
 
-    def save(self, step: int, state: State, extra: dict[str, Any], *, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: State,
+        extra: dict[str, Any],
+        *,
+        wait: bool = False,
+        prune: bool = True,
+        proven: int | None = None,
+    ) -> None:
         """Save ``state`` and ``extra`` as the checkpoint of ``step``; with ``wait`` it is complete on return.
 
+        Older ones that are not kept any more are deleted if ``prune``, but for that of step ``proven``.
         ``state`` maps names to tensors, DTensors, or tensor ranks' parts of either (``Placed``); ``extra`` is JSON, and
         rank 0's counts. What several ranks hold is saved once. Raises what :meth:`wait` raises.
         """
@@ -86,7 +96,8 @@ class Checkpointer:
         json.dumps(extra)
         plan = self._planned(state)
         sync = self._mode == "sync"
-        job = _writing.Job(self._folder, step, extra, plan, stage(state, plan, copy=not sync), self._keep)
+        staged = stage(state, plan, copy=not sync)
+        job = _writing.Job(self._folder, step, extra, plan, staged, self._keep, prune, proven)
         if sync:
             self._write(job, started_s, None)
         else:
