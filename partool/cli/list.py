@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from partool.launch.describe import as_json, duration
+from partool.launch.describe import as_json, display, duration
 from partool.launch.store import RunStore
 from partool.launch.targets import statuses
 from partool.plan.terminal import say
@@ -18,10 +18,14 @@ def command(
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
 ) -> None:
     """List the runs, the newest first, wherever they run."""
-    runs = RunStore().runs()
+    store = RunStore()
+    runs = store.runs()
     found = statuses(runs)
     if output == "json":
         say(json.dumps([as_json(run, found[run.id]) for run in runs], indent=2))
+        return
+    if not runs:
+        say(f"partool: there are no runs in {display(store.root)}; partool launch SPEC starts one", err=True)
         return
     width = max((len(run.id) for run in runs), default=0)
     for run in runs:

@@ -24,7 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "schedule": ("partool.cli.schedule", "Print, draw, check and compare pipeline schedules."),
     "calibrate": ("partool.cli.calibrate", "Measure this machine, or learn from its finished runs."),
     "tune": ("partool.cli.tune", "Measure which configurations of kernels are fastest on this GPU."),
-    "explain": ("partool.cli.explain", "Explain a rule code such as PT203."),
+    "explain": ("partool.cli.explain", "Explain a rule such as PT203, or a term such as gathered."),
     "schema": ("partool.cli.schema", "Print the JSON Schema of specs."),
 }
 """Name, the module that holds ``command``, and one line of help."""
@@ -54,21 +54,39 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def _guarded(name: str, words: list[str], *, debug: bool) -> None:
     """Call a command; what goes wrong in partool itself is one line, or a traceback with ``--debug``."""
     try:
-        _call(name, words)
+        code = _call(name, words)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, head say, has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
+        if (usage := _usage(name, error)) is not None:
+            _say(usage, err=True)
+            sys.exit(_USAGE)
         if debug:
             raise
         text = str(error) or type(error).__name__
         _say(f"error: {text}\n  help: partool --debug {name} ... shows where this comes from\n", err=True)
         sys.exit(1)
+    sys.exit(code)
 
 
-def _call(name: str, words: list[str]) -> None:
+def _usage(name: str, error: Exception) -> str | None:
+    """Return what is wrong with a command line as every other mistake is told; None where it is something else."""
+    if not hasattr(error, "format_message"):  # of typer's errors, whose classes it does not export
+        return None
+    parameter = getattr(error, "param", None)
+    if type(error).__name__ == "MissingParameter" and parameter is not None:
+        text = f"partool {name} needs {parameter.metavar or parameter.name.upper()}"
+    else:
+        text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+        text = text[:1].lower() + text[1:]
+    first = "partool init writes a spec to start from; " if "SPEC" in text else ""
+    return f"error: {text}\n  help: {first}partool {name} --help says more\n"
+
+
+def _call(name: str, words: list[str]) -> int:
     # Imports make objects that live to the end: looking for garbage among them takes a tenth of a small plan's time.
     gc.disable()
     import typer
@@ -77,7 +95,8 @@ def _call(name: str, words: list[str]) -> None:
     app.command(name)(importlib.import_module(COMMANDS[name][0]).command)
     gc.freeze()
     gc.enable()
-    app(args=words, prog_name=f"partool {name}")
+    code = app(args=words, prog_name=f"partool {name}", standalone_mode=False)
+    return code if isinstance(code, int) else 0
 
 
 def _unknown(name: str) -> None:

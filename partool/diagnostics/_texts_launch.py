@@ -64,9 +64,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT527",
         "Time limits that cut training or checkpoints off",
-        "Before its limit a job is told to stop, and needs the time for a checkpoint; then it goes back to the queue.",
+        "Before its limit a job is told to stop, and needs the time for a checkpoint; then it goes back to the queue. "
+        "Without a limit or a partition the cluster's defaults decide when that is.",
         BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {signal_lead_s: 60}}\n",
-        BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {time: '4:00:00'}}\n",
+        BASE + "launch: {target: slurm, shutdown_timeout_s: 120, slurm: {time: '4:00:00', partition: cpu}}\n",
     ),
     Rule(
         "PT528",

@@ -73,3 +73,45 @@ TIME_PARTS: dict[str, str] = {
     "disk": "reads and writes of optimizer state on disks, hidden or not",
 }
 """Finer parts of the time terms, in seconds per optimizer step of the slowest rank."""
+
+REPORT_TERMS: dict[str, str] = {
+    "total": "sum of the terms above it; measured, the whole of what is measured, which terms need not make up",
+    "step": "one optimizer step of all ranks: sum of the time terms, with the error that is to be expected (±)",
+    "training": "all steps of the run, without checkpoints and validation, and devices times hours",
+    "all_else": "sum of the time terms below one percent of the step",
+    "host": "memory of a node's host that all its ranks take, and the part of it that is page-locked",
+    "mfu": "model FLOPs utilization: operations that the model needs per second, over the peak of the devices",
+    "predicted": "what the plan said before the run",
+    "measured": "what the ranks measured: of memory and time the rank that had most, after warm-up",
+    "ratio": "measured over predicted",
+    "compute": "time of a pipeline rank in forward and backward passes",
+    "waiting": "time of a pipeline rank in which it waits for what another one sends",
+    "between": "time of a pipeline rank between its actions that is neither compute nor waiting",
+    "idle": "share of the time from first to last action in which a pipeline rank does not compute",
+}
+"""Other words that reports put beside the terms."""
+
+_GLOSSARY = (
+    ("memory per rank, bytes", "", MEMORY_TERMS),
+    ("host memory per rank, bytes", "host_", HOST_TERMS),
+    ("time per step, seconds", "", TIME_TERMS),
+    ("part of a step, seconds", "", TIME_PARTS),
+    ("sent per step, bytes", "", TRAFFIC_TERMS),
+    ("reports", "", REPORT_TERMS),
+)
+
+
+def glossary(name: str) -> list[tuple[str, str]]:
+    """Return what a term of plans and reports means, with where it stands; a name may stand in several places."""
+    wanted = name.strip().lower().replace(" ", "_").replace("-", "_")
+    return [
+        (where, terms[key])
+        for where, prefix, terms in _GLOSSARY
+        for key in dict.fromkeys((wanted, wanted.removeprefix(prefix)))
+        if key in terms
+    ]
+
+
+def term_names() -> list[str]:
+    """Return the name of every term that the glossary knows."""
+    return list(dict.fromkeys(key for _, _, terms in _GLOSSARY for key in terms))

@@ -21,6 +21,8 @@ from partool.spec.spec import Spec
 
 _LEAST_SHARED_BYTES = 1 << 30
 """Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
+_LONGEST_HOURS = 48
+"""A limit that many sites allow."""
 _LL128_SETTLED = ("NCCL_PROTO", "NCCL_LL128_C2C", "FI_CXI_RDZV_GET_MIN")
 
 
@@ -173,16 +175,41 @@ def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
         message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
         help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
         return [Diagnostic("PT527", message, severity="warning", path=("launch", "k8s", "deadline_s"), help=help)]
-    if launch.target != "slurm" or launch.slurm.time is None:
+    if launch.target != "slurm":
         return []
+    if launch.slurm.time is None:
+        return [_no_limit(launch, total_s), *_no_partition(launch)]
+    found = list(_no_partition(launch))
     path = ("launch", "slurm", "time")
     usable = time_s(launch.slurm.time) - lead_s(launch)
     needed = math.ceil(total_s / usable) - 1 if usable > 0 else 0
     if needed < 1:
-        return []
+        return found
     message = f"training takes {total_s:,.0f} s as predicted, a job has {usable:,} s: it is requeued {needed} times"
     if needed <= launch.requeues:
-        return [Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")]
+        return [*found, Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")]
     message += f", and requeues: {launch.requeues} allows fewer"
     help = f"set requeues: {needed + 2}, or a longer time"
-    return [Diagnostic("PT527", message, severity="warning", path=path, help=help)]
+    return [*found, Diagnostic("PT527", message, severity="warning", path=path, help=help)]
+
+
+def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
+    """Warn of a job whose end the cluster decides on: it may be cut off, and it is not backfilled."""
+    message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
+    needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # in hours, which fit into a slot
+    help = f"add time: {_hours(needed)}, for {total_s:,.0f} s of training as predicted"
+    if needed > _LONGEST_HOURS:
+        help = f"add time: {_hours(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
+    return Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
+
+
+def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    slurm = launch.slurm
+    if slurm.partition is None and slurm.reservation is None and slurm.qos is None:
+        message = "no partition is named: the cluster's default one decides on machines and limits"
+        help = "add partition: NAME; sinfo lists them, and partool doctor --target slurm checks it"
+        yield Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
+
+
+def _hours(hours: int) -> str:
+    return f"'{hours // 24}-{hours % 24:02}:00:00'" if hours >= 24 else f"'{hours:02}:00:00'"

@@ -34,9 +34,9 @@ def _command(job: Job, node: int) -> str:
     """Return the agent of a node as shell words; what only the script knows stands in its variables."""
     several = job.plan.devices.nodes > 1
     agent = agent_command(
-        job.plan.launch.python,
+        job.plan.launch.python or "\0python",
         Path("\0folder/plan.json"),
-        Path(job.run_dir),
+        Path("\0run"),
         resume=True,
         plan_hash=job.plan.hash,
         nodes=job.plan.devices.nodes if several else None,

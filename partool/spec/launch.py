@@ -214,7 +214,8 @@ class LaunchSpec(Section):
     numa: Literal["auto", "none"] = "auto"
     """auto: each rank stays on the cores and the memory next to its device."""
     python: FilePath | None = None
-    """Interpreter on the nodes; default: the launcher's own (local, torchrun, slurm) or ``python`` in an image."""
+    """Interpreter on the nodes; default: the launcher's own (local, slurm), ``python3`` of the shell (torchrun),
+    or ``python`` in an image."""
     image: Image | None = None
     """Container image with partool in it (k8s; slurm with ``container``), or an apptainer file."""
     mounts: list[Mount] = []

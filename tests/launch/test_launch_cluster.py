@@ -200,7 +200,7 @@ def test_a_record_that_cannot_be_written_takes_the_job_back(
 
 def test_exit_code_of_a_failed_submission(scheduler: type[Scheduler]) -> None:
     scheduler.fails = LaunchError("PT585", "refused", "ask somebody")
-    answer = invoke("launch", plan_file())
+    answer = invoke("launch", plan_file(slurm={"time": "60", "partition": "cpu"}))
     assert answer.exit_code == 4
     assert answer.stderr == "partool: checked by own rules\nerror[PT585]: refused\n  help: ask somebody\n"
 

@@ -40,6 +40,41 @@ def test_usage_errors_are_2(capsys: pytest.CaptureFixture[str], arguments: list[
     assert not out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first", "help"),
+    [
+        (["plan"], "error: partool plan needs SPEC...", "partool init"),
+        (["launch"], "error: partool launch needs SPEC", "partool init"),
+        (["plan", "--nope"], "error: no such option: --nope", "partool plan --help"),
+        (
+            ["plan", "x", "--output", "y"],
+            "error: invalid value for '--output': 'y' is not one of",
+            "partool plan --help",
+        ),
+        (["plan", "x", "y"], "error: invalid value: several specs go only together", "partool plan --help"),
+    ],
+)
+def test_usage_errors_speak_like_the_rest(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], first: str, help: str
+) -> None:
+    code, _, err = call(capsys, *arguments)
+    lines = err.splitlines()
+    assert (code, len(lines)) == (2, 2)
+    assert lines[0].startswith(first)
+    assert lines[1].startswith(f"  help: {help}")
+
+
+def test_a_list_without_runs_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PARTOOL_HOME", raising=False)
+    code, out, err = call(capsys, "list")
+    assert (code, out) == (0, "")
+    assert err == "partool: there are no runs in .partool/runs; partool launch SPEC starts one\n"
+    assert call(capsys, "list", "--output", "json") == (0, "[]\n", "")
+
+
 def test_a_bad_spec_is_1_in_every_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     spec = tmp_path / "bad.yaml"
     spec.write_text("model: {layerz: 1}\ndata: x\n")
@@ -56,6 +91,9 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "explain", "pt204")
     assert code == 0
     assert "kv_heads: 3" in out
+    code, out, _ = call(capsys, "explain", "gathered")
+    assert (code, out.startswith("gathered (memory per rank, bytes): parameters gathered")) == (0, True)
+    assert "did you mean gathered?" in call(capsys, "explain", "gatherd")[2]
     code, out, _ = call(capsys, "explain")
     assert code == 0
     assert "PT101" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -234,7 +235,7 @@ def test_what_time_limits_mean_for_the_training() -> None:
         launch = LaunchSpec.model_validate({"target": "slurm", **section})
         return [(finding.severity, finding.message) for finding in check_duration(launch, total_s)]
 
-    hour = {"slurm": {"time": "1:00:00"}}  # 3450 s without the lead of 150 s
+    hour = {"slurm": {"time": "1:00:00", "partition": "gpu"}}  # 3450 s without the lead of 150 s
     assert found(3400, **hour) == []
     [(severity, message)] = found(3500, **hour)
     assert severity == "note"
@@ -242,7 +243,13 @@ def test_what_time_limits_mean_for_the_training() -> None:
     [(severity, message)] = found(10 * 3450, **hour, requeues=8)
     assert severity == "warning"
     assert "requeued 9 times" in message
-    assert found(1e9) == []
+    assert [severity for severity, _ in found(1e9)] == ["warning"] * 2  # neither limit nor partition
+    assert "no time limit" in found(60, slurm={"partition": "gpu"})[0][1]
+    [(severity, message)] = found(60, slurm={"time": "1:00:00"})
+    assert (severity, message.startswith("no partition is named")) == ("warning", True)
+    assert found(60, slurm={"time": "1:00:00", "qos": "long"}) == []
+    helps = [check_duration(LaunchSpec(target="slurm"), total_s)[0].help for total_s in (60.0, 72000.0, 1e9)]
+    assert [re.findall(r"'.*?'", help) for help in helps] == [["'01:00:00'"], ["'1-01:00:00'"], ["'2-00:00:00'"]]
     assert found(1e9, target="local", **hour) == []
     pods = {"target": "k8s", "k8s": {"deadline_s": 3600}}
     assert found(3500, **pods) == []

@@ -382,6 +382,14 @@ def test_commands_for_nodes_started_by_hand(stage: Stage) -> None:
     assert stage.play("commands.sh", "3", "head-0")[0] == 78
     code, said = stage.play("commands.sh", "0")
     assert (code != 0, "name of node 0" in said) == (True, True)
+    assert words[5] == str(stage.run / ".partool" / "runs" / launch_job(plan).run_id)
+    assert stage.play("commands.sh", "1", "h", PARTOOL_HOME="/shared home")[0] == 0
+    assert stage.words("agent-arguments")[5] == f"/shared home/runs/{launch_job(plan).run_id}"
+    bare = render("torchrun", launch_job(launch_plan(1, 2, "cpu", "cpu"), run_dir=stage.run_dir))
+    assert str(stage.run_dir) not in bare.text
+    assert sys.executable not in bare.text
+    stage.put(bare)
+    assert stage.play("commands.sh", PARTOOL_PYTHON=stage.python) == (0, "")
     stage.put(render("torchrun", launch_job(launch_plan(1, 2, "cpu", "cpu", python=stage.python))))
     assert stage.play("commands.sh") == (0, "")
     assert "--nodes" not in stage.words("agent-arguments")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS, glossary
 from partool.planner import make_plan
 from partool.report import render_plan
 from partool.report.tables import render_breakdown
@@ -55,6 +56,31 @@ data: python-stdlib
 training: {global_batch: 64, sequence_length: 4096}
 parallel: {recompute: full, micro_batch: 1, offload: {optimizer: cpu, parameters: cpu, activations: none}}
 """
+
+
+@pytest.mark.parametrize("text", [SPEC, HOST])
+def test_every_term_that_is_shown_is_in_the_glossary(text: str) -> None:
+    loaded = load_text(text)
+    assert loaded.spec is not None
+    plan = make_plan(loaded.spec, base_dir=Path("/"), default_name="example").plan
+    assert plan is not None
+    render_plan(plan, Console(file=(out := io.StringIO()), width=80, color_system=None))
+    render_breakdown(plan, Console(file=out, width=80, color_system=None))
+    names = []
+    for table in re.split(r"\n\s*\n|\n(?=Time per step)", out.getvalue()):
+        _, *rows = table.strip().splitlines()
+        if rows and re.match("(term|part) ", rows[0]):
+            names += [row[: re.search(r" {2,}", row + "  ").start()] for row in rows[1:] if row[:1].isalpha()]  # type: ignore[union-attr]
+    assert len(names) > 25
+    assert [name for name in names if not glossary(name)] == []
+
+
+def test_every_term_of_a_runs_report_is_in_the_glossary() -> None:
+    terms = [*MEMORY_TERMS, *HOST_TERMS, *TIME_TERMS, *TRAFFIC_TERMS, "total", "predicted", "measured", "ratio"]
+    assert [name for name in terms if not glossary(name)] == []
+    assert [where for where, _ in glossary("gradients")] == ["memory per rank, bytes", "host memory per rank, bytes"]
+    assert [where for where, _ in glossary("host-activations")] == ["host memory per rank, bytes"]
+    assert glossary("nothing") == []
 
 
 def test_figures_are_never_cut() -> None:
