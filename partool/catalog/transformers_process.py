@@ -10,6 +10,7 @@ import hashlib
 import json
 import subprocess
 import tempfile
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,24 @@ from typing import Any
 from partool import __version__
 from partool.catalog.profile_file import home
 from partool.process import python_command
+from partool.spec.model_code import asked_code, code_hash
 
 TIMEOUT_S = 300.0
 _MODULE = "partool_runtime.hf.structure"
 _FORMAT = "4"
 """Of the answer; changing it asks again."""
 _NEEDED = ("torch", "transformers")
+_CODE_ALLOWED: ContextVar[bool] = ContextVar("code_allowed", default=False)
+
+
+def allow_code(allowed: bool) -> None:
+    """Say whether code in the folders of models may run: only a command line may, never a spec or a plan."""
+    _CODE_ALLOWED.set(allowed)
+
+
+def code_allowed() -> bool:
+    """Return whether code in the folders of models may run."""
+    return _CODE_ALLOWED.get()
 
 
 class DescriptionError(Exception):
@@ -36,33 +49,34 @@ class DescriptionError(Exception):
 def describe(folder: Path) -> tuple[dict[str, Any], str]:
     """Return what ``partool_runtime.hf.structure`` says of a folder's model, and the SHA-256 of its configuration.
 
-    Raises :class:`DescriptionError`.
+    ``code_hash`` is that of the code in the folder that has run for it; empty: none. Raises :class:`DescriptionError`.
     """
     try:
         content = (folder / "config.json").read_bytes()
     except OSError as error:
         help = "give a folder on this machine; names of a model hub are not looked up"
         raise DescriptionError(f"{folder / 'config.json'} cannot be read: {error.strerror}", help) from error
-    kept = home() / "models" / f"{_key(content)}.json"
+    code = code_hash(folder) if code_allowed() and asked_code(folder) else ""
+    kept = home() / "models" / f"{_key(content, code)}.json"
     found = _read(kept)
     if found is None:
-        found = _asked(folder)
+        found = _asked(folder, code)
         _keep(found, kept)
-    return found, hashlib.sha256(content).hexdigest()
+    return found | {"code_hash": code}, hashlib.sha256(content).hexdigest()
 
 
-def _key(content: bytes) -> str:
+def _key(content: bytes, code: str) -> str:
     try:
         versions = [f"{name} {version(name)}" for name in _NEEDED]
     except PackageNotFoundError as error:
         raise DescriptionError(f"{error.name} is not installed", "pip install 'partool[train,hf]'") from error
     return hashlib.sha256(
-        b"\0".join([content, __version__.encode(), _FORMAT.encode(), *map(str.encode, versions)])
+        b"\0".join([content, __version__.encode(), _FORMAT.encode(), code.encode(), *map(str.encode, versions)])
     ).hexdigest()
 
 
-def _asked(folder: Path) -> dict[str, Any]:
-    command = python_command(_MODULE, str(folder.absolute()))
+def _asked(folder: Path, code: str) -> dict[str, Any]:
+    command = python_command(_MODULE, str(folder.absolute()), code)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import typer
 
+from partool.catalog.transformers_process import code_allowed
 from partool.cli._load import load_plan_or_exit, show, varied
 from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
@@ -42,6 +43,9 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
     plan = load_plan_or_exit(path, aimed(overrides, target, path), "text", strict)
     if path.suffix == ".json" and target and target != plan.launch.target:
         plan = plan.model_copy(update={"launch": plan.launch.model_copy(update={"target": target})})
+    if plan.hf is not None and plan.hf.code_hash and not code_allowed():
+        message = f"{path} builds its model by the code in {plan.hf.path}, which is not run unless it is allowed"
+        fail("PT590", message, "read that code; if you trust it, give --trust-remote-code on the command line", 1)
     shown = set() if path.suffix == ".json" else {(finding.code, finding.message) for finding in plan.findings}
     stop_on([found for found in _about_launch(plan) if (found.code, found.message) not in shown], strict=strict)
     return plan

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import ValidationError
 
+from partool.catalog.transformers_process import allow_code
 from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 Output = Literal["text", "json", "github", "sarif"]
 Lines = Mapping[str, list[str]]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        callback=lambda given: allow_code(bool(given)),
+        help="Run the code that the folder of model.hf brings (auto_map in its config.json).",
+    ),
+]
+"""Option of each command that may build a model; its value is looked up by :func:`code_allowed`."""
 _ERRORS = 1
 
 

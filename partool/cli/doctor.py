@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from partool.cli._load import TrustCode
 from partool.cli._runs import fail
 from partool.launch.target import Check, LaunchError
 from partool.plan.terminal import say
@@ -29,6 +30,7 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     crds: Annotated[Path | None, typer.Option("--crds", help="k8s: folder with CRD files.")] = None,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+    trust_code: TrustCode = False,
 ) -> None:
     """Check whether runs can be launched from here, and on this target."""
     plan, script = _read(file, overrides or [], target)

@@ -9,6 +9,7 @@ import typer
 
 from partool.cli import _cluster, _local
 from partool.cli._job import plan_for
+from partool.cli._load import TrustCode
 from partool.cli._runs import fail, find_run_or_exit
 from partool.launch.store import Run, RunStore
 from partool.plan.types import Plan
@@ -57,6 +58,7 @@ def command(
         Path | None, typer.Option("--crds", help="k8s: folder with CRD files to check the manifest against.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Plan a spec and train it: on this machine, under Slurm or on Kubernetes."""
     if run is not None and not resume:

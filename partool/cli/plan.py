@@ -14,6 +14,7 @@ import typer
 from partool.cli._files import printing, write_or_exit
 from partool.cli._load import (
     Output,
+    TrustCode,
     answer_or_exit,
     check_specs,
     load_plan_or_exit,
@@ -76,6 +77,7 @@ def command(
             "origin, the pipeline in time, how tensor ranks share every parameter.",
         ),
     ] = None,
+    trust_code: TrustCode = False,
 ) -> None:
     """Check a spec, find the layout, predict memory and time, and say why."""
     if check:

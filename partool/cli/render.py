@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from partool.cli._job import order, plan_for
+from partool.cli._load import TrustCode
 from partool.cli._runs import fail
 from partool.plan.terminal import say
 
@@ -33,6 +34,7 @@ def command(
         str | None, typer.Option("--base-image", help="With --dockerfile: the image with torch in it.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as errors.")] = False,
+    trust_code: TrustCode = False,
 ) -> None:
     """Print what launch would submit, byte for byte."""
     if base_image is not None and not dockerfile:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from partool.cli._load import load_plan_or_exit
+from partool.cli._load import TrustCode, load_plan_or_exit
 from partool.cli._runs import fail
 from partool.plan.terminal import open_console, say
 from partool.spec.duration import duration_s
@@ -49,6 +49,7 @@ def command(
         bool, typer.Option("--dry-run", help="Measure nothing: what would be run, and how much is sorted out before.")
     ] = False,
     output: Annotated[Literal["text", "json"], typer.Option("--output", help="Form of the answer.")] = "text",
+    trust_code: TrustCode = False,
 ) -> None:
     """Measure which configurations of kernels are fastest on this GPU for a plan's shapes, and write tables."""
     from partool.launch.tune import Tuning, requests_of

@@ -77,6 +77,24 @@ RULES: tuple[Rule, ...] = (
         "model: {hf: ./gpt2}\nparallel: {sequence: {method: ulysses, degree: 4}}",
     ),
     _rule(
+        "PT590",
+        "The model's folder brings code of its own",
+        "Its config.json (auto_map) names classes in Python files beside it, and the installed transformers knows no "
+        "model of that type. Such code could do anything that you can, so it runs only where --trust-remote-code is "
+        "given on the command line, for each plan, render and launch. A spec or a plan cannot allow it.",
+        "partool plan mine.yaml   # model: {hf: ./downloaded}",
+        "partool plan mine.yaml --trust-remote-code",
+    ),
+    _rule(
+        "PT591",
+        "The model's code is not the one that was allowed",
+        "A plan holds the hash of the folder's Python files as they were when --trust-remote-code was given. No rank "
+        "runs others.",
+        "partool plan mine.yaml --trust-remote-code --out plan.json && git -C downloaded pull && "
+        "partool launch plan.json --trust-remote-code",
+        "partool plan mine.yaml --trust-remote-code --out plan.json && partool launch plan.json --trust-remote-code",
+    ),
+    _rule(
         "PT643",
         "transformers cannot build the model",
         "The folder's config.json must be one that the installed version of transformers knows.",

@@ -305,6 +305,9 @@ class HfModel(Record):
     model_type: Identifier
     architecture: Identifier
     """Class of transformers, such as ``LlamaForCausalLM``."""
+    code_hash: Sha256 = ""
+    """Of the code in the folder that builds the model (:func:`partool.spec.model_code.code_hash`), which the command
+    line has allowed; empty: transformers builds it without."""
 
 
 class Plan(Record):

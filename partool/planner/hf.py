@@ -44,6 +44,8 @@ class Description(BaseModel):
     """Whether its configuration asks for a loss that balances experts."""
     attention_problem: str = ""
     """Why its attention cannot go through partool's seam; empty: it can."""
+    code_hash: str = ""
+    """Of the folder's own code, which builds the model; empty: transformers does without."""
     attention_dropout: float = 0.0
     """Share of attention weights that training drops."""
     _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
@@ -70,7 +72,12 @@ def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfMod
         return None
     structure = described.structure
     path = (base_dir / spec.model.hf).absolute()
-    return HfModel(path=str(path), model_type=structure.model_type, architecture=structure.architecture)
+    return HfModel(
+        path=str(path),
+        model_type=structure.model_type,
+        architecture=structure.architecture,
+        code_hash=described.code_hash,
+    )
 
 
 def unused_weights(spec: Spec, base_dir: Path) -> Iterator[Diagnostic]:

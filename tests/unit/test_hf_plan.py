@@ -71,7 +71,7 @@ def planned(
         "auxiliary_loss": False,
     }
     monkeypatch.setenv("PARTOOL_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder: found | said)
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: found | said)
     text = f"model: {{hf: m{model}}}\nparallel: {parallel}\nhardware: {{accelerator: cpu, per_node: 2}}\n"
     text += f"data: {data}\ntraining: {{steps: 2, sequence_length: 16, global_batch: 4}}\n"
     loaded = load_text(text)
@@ -103,11 +103,11 @@ def test_the_runtime_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     kept = list((tmp_path / "home" / "models").iterdir())
     assert len(kept) == 1
     assert json.loads(kept[0].read_text())["fields"]["hidden"] == HIDDEN
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder: pytest.fail("asked again"))
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: pytest.fail("asked again"))
     transformers_process.describe(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text('{"other": 1}')
-    monkeypatch.setattr(transformers_process, "_asked", lambda folder: {"fields": {}})
-    assert transformers_process.describe(tmp_path / "m")[0] == {"fields": {}}
+    monkeypatch.setattr(transformers_process, "_asked", lambda folder, code: {"fields": {}})
+    assert transformers_process.describe(tmp_path / "m")[0] == {"fields": {}, "code_hash": ""}
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from partool.spec.model_code import asked_code, code_hash
 from partool_runtime.errors import ConfigurationError
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -19,11 +22,14 @@ _NAMED = 3
 """Buffers that a message names."""
 
 
-def build_causal(path: Path) -> nn.Module:
+def build_causal(path: Path, code: str = "") -> nn.Module:
     """Return the causal language model of a folder's ``config.json``, its parameters on the meta device.
 
-    Raises ConfigurationError PT643 where transformers is not installed or cannot build it.
+    ``code`` is the hash of the folder's own code, where that was allowed to run. Raises ConfigurationError PT643 where
+    transformers is not installed or cannot build the model, PT590 where that takes code that was not allowed, PT591
+    where the code is another one.
     """
+    _check_code(path, code)
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:
@@ -33,16 +39,60 @@ def build_causal(path: Path) -> nn.Module:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
-        with meta_parameters():
-            causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with _own_modules(transformers) if code else nullcontext():
+            allowed = {"trust_remote_code": bool(code)}
+            config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **allowed)
+            with meta_parameters():
+                causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **allowed)
     except Exception as error:  # whatever a model's own code raises
+        if not code and "trust_remote_code" in str(error):
+            raise _code_not_allowed(path) from None
         first = re.split(r"\n\s*\n", str(error).strip())[0]
         message = f"transformers cannot build the model of {path}: {type(error).__name__}: {first}"
         raise ConfigurationError("PT643", message, "Check that the folder's config.json is complete.") from error
     finally:
         logging.set_verbosity(before)
     return cast(nn.Module, causal)
+
+
+def _check_code(path: Path, code: str) -> None:
+    if not code:
+        return
+    if elsewhere := [f"{name} of {file}" for name, file in asked_code(path).items() if "--" in file]:
+        message = f"{path / 'config.json'} asks for {', '.join(elsewhere)}: code of another repository"
+        raise ConfigurationError("PT590", message, "Put the code into the folder, and name it without the repository.")
+    try:
+        found = code_hash(path)
+    except OSError as error:
+        raise ConfigurationError("PT591", f"the code in {path} cannot be read: {error}") from error
+    if found != code:
+        message = f"the code in {path} has the hash {found[:12]}…, and the one that was allowed had {code[:12]}…"
+        raise ConfigurationError("PT591", message, "Look at what changed, and plan again with --trust-remote-code.")
+
+
+def _code_not_allowed(path: Path) -> ConfigurationError:
+    wanted = ", ".join(f"{name} of {file}" for name, file in asked_code(path).items()) or "code"
+    message = f"the model of {path} is built by code of its own, which is not run: config.json asks for {wanted}"
+    fix = "Read that code; if you trust it, give --trust-remote-code on the command line."
+    return ConfigurationError("PT590", message, fix)
+
+
+@contextmanager
+def _own_modules(transformers: Any) -> Iterator[None]:
+    """Let transformers copy a folder's code to a place of this process's own, from where it is imported.
+
+    Its usual place is shared: another rank may be writing there, or a file of the same size and time may be taken for
+    the same file.
+    """
+    utilities: Any = import_module(f"{transformers.__name__}.dynamic_module_utils")
+    before = utilities.HF_MODULES_CACHE
+    with tempfile.TemporaryDirectory(prefix="partool-code-") as folder:
+        utilities.HF_MODULES_CACHE = folder
+        try:
+            yield
+        finally:
+            utilities.HF_MODULES_CACHE = before
+            sys.path[:] = [entry for entry in sys.path if entry != folder]
 
 
 @contextmanager

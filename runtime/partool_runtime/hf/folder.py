@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from partool.plan.types import HfModel
+from partool.spec.model_code import code_files
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.writer import SHARD_BYTES, write_tensors
 
@@ -61,6 +62,9 @@ def write_model_folder(
     for name in _ALONG:
         if (source / name).is_file():
             shutil.copyfile(source / name, path / name)
+    for file in code_files(source) if hf.code_hash else ():
+        (path / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, path / file.relative_to(source))
 
 
 def stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -102,7 +102,7 @@ class HfDecoder(HfPart):
     def __init__(self, hf: HfModel, config: ModelConfig, *, wide: bool = False) -> None:
         """Build the model of ``hf.path``, parameters on the meta device; ``wide``: to be run in float64."""
         super().__init__()
-        causal = build_causal(Path(hf.path))
+        causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
         self.config = config
         self._describe(causal, config.layers)

@@ -116,7 +116,7 @@ class HfParts(HfPart):
         Raises ConfigurationError PT646 where the model cannot be cut.
         """
         super().__init__()
-        causal = build_causal(Path(hf.path))
+        causal = build_causal(Path(hf.path), hf.code_hash)
         plain_experts(causal, wide)
         self.config = config
         self._describe(causal, config.layers)
@@ -219,7 +219,7 @@ def first_trained_stage(plan: Plan) -> int:
     """Return the number of the first stage that holds a parameter which is trained."""
     if not plan.frozen or plan.hf is None:
         return 0
-    causal = build_causal(Path(plan.hf.path))
+    causal = build_causal(Path(plan.hf.path), plan.hf.code_hash)
     names = [name for name, _ in causal.named_parameters()]
     base = base_name(causal)
     children = [name for name, _ in causal.get_submodule(base).named_children()]

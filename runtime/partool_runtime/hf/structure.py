@@ -1,4 +1,4 @@
-"""``python -m partool_runtime.hf.structure DIR``: what the planner must know of a model of transformers, as JSON.
+"""``python -P -m partool_runtime.hf.structure DIR [HASH]``: what the planner must know of a model, as JSON.
 
 A process of its own, since planning needs no torch. Nothing of the model has memory.
 """
@@ -23,16 +23,16 @@ from partool_runtime.hf.networks import tiles_problem
 from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: Path, code: str = "") -> dict[str, Any]:
     """Return ``structure`` (:class:`Structure`) and what decides which layouts the model allows.
 
     ``head_problem``, ``pipeline_problem``, ``attention_problem``, ``tiles_problem``: why the loss cannot be taken at
     the seam, why stages cannot be cut, why attention cannot be partool's, why networks cannot work on tiles; empty:
     they can. ``draws``: whether training draws random numbers; ``attention_dropout``: the share of attention weights
     that it drops. ``fields``: those of a ``ModelConfig`` that the planner prices. Raises ConfigurationError PT643,
-    PT644, PT649.
+    PT644, PT649, PT590, PT591; ``code`` is the hash of the folder's own code, where that is allowed.
     """
-    causal = build_causal(path)
+    causal = build_causal(path, code)
     check_sizes(causal)
     check_buffers(causal)
     config = cast(Any, causal).config
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     """Print the description of the model in a folder; errors as JSON ``error`` with code, message and help."""
     torch.set_num_threads(1)
     try:
-        found = describe(Path(arguments[0]))
+        found = describe(Path(arguments[0]), *arguments[1:2])
     except ConfigurationError as error:
         return _failed(error)
     except Exception as error:  # whatever a model's own code raises
