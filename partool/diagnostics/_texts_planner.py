@@ -6,6 +6,9 @@ from partool.diagnostics._rule import BASE, Rule
 
 _DATA = "data: python-stdlib\n"
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+_SMALL_STEP = (
+    "model: llama3.2-1b\ntraining: {sequence_length: 512, global_batch: 32}\nparallel: {tensor: 1, pipeline: 1}\n"
+)
 _TWO_GPUS = "hardware: {accelerator: h100-sxm, per_node: 2}\n" + _DATA
 _ONE_GPU = "hardware: {accelerator: h100-sxm, per_node: 1}\n" + _DATA
 
@@ -209,6 +212,15 @@ RULES: tuple[Rule, ...] = (
         "Half a million devices is twice the largest cluster known; more is taken for a slip.",
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 99999}\n" + _DATA,
         _MODEL + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 1}\n" + _DATA,
+    ),
+    Rule(
+        "PT276",
+        "Fewer devices would be faster",
+        "All devices that the spec names are used. Where the work of a step is little, more of them mean more messages "
+        "and less to compute between them; halves and quarters of the devices are priced beside the plan, and said "
+        "where they are faster by more than predictions are off.",
+        _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4, fabric: ethernet-100g}\n" + _DATA,
+        _SMALL_STEP + "hardware: {accelerator: h100-sxm, nodes: 1, per_node: 4}\n" + _DATA,
     ),
     Rule(
         "PT280",

@@ -118,7 +118,7 @@ def make_plan(
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and write the plan down."""
-    from partool.planner import explain
+    from partool.planner import explain, table
     from partool.planner.offload_room import check_layout
     from partool.planner.solve import solve
 
@@ -143,6 +143,9 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
     found += [finding for finding in cut.findings if finding not in found]
     if _failed(list(cut.findings)):
         return PlanResult(None, found)
+    told = _told(solution, best, resolved)
+    error = told["prediction"].relative_error
+    found += table.fewer_are_faster(problem, best, told["candidates"], error)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -165,7 +168,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         runnable=not missing,
         not_runnable=tuple(gap.code for gap in missing),
         spec=spec.model_dump(mode="json", exclude_defaults=True),
-        **_told(solution, best, resolved),
+        **told,
     )
     return PlanResult(plan, found)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost.case import SCHEDULES
+from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, runnable
@@ -34,6 +35,29 @@ def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
     front = _on_front(rows)
     marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, front, strict=True)]
     return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
+
+
+def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow], error: float) -> list[Diagnostic]:
+    """Return the finding that a half or a quarter of the devices takes less time, by more than predictions are off.
+
+    The spec says how many devices there are, and all of them are used: small work on many is mostly waiting.
+    """
+    world, devices = problem.world_size, problem.devices
+    limit_s = best.time.step_time_s * (1.0 - error)
+    least = devices.per_node * (problem.spec.launch.min_nodes or 0)
+    enough = (row for row in rows if max(1, least) <= row.devices < world)
+    faster = [row for row in enough if row.step_time_s < limit_s and row.runnable and row.verdict == "green"]
+    if not faster:
+        return []
+    row = min(faster, key=lambda one: (one.step_time_s, one.devices))
+    message = (
+        f"{row.devices} of the {world} devices would take {1e3 * row.step_time_s:.3g} ms per step, all of them take "
+        f"{1e3 * best.time.step_time_s:.3g}: {row.summary}"
+    )
+    nodes, part = divmod(row.devices, devices.per_node)
+    help = f"write hardware: {{nodes: {nodes}}}" if nodes else f"write hardware: {{per_node: {part}}}"
+    path = ("hardware", "nodes" if nodes else "per_node")
+    return [Diagnostic("PT276", message, severity="warning", path=path, help=f"{help}, or a larger global_batch")]
 
 
 def kind(priced: Priced) -> tuple[Any, ...]:

@@ -381,3 +381,31 @@ def test_host_memory_is_a_limit() -> None:
     found = plan_of(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
     assert "PT301" in codes(found)
+
+
+def test_fewer_devices_that_would_be_faster_are_named() -> None:
+    """With the line of the spec; the plan that follows it takes the time that was said, and has no such finding."""
+    text = """\
+model: llama3.2-1b
+hardware: {accelerator: h100-sxm, nodes: 2, per_node: 4, fabric: ethernet-100g}
+training: {sequence_length: 512, global_batch: 32}
+parallel: {tensor: 1, pipeline: 1, sequence: 1, micro_batch: 4}
+data: python-stdlib
+"""
+    result = plan_of(text)
+    assert result.plan is not None
+    found = [one for one in result.diagnostics if one.code == "PT276"]
+    assert [one.severity for one in found] == ["warning"]
+    assert "PT276" in {one.code for one in result.plan.findings}
+    said = re.fullmatch(
+        r"4 of the 8 devices would take ([0-9.]+) ms per step, all .* take ([0-9.]+): .*", found[0].message
+    )
+    assert said is not None
+    assert float(said[2]) == pytest.approx(1e3 * result.plan.prediction.time.step_time_s, rel=0.01)
+    assert found[0].help.startswith("write hardware: {nodes: 1}")
+    smaller = plan_of(text, ["hardware.nodes=1"])
+    assert smaller.plan is not None
+    assert 1e3 * smaller.plan.prediction.time.step_time_s <= 1.01 * float(said[1])
+    assert "PT276" not in codes(smaller)
+    # A run that is to go on with as many nodes as that at least cannot follow the advice.
+    assert "PT276" not in codes(plan_of(text, ["launch.target=slurm", "launch.min_nodes=2"]))
