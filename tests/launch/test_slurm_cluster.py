@@ -93,7 +93,7 @@ def test_cancel(login: Login) -> None:
     """A cancelled run writes a checkpoint of the step it has reached, and does not come back."""
     run = login.launch(cluster_plan(login.folder, 100_000, per_node=1, requeues=3), "cancelled")
     wait_for_step(run, 3)
-    login.partool("cancel", run.id)
+    assert f"asked {run.id} to stop after a checkpoint" in login.partool("cancel", run.id).stderr
     status = login.wait(run, "cancelled", "failed", "done")
     assert status["state"] == "cancelled", output(run)
     last = steps(run.path)[-1][0]
@@ -177,15 +177,20 @@ def test_dry_run(login: Login, section: dict[str, object], nodes: int, words: st
 def test_waiting(login: Login) -> None:
     """What waits says for what, is shown by list, and leaves the queue at once."""
     plan = cluster_plan(login.folder, 5, slurm={"options": {"begin": "now+3600"}})
-    run = login.launch(plan, "waiting")
+    follower = login.start("launch", str(login.write(plan, "waiting")), "--follow")
+    wait_until(lambda: bool(login.cluster.jobs()), "the job")
+    run = login.newest("waiting")
+    wait_until(lambda: bool((record := run.submission()) and record.details), "the job's number on record")
     status = login.status(run)
     assert status["state"] == "queued"
     again = login.partool("launch", login.folder / "waiting.json", code=4)
     assert "error[PT585]" in again.stderr
     wait_until(lambda: "(BeginTime)" in login.status(run)["reason"], "the reason")
     assert "BeginTime" in login.partool("list").stdout
-    login.partool("cancel", run.id)
+    assert f"took {run.id} out of the queue" in login.partool("cancel", run.id).stderr
     assert login.status(run)["state"] == "cancelled"
+    _, told = follower.communicate(timeout=PATIENCE_S)
+    assert (follower.returncode, "exit code None" in told) == (75, False), told
     assert login.cluster.jobs() == []
     assert login.partool("launch", login.folder / "waiting.json", "--diff").stdout == ""
     other = cluster_plan(login.folder, 5, slurm={"options": {"begin": "now+7200"}})
