@@ -160,8 +160,12 @@ def test_a_job_that_a_killed_launcher_left_is_the_run(here: Case) -> None:
     run = here.store.next_submitted(plan.name, plan.hash)
     run.path.mkdir(parents=True)
     first = here.target.submit(run, job_of(plan, run), manifest(job_of(plan, run)))
+    [config] = here.cluster.names("configmaps")
+    del here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]  # it did not come so far
     again = here.target.submit(run, job_of(plan, run), manifest(job_of(plan, run)))
     assert first == again
+    [owner] = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
+    assert owner["uid"] == here.cluster.find("jobs", run.id)["metadata"]["uid"]
 
 
 @pytest.mark.parametrize("labels", [{}, {"partool.dev/run": "RUN"}])

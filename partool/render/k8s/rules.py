@@ -114,7 +114,7 @@ def _paths(job: Job) -> Iterator[Diagnostic]:
             continue
         if writes and not job.plan.launch.k8s.writable_root:
             message = f"{name} is in none of the mounts: pods can write nowhere else, but to {POD_SCRATCH}"
-            yield Diagnostic("PT566", message, path=path, help=help)
+            yield Diagnostic("PT566", message, path=path, help=f"{help}; or set launch.k8s.writable_root")
         else:
             message = f"{name} is in none of the mounts: unless it is part of the image, no pod has it"
             yield Diagnostic("PT566", message, severity="warning", path=path, help=help)
