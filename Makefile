@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/parto
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt 'scikit-build-core>=0.11' cmake ninja
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
-		--editable '.[train,hf,tensorboard,k8s,dev]'
+		--editable '.[train,hf,parquet,tensorboard,k8s,dev]'
 	touch $@
 
 venv: $(STAMP)

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic, Severity
+from partool.plan.records import DataError
+from partool.planner.data_sample import NoFilesError, sample
 from partool.planner.launching import trains_here
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import mounted
@@ -34,10 +36,14 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
     absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
     found = []
     for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
-        if written != STDLIB and not _exists(path):
-            place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
-            severity, where = _lies(spec, launch, path)
+        if written == STDLIB:
+            continue
+        place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
+        severity, where = _lies(spec, launch, path)
+        if not _exists(path):
             found.append(Diagnostic("PT601", f"there are no files at {path}{where}", severity, place, help=_HELP))
+        else:
+            found += _sampled(path, data, severity, place)
     made = [_recorded_vocab(data.format, path) for path in absolute]
     vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
     vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
@@ -50,6 +56,19 @@ def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSp
 
 
 _HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
+
+
+def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
+    """Find what the ranks would refuse at the first records of a source."""
+    try:
+        sample(path, data)
+    except NoFilesError as error:
+        yield Diagnostic("PT601", str(error), severity, place, help=_HELP)
+    except DataError as error:
+        yield Diagnostic("PT602", str(error), severity, place, help=error.help)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)
 
 
 def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
@@ -72,7 +91,7 @@ def _recorded_vocab(format: str, path: str) -> int | None:
 
     Token files need no tokenizer. A folder counts as one of text as soon as it holds something else.
     """
-    if format in ("text", "jsonl") or path == STDLIB:
+    if format in ("text", "jsonl", "parquet") or path == STDLIB:
         return None
     if os.path.isdir(path):
         names: Iterator[str] = (os.path.join(root, name) for root, _, files in os.walk(path) for name in files)

@@ -130,17 +130,20 @@ class OptimizerSpec(Section):
     schedule: LrSchedule = LrSchedule()
 
 
+DataFormat = Literal["auto", "text", "jsonl", "parquet", "tokens", "megatron"]
+
+
 class DataSpec(Section):
     """Training text or tokens."""
 
     source: FilePath | list[FilePath]
     """Files, globs, folders, or ``python-stdlib`` (the running interpreter's standard library)."""
-    format: Literal["auto", "text", "jsonl", "tokens", "megatron"] = "auto"
+    format: DataFormat = "auto"
     """tokens: .bin of uint16/uint32 with a .json sidecar; megatron: .bin with .idx. auto goes by the ending."""
     tokenizer: FilePath = "bytes"
     """``bytes``, or the path of a Hugging Face tokenizer folder."""
     text_field: str = "text"
-    """Key of the text in JSONL records."""
+    """Key of the text in JSONL records, column of it in Parquet files."""
     pack: bool = True
     """True: documents follow each other without gaps. False: one document per sequence, cut or padded."""
     attend: Literal["sequence", "document"] = "sequence"

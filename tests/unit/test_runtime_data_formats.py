@@ -371,3 +371,20 @@ def test_fingerprint_follows_content_and_order_not_place(tmp_path: Path) -> None
         fingerprint("b", pack=False),
     ]
     assert len({first, *others}) == 7
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    """The same tokens as of the same texts in JSONL; a row without text is told of like any empty record."""
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    texts = ["first row", "", "Üñî", "x" * 40] * 100
+    parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "a.parquet", row_group_size=7)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    settings = {"text_field": "body", "cache": str(tmp_path / "cache")}
+    rows = open_one(DataSpec(source=str(tmp_path / "a.parquet"), **settings))
+    lines = open_one(DataSpec(source=str(tmp_path / "b.jsonl"), **settings))
+    assert stream(rows) == stream(lines)
+    assert rows.notes[0].startswith("PT693: 100 documents")
+    parquet.write_table(pyarrow.table({"body": ["a", None]}), tmp_path / "c.parquet")
+    with pytest.raises(ConfigurationError, match="row 2: 'body' is a NoneType") as caught:
+        open_one(DataSpec(source=str(tmp_path / "c.parquet"), **settings))
+    assert caught.value.code == "PT602"

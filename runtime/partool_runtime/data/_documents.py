@@ -1,12 +1,12 @@
-"""Documents of text and JSONL files, as a stream of pieces of bounded size."""
+"""Documents of text, JSONL and Parquet files, as a stream of pieces of bounded size."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from partool.plan.records import DataError, parquet_texts, text_of
 from partool_runtime.data._files import SourceFile
 from partool_runtime.errors import ConfigurationError
 
@@ -25,7 +25,7 @@ class Piece:
 
 
 def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[Piece]:
-    """Yield every document of text files (a file each) and JSONL files (a record each).
+    """Yield every document of text files (a file each), JSONL files (a record each) and Parquet files (a row each).
 
     A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are no documents.
     Raises ConfigurationError PT601 if a file cannot be read, PT602 for a malformed record.
@@ -34,10 +34,14 @@ def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[Piece]:
         try:
             if file.format == "jsonl":
                 yield from _jsonl(file.path, text_field)
+            elif file.format == "parquet":
+                yield from _parquet(file.path, text_field)
             else:
                 yield from _text(file.path)
         except OSError as error:
             raise ConfigurationError("PT601", f"{file.path} cannot be read: {error.strerror}") from error
+        except DataError as error:
+            raise ConfigurationError("PT602", str(error), error.help) from error
 
 
 def _text(path: Path) -> Iterator[Piece]:
@@ -69,24 +73,11 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Piece]:
             if not line.strip():
                 continue
             origin = f"{path}:{number}"
-            text = _text_of(line, text_field, origin)
+            text = text_of(line, text_field, origin)
             # Lone surrogates are legal in JSON; the bytes tokenizer takes them as they are.
             yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)
 
 
-def _text_of(line: bytes, text_field: str, origin: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError("PT602", f"{origin} is not valid JSON: {error}", "one JSON object per line") from error
-    if not isinstance(record, dict):
-        raise ConfigurationError("PT602", f"{origin} holds a {type(record).__name__}, not a JSON object")
-    if text_field not in record:
-        keys = ", ".join(sorted(record)) or "none"
-        raise ConfigurationError(
-            "PT602", f"{origin} has no key {text_field!r} (its keys: {keys})", "set data.text_field to the text's key"
-        )
-    text = record[text_field]
-    if not isinstance(text, str):
-        raise ConfigurationError("PT602", f"{origin}: {text_field!r} is a {type(text).__name__}, not a string")
-    return text
+def _parquet(path: Path, text_field: str) -> Iterator[Piece]:
+    for text, origin in parquet_texts(path, text_field):
+        yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)

@@ -8,17 +8,14 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from partool.spec.training import DataSpec
+from partool.plan.records import DataError, Format, format_of
+from partool.spec.training import DataFormat, DataSpec
 from partool_runtime.errors import ConfigurationError
 
 PYTHON_STDLIB = "python-stdlib"
-Format = Literal["text", "jsonl", "tokens", "megatron"]
 
 _STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_JSONL = {".jsonl", ".ndjson"}
-_PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +83,14 @@ def _walk(root: Path, left_out: set[str]) -> Iterator[Path]:
 
 def _is_companion(path: Path, wanted: str) -> bool:
     """Return True for the index or sidecar of a .bin file, which globs and folders bring along."""
-    if wanted in ("text", "jsonl"):
+    if wanted in ("text", "jsonl", "parquet"):
         return False
     if path.suffix in (".idx", ".json"):
         return path.with_suffix(".bin").is_file()
     return path.name.endswith(".documents.bin") and Path(str(path).removesuffix(".documents.bin") + ".json").is_file()
 
 
-def _describe(path: Path, wanted: str) -> SourceFile:
+def _describe(path: Path, wanted: DataFormat) -> SourceFile:
     if not path.is_file():
         raise ConfigurationError("PT601", f"{path} is not a regular file")
     try:
@@ -102,39 +99,7 @@ def _describe(path: Path, wanted: str) -> SourceFile:
             pass
     except OSError as error:
         raise ConfigurationError("PT601", f"{path} cannot be read: {error.strerror}") from error
-    return SourceFile(path, _format(path, wanted), status.st_size, status.st_mtime_ns)
-
-
-def _format(path: Path, wanted: str) -> Format:
-    if wanted == "text":
-        return "text"
-    if wanted == "jsonl":
-        return "jsonl"
-    if wanted == "tokens":
-        return "tokens"
-    if wanted == "megatron":
-        return "megatron"
-    return _format_by_ending(path)
-
-
-def _format_by_ending(path: Path) -> Format:
-    ending = path.suffix.lower()
-    if ending in _JSONL:
-        return "jsonl"
-    if ending == ".bin":
-        if path.with_suffix(".idx").is_file():
-            return "megatron"
-        if path.with_suffix(".json").is_file():
-            return "tokens"
-        raise ConfigurationError(
-            "PT602",
-            f"{path} has neither a sidecar {path.stem}.json nor a Megatron index {path.stem}.idx beside it",
-            'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}',
-        )
-    if ending in _PACKED_AWAY:
-        raise ConfigurationError(
-            "PT602",
-            f"{path}: {ending} files are not read",
-            "unpack it to text or JSONL, or set data.format: text to read its bytes as they are",
-        )
-    return "text"
+    try:
+        return SourceFile(path, format_of(path, wanted), status.st_size, status.st_mtime_ns)
+    except DataError as error:
+        raise ConfigurationError("PT602", str(error), error.help) from error

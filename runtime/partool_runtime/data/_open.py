@@ -22,7 +22,7 @@ from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
 from partool_runtime.data.batches import Batches, Deal
 from partool_runtime.errors import ConfigurationError
 
-_TOKENISED = ("text", "jsonl")
+_TOKENISED = ("text", "jsonl", "parquet")
 
 
 def open_data(

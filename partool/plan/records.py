@@ -1,0 +1,107 @@
+"""What data files are, by their names and records: the same words before a run, when files are sampled, and in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Format = Literal["text", "jsonl", "parquet", "tokens", "megatron"]
+_BY_ENDING: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_PACKED_AWAY = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".arrow"}
+_ROWS = 256
+"""Rows of a Parquet file that are in memory at once."""
+
+
+class DataError(ValueError):
+    """A file or a record that cannot be read as data; ``help`` says what to do, where something can be said."""
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__(message)
+        self.help = help
+
+
+def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
+    """Return how a file is read: as ``data.format`` says, else by its ending; raises DataError for what is not read."""
+    if wanted != "auto":
+        return wanted
+    ending = path.suffix.lower()
+    if ending in _BY_ENDING:
+        return _BY_ENDING[ending]
+    if ending == ".bin":
+        if path.with_suffix(".idx").is_file():
+            return "megatron"
+        if path.with_suffix(".json").is_file():
+            return "tokens"
+        raise DataError(
+            f"{path} has neither a sidecar {path.stem}.json nor a Megatron index {path.stem}.idx beside it",
+            'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}',
+        )
+    if ending in _PACKED_AWAY:
+        help = "unpack it to text or JSONL, or set data.format: text to read its bytes as they are"
+        raise DataError(f"{path}: {ending} files are not read", help)
+    return "text"
+
+
+def text_of(line: bytes, text_field: str, origin: str) -> str:
+    """Return the text of a JSONL record; ``origin`` is its file and line, for the DataError of a malformed one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{origin} is not valid JSON: {error}", "one JSON object per line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{origin} holds a {type(record).__name__}, not a JSON object")
+    if text_field not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise DataError(
+            f"{origin} has no key {text_field!r} (its keys: {keys})", "set data.text_field to the text's key"
+        )
+    return _text(record[text_field], text_field, origin)
+
+
+def _text(value: Any, text_field: str, origin: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{origin}: {text_field!r} is a {type(value).__name__}, not a string")
+    return value
+
+
+def parquet_texts(path: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    """Yield the text and the place of every row of a Parquet file, in its order.
+
+    The file is opened and its column looked for at once, rows are read as they are asked for. Raises DataError where
+    the package is missing, the file is none, or the column is not there or holds something else.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        help = "pip install 'partool[parquet]', or write the text as JSONL"
+        raise DataError(f"{path}: Parquet files are read with pyarrow, which is not installed", help) from error
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from error
+    names = file.schema_arrow.names
+    if text_field not in names:
+        raise DataError(
+            f"{path} has no column {text_field!r} (its columns: {', '.join(sorted(names)) or 'none'})",
+            "set data.text_field to the text's column",
+        )
+    return _rows(file, path, text_field)
+
+
+def _rows(file: Any, path: Path, text_field: str) -> Iterator[tuple[str, str]]:
+    import pyarrow
+
+    row = 0
+    with file:
+        try:
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    origin = f"{path}: row {row}"
+                    yield _text(value, text_field, origin), origin
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            said = str(error).splitlines()[0]
+            raise DataError(f"{path} cannot be read after row {row}: {said}") from error

@@ -1,0 +1,72 @@
+"""The first lines of a few data files, read while planning: what a rank would stop at is said before ranks start."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from partool.plan.records import DataError, format_of, parquet_texts, text_of
+from partool.spec.training import DataSpec
+
+_FILES = 3
+"""Files of each source that are opened."""
+_LINES = 5
+_MOST_BYTES = 1 << 16
+"""Read of each: a longer first record is left to the run."""
+_NAMES = 1000
+"""Names among which files are looked for: planning is quick, whatever lies there."""
+
+
+class NoFilesError(ValueError):
+    """A source that is there holds no file that would be read."""
+
+
+def sample(source: str, data: DataSpec) -> None:
+    """Read the first records of a few files of a source that exists on this machine.
+
+    Raises NoFilesError for a folder or a pattern without files, DataError for what the ranks would refuse, OSError for
+    what cannot be read. Folders are looked through as the runtime does: hidden files and linked folders are left out.
+    """
+    found = 0
+    for path in islice(_files(source), _NAMES):
+        if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":
+            continue
+        _read(path, data)
+        found += 1
+        if found == _FILES:
+            return
+    if not found:
+        raise NoFilesError(f"there are no files to read in {source}")
+
+
+def _files(source: str) -> Iterator[Path]:
+    if os.path.isdir(source):
+        for folder, folders, names in os.walk(source):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+    elif glob.has_magic(source) and not os.path.exists(source):
+        yield from (Path(name) for name in glob.iglob(source, recursive=True) if os.path.isfile(name))
+    else:
+        yield Path(source)
+
+
+def _read(path: Path, data: DataSpec) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file")
+    kind = format_of(path, data.format)
+    if kind == "parquet":
+        for _ in islice(parquet_texts(path, data.text_field), _LINES):
+            pass
+        return
+    with path.open("rb") as file:
+        start = file.read(_MOST_BYTES if kind == "jsonl" else 1)
+    if kind != "jsonl":
+        return
+    # The last line may go on beyond what was read.
+    lines = start.split(b"\n")[: _LINES if len(start) < _MOST_BYTES else -1]
+    for number, line in enumerate(lines[:_LINES], start=1):
+        if line.strip():
+            text_of(line, data.text_field, f"{path}:{number}")

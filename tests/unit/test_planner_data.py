@@ -1,0 +1,98 @@
+"""Data that a plan names are sampled where they lie on this machine: what ranks would stop at is said before."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partool.diagnostics.record import Diagnostic
+from partool.planner.make import resolve
+from partool.spec import load_text
+
+MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
+HERE = MODEL + "hardware: {accelerator: cpu, per_node: 1}\n"
+CLUSTER = MODEL + "hardware: {accelerator: h100-sxm, per_node: 1}\nlaunch: {target: slurm}\n"
+
+
+def found(folder: Path, data: str, head: str = HERE) -> list[Diagnostic]:
+    loaded = load_text(head + f"data: {data}\n")
+    assert loaded.spec is not None, loaded.diagnostics
+    return [one for one in resolve(loaded.spec, folder).diagnostics if one.code.startswith("PT6")]
+
+
+def record(**fields: object) -> str:
+    return json.dumps(fields) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "said"),
+    [
+        ("d/a.jsonl", record(text="a") + '{"text": "open}\n', "PT602", "a.jsonl:2 is not valid JSON"),
+        ("d/a.jsonl", record(content="a"), "PT602", "has no key 'text' (its keys: content)"),
+        ("d/a.jsonl", record(text=3), "PT602", "'text' is a int, not a string"),
+        ("d/a.jsonl", "[1]\n", "PT602", "holds a list"),
+        ("d/deep/a.ndjson", "\xff\xfe", "PT602", "is not valid JSON"),
+        ("d/a.bin", "0000", "PT602", "has neither a sidecar a.json nor a Megatron index"),
+        ("d/a.txt.gz", "0000", "PT602", ".gz files are not read"),
+        ("d/.hidden", "text", "PT601", "there are no files to read in"),
+        ("d/a.parquet", "no such file", "PT602", "is no Parquet file"),
+    ],
+)
+def test_what_ranks_would_stop_at_is_found(tmp_path: Path, name: str, content: str, code: str, said: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text(content, encoding="latin-1")
+    for source, place in (("d", ("data", "source")), ("[python-stdlib, d]", ("data", "source", 1))):
+        one = found(tmp_path, f"{{source: {source}}}")
+        assert [(d.code, d.severity, d.path) for d in one] == [(code, "error", place)]
+        assert said in one[0].message
+    assert [d.severity for d in found(tmp_path, "{source: d}", CLUSTER)] == ["warning"]
+
+
+def test_sound_data_are_none_of_it(tmp_path: Path) -> None:
+    """A record that is longer than what is read, blank lines, companions of token files, and what comes later."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.jsonl").write_text(record(text="x" * 200_000) + "\n" + record(text="a"), encoding="utf-8")
+    (tmp_path / "d" / "b.bin").write_bytes(b"\0\0")
+    (tmp_path / "d" / "b.json").write_text('{"dtype": "uint16", "count": 1, "vocab": 9}', encoding="utf-8")
+    (tmp_path / "d" / "c.txt").write_text("", encoding="utf-8")
+    (tmp_path / "late.jsonl").write_text(record(text="a") * 50 + "{\n", encoding="utf-8")
+    assert found(tmp_path, "d") == []
+    assert found(tmp_path, "{source: d/*.jsonl, text_field: text}") == []
+    assert found(tmp_path, "late.jsonl") == []
+
+
+def test_a_name_that_no_file_system_takes_is_a_finding(tmp_path: Path) -> None:
+    assert [one.code for one in found(tmp_path, "{source: " + "a" * 300 + "}")] == ["PT601"]
+    assert [one.code for one in found(tmp_path, "{source: " + "a" * 300 + "/*.txt}")] == ["PT601"]
+
+
+def test_parquet_is_sampled_and_its_column_named(tmp_path: Path) -> None:
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    parquet.write_table(pyarrow.table({"content": ["a", "b"], "n": [1, 2]}), tmp_path / "a.parquet")
+    one = found(tmp_path, "a.parquet")
+    assert [d.code for d in one] == ["PT602"]
+    assert "has no column 'text' (its columns: content, n)" in one[0].message
+    assert found(tmp_path, "{source: a.parquet, text_field: content}") == []
+    assert "row 1: 'n' is a int" in found(tmp_path, "{source: a.parquet, text_field: n}")[0].message
+
+
+def test_without_pyarrow_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **more: Any) -> Any:
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    one = found(tmp_path, "a.parquet")
+    assert [d.code for d in one] == ["PT602"]
+    assert "pip install 'partool[parquet]'" in one[0].help
