@@ -107,6 +107,52 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Diagnos
     return fields, findings
 
 
+def read_generation(path: Path, vocab: int) -> tuple[dict[str, Any], list[Diagnostic]]:
+    """Return the fields of a plan's ``Generation`` from the folder of a config.json that :func:`read_config` took.
+
+    Token ids that a vocabulary of ``vocab`` does not have are left out, with a finding.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config, beyond = json.loads(file.read_bytes()), []
+    defaults = _SPECIAL_TOKENS.get(config.get("model_type"), {})
+    given = {key: config[key] for key in _TOKEN_IDS if key in config}
+    ids = {key: value for key, value in defaults.items() if key not in config and value < vocab}
+    beside = file.with_name("generation_config.json")
+    try:
+        settings = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        if not isinstance(settings, dict):
+            raise ValueError("it does not hold an object")
+    except (OSError, ValueError) as error:
+        message = f"{beside} cannot be read, and exports will lack it: {error}"
+        return {"token_ids": ids | given}, [Diagnostic("PT692", message, "warning", _PATH, help="mend it or remove it")]
+    for where, found in (("config.json", given), (beside.name, settings)):
+        for key in [key for key in _TOKEN_IDS if not _known(found.get(key), vocab)]:
+            beyond.append(f"{key}: {found.pop(key)!r} ({where})")
+    findings = []
+    if beyond:
+        message = f"not in the vocabulary of {vocab}, and left out of exports: {', '.join(beyond)}"
+        help = "text that the exported model generates may not end; set the ids in the export's config.json"
+        findings.append(Diagnostic("PT692", message, "warning", _PATH, help=help))
+    return {"token_ids": ids | given, "settings": settings}, findings
+
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SPECIAL_TOKENS: dict[str, dict[str, int]] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {"bos_token_id": 1, "eos_token_id": 2},
+    "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
+    "deepseek_v3": {"bos_token_id": 0, "eos_token_id": 1},
+    "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
+}
+"""What configuration classes of transformers assume where the file says nothing."""
+
+
+def _known(value: Any, vocab: int) -> bool:
+    """Return True for a token id, several, or none, of a vocabulary."""
+    many = value if isinstance(value, list) else [] if value is None else [value]
+    return all(type(number) is int and 0 <= number < vocab for number in many)
+
+
 _NULLABLE = {"sliding_window", "q_lora_rank"}
 
 

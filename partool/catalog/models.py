@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from partool.catalog.huggingface import read_config
+from partool.catalog.huggingface import read_config, read_generation
 from partool.catalog.lookup import did_you_mean, table, table_hash
 from partool.catalog.transformers_process import DescriptionError, describe
 from partool.diagnostics.record import Diagnostic
@@ -30,6 +30,8 @@ class ResolvedModel:
     """SHA-256 by input, for ``Plan.inputs``."""
     described: dict[str, Any] | None = None
     """What the runtime says of a model that transformers builds."""
+    generation: dict[str, Any] | None = None
+    """Fields of the plan's ``Generation``."""
 
 
 def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> ResolvedModel:
@@ -57,7 +59,12 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
     if config is not None:
         findings.extend(_inconsistent(config))
     failed = any(finding.severity == "error" for finding in findings)
-    return ResolvedModel(None if failed else config, source or "the spec's fields", tuple(findings), inputs)
+    generation = None
+    if spec.config is not None and config is not None and not failed:
+        generation, more = read_generation(base_dir / spec.config, config.vocab)
+        findings.extend(more)
+    config = None if failed else config
+    return ResolvedModel(config, source or "the spec's fields", tuple(findings), inputs, generation=generation)
 
 
 def _of_transformers(spec: ModelSpec, folder: Path) -> ResolvedModel:

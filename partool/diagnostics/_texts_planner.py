@@ -75,6 +75,15 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT692",
+        "Special tokens of the configuration do not reach exports",
+        "A model's folder says which token ends a text, so that generate() stops. Ids outside the vocabulary would "
+        "make the exported folder unusable.",
+        'model: {config: ./config.json, vocab: 512}   # {"eos_token_id": 50256, ...}',
+        'model: {config: ./config.json, vocab: 512}   # {"eos_token_id": 2, ...}',
+        "command",
+    ),
+    Rule(
         "PT257",
         "Sequences are longer than the model's positions",
         "Learned positions end at max_position; rotary ones go on, but a model trained on shorter texts does not.",

@@ -33,7 +33,7 @@ PLAN_VERSION = 1
 NOT_RUN = frozenset(
     {
         "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
-        "partool_version",
+        "partool_version", "generation",
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
@@ -310,6 +310,15 @@ class HfModel(Record):
     line has allowed; empty: transformers builds it without."""
 
 
+class Generation(Record):
+    """What an export says to those who generate text with the model; training does not look at it."""
+
+    token_ids: dict[Literal["bos_token_id", "eos_token_id", "pad_token_id"], int | list[int] | None] = {}
+    """As in ``config.json``."""
+    settings: dict[str, Any] = {}
+    """The content of ``generation_config.json``; empty: there is none."""
+
+
 class Plan(Record):
     """What will run, why, and what it is expected to need."""
 
@@ -322,6 +331,8 @@ class Plan(Record):
     """Where the model's fields came from: a preset, a file, or the spec."""
     hf: HfModel | None = None
     """Where transformers builds the model; ``model`` then describes it for the predictions only."""
+    generation: Generation | None = None
+    """From the folder of ``model.config``."""
     weights: Weights
     frozen: tuple[str, ...] = ()
     devices: Devices

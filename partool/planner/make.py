@@ -17,7 +17,7 @@ from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
 from partool.layout.capabilities import gaps
 from partool.plan.schedule import sealed
-from partool.plan.types import Finding, Plan, Prediction
+from partool.plan.types import Finding, Generation, Plan, Prediction
 from partool.planner import fp8, tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
@@ -59,6 +59,7 @@ class Resolved:
     measured: Applied | None = None
     launch: LaunchSpec = field(default_factory=LaunchSpec)
     """With the site profile merged in, and absolute paths."""
+    generation: Generation | None = None
 
 
 def resolve(spec: Spec, base_dir: Path) -> Resolved:
@@ -83,7 +84,8 @@ def resolve(spec: Spec, base_dir: Path) -> Resolved:
     tables = table_hashes(spec.kernels.tuned, base_dir)
     inputs = _inputs(spec, {**model.inputs, **measured.inputs, **launching.site.inputs, **tables})
     usable = None if _failed(found) else problem
-    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch)
+    generation = None if model.generation is None else Generation.model_validate(model.generation)
+    return Resolved(usable, found, data, model.source, inputs, measured, launching.launch, generation)
 
 
 def make_plan(
@@ -152,6 +154,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         model=problem.model,
         model_source=resolved.model_source,
         hf=hf_model(spec, problem.described, base_dir),
+        generation=resolved.generation,
         weights=_weights(spec, base_dir),
         frozen=tuple(spec.model.frozen),
         devices=problem.devices,

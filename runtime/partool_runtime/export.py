@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
-from partool.plan.types import Plan
+from partool.plan.types import Generation, Plan
 from partool.spec.training import Precision
 from partool_runtime.checkpoint import CheckpointError, newest_step, step_folder
+from partool_runtime.data import open_tokenizer
 from partool_runtime.errors import EXIT_DONE, ConfigurationError, exit_code
 from partool_runtime.hf import family_of, write_folder
 from partool_runtime.hf.folder import write_model_folder
@@ -68,7 +69,7 @@ def export(
         if plan.hf is not None:
             write_model_folder(state, plan.hf, temporary)
         else:
-            write_folder(state, plan.model, temporary)
+            write_folder(state, plan.model, temporary, generation=plan.generation or _of_tokenizer(plan))
         tokenizer = _copy_tokenizer(plan.data.tokenizer, temporary)
         _give_usual_modes(temporary)
         _move(temporary, out)
@@ -76,6 +77,19 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     elements = sum(tensor.numel() for tensor in state.values())
     return f"wrote {checkpoint.name} to {out}: {model_type}, {elements:,} parameters in {precision}\n{tokenizer}"
+
+
+def _of_tokenizer(plan: Plan) -> Generation | None:
+    """Return what ends a text, where the model's fields do not say: the token that ended documents in training."""
+    data = plan.data
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    if data.format in ("tokens", "megatron") or all(source.endswith(".bin") for source in sources):
+        return None  # whatever made these tokens
+    try:
+        end = open_tokenizer(data.tokenizer).separator
+    except ConfigurationError:
+        return None  # the folder is not on this machine; the report says so
+    return None if end is None or end >= plan.model.vocab else Generation(token_ids={"eos_token_id": end})
 
 
 def _read_plan(run_dir: Path) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from partool.catalog.hardware import resolve_hardware
-from partool.catalog.huggingface import convert, read_config
+from partool.catalog.huggingface import convert, read_config, read_generation
 from partool.catalog.lookup import table
 from partool.catalog.models import resolve_model
 from partool.layout.parameters import count, count_active, parameters
@@ -215,3 +215,36 @@ def test_limits_and_the_cpu() -> None:
     assert cpu is not None
     assert (cpu.backend, cpu.memory_bytes, cpu.peak_flops) == ("cpu", 10 * 2**30, None)
     assert cpu.threads_per_rank >= 1
+
+
+def write_generation(folder: Path, config: dict[str, Any], settings: str | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if settings is not None:
+        (folder / "generation_config.json").write_text(settings)
+    return folder
+
+
+def test_special_tokens_and_settings_are_kept_for_exports(tmp_path: Path) -> None:
+    settings = {"eos_token_id": [7, 8], "do_sample": True}
+    folder = write_generation(tmp_path, {"eos_token_id": 7, "pad_token_id": None}, json.dumps(settings))
+    for path in (folder, folder / "config.json"):
+        found, findings = read_generation(path, 9)
+        assert found == {
+            "token_ids": {"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": None}, "settings": settings,
+        }  # fmt: skip
+        assert findings == []
+    resolved = resolve_model(ModelSpec(config=str(write_generation(tmp_path, LLAMA | {"eos_token_id": 7}))), tmp_path)
+    assert resolved.generation == {"token_ids": {"bos_token_id": 1, "eos_token_id": 7}, "settings": {}}
+
+
+def test_special_tokens_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    settings = {"eos_token_id": [7, 8], "do_sample": True}
+    folder = write_generation(tmp_path, {"eos_token_id": 8, "bos_token_id": "one"}, json.dumps(settings))
+    found, (finding,) = read_generation(folder, 8)
+    assert found == {"token_ids": {}, "settings": {"do_sample": True}}
+    assert finding.code == "PT692"
+    for text in ("bos_token_id: 'one'", "eos_token_id: 8 (config.json)", "[7, 8] (generation_config.json)"):
+        assert text in finding.message
+    found, (finding,) = read_generation(write_generation(tmp_path, {}, "[]"), 2)
+    assert (found, finding.code) == ({"token_ids": {"bos_token_id": 1}}, "PT692")

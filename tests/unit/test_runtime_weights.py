@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from partool.plan.types import Generation
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import CheckpointSpec, DataSpec
 from partool_runtime.checkpoint import Checkpointer, step_folder
@@ -309,6 +310,33 @@ def test_export_takes_the_tokenizer_along(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > 100
     (tokenizer / "tokenizer.json").unlink()
     assert "no tokenizer files found" in export(tmp_path / "run", tmp_path / "out2")
+
+
+IDS = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "settings"),
+    [
+        ({"generation": Generation(token_ids=IDS, settings={"eos_token_id": 2, "top_p": 0.5})}, IDS, {"top_p": 0.5}),
+        ({"data": DataSpec(source="python-stdlib")}, {"bos_token_id": None, "eos_token_id": 0}, None),
+        ({"data": DataSpec(source=["a.bin"])}, {"eos_token_id": None}, None),
+        ({"data": DataSpec(source="python-stdlib", tokenizer="/gone")}, {"eos_token_id": None}, None),
+    ],
+)
+def test_export_says_which_token_ends_a_text(tmp_path, fields, expected, settings):
+    """As the folder of ``model.config`` does, or else the tokenizer that ended the documents of training."""
+    transformers = pytest.importorskip("transformers")
+    make_run(tmp_path / "run")
+    data = {"data": DataSpec(source="python-stdlib")}
+    (tmp_path / "run" / "plan.json").write_text(small_plan(model=SMALL, **data | fields).to_json())
+    export(tmp_path / "run", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config.get(key) for key in expected} == expected
+    assert (tmp_path / "out" / "generation_config.json").exists() == (settings is not None)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert loaded.eos_token_id == (2 if settings else expected["eos_token_id"])
+    assert loaded.top_p == (0.5 if settings else None)
 
 
 def test_export_of_checkpoints_kept_elsewhere(tmp_path):

@@ -1,6 +1,7 @@
 """Training data: sources to tokens, tokens to batches whose order is a function of (seed, global step)."""
 
 from partool_runtime.data._open import open_data
+from partool_runtime.data._tokenizers import open_tokenizer
 from partool_runtime.data.batches import IGNORED_LABEL, Batches, MicroBatch
 
-__all__ = ["IGNORED_LABEL", "Batches", "MicroBatch", "open_data"]
+__all__ = ["IGNORED_LABEL", "Batches", "MicroBatch", "open_data", "open_tokenizer"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from partool.plan.types import Generation
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.families import Family, all_sliding, family_of, place_of
 
@@ -19,10 +20,16 @@ _PARTS = ("q", "k", "v")
 
 
 def write_folder(
-    state: Mapping[str, torch.Tensor], config: ModelConfig, path: Path, shard_bytes: int = SHARD_BYTES
+    state: Mapping[str, torch.Tensor],
+    config: ModelConfig,
+    path: Path,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    generation: Generation | None = None,
 ) -> Family:
     """Write whole parameters (our names, on the CPU, of one type) as safetensors, and ``config.json``, into ``path``.
 
+    ``generation`` is what the folder says to those who generate text: without it, no token begins, ends or pads any.
     Returns the family written. Raises ConfigurationError PT624 if no Hugging Face model type can express the model.
     """
     family = family_of(config)
@@ -30,9 +37,16 @@ def write_folder(
     path.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, shard_bytes)
     dtype = next(iter(tensors.values())).dtype
-    settings = hf_config(config, family) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (path / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    generation = generation or Generation()
+    settings = hf_config(config, family) | {"torch_dtype": str(dtype).removeprefix("torch.")} | generation.token_ids
+    _write_json(path / "config.json", settings)
+    if generation.settings:
+        _write_json(path / "generation_config.json", generation.settings)
     return family
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def to_hf(state: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
