@@ -30,6 +30,8 @@ _LOOK_S = 10.0
 """Between looks at whether the run goes on, if nothing happens to its pods."""
 _LAST_S = 15.0
 """For the last lines of a run that has ended."""
+_LAST_WORDS_S = 2.0
+"""For those of an attempt that another one follows."""
 _AT_ONCE = 100
 """Pods that are read together: each takes a connection, and a process may have 1,024 files open."""
 
@@ -108,7 +110,8 @@ class _Follower:
         self._known: set[Stream] = set()
         self._arriving: queue.SimpleQueue[Line | LaunchError | None] = queue.SimpleQueue()
         """None: something happened to the pods."""
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[int, threading.Thread]] = []
+        """With the attempt that each reads."""
         self._stop = threading.Event()
 
     def lines(self, status: Callable[[], RunStatus]) -> Iterator[Line]:
@@ -120,17 +123,35 @@ class _Follower:
                 active = _patiently(status).active
                 fresh = [stream for stream in _patiently(self._present) if stream not in self._known]
                 self._known.update(fresh)
+                if fresh:
+                    yield from self._said_before(min(stream.attempt for stream in fresh))
                 readers = [Reader(self._client, stream) for stream in fresh]
                 yield from heapq.merge(*(reader.rest() for reader in readers))
                 for reader in readers:
                     thread = threading.Thread(target=self._pump, args=(reader,), daemon=True)
                     thread.start()
-                    self._threads.append(thread)
+                    self._threads.append((reader.stream.attempt, thread))
                 yield from self._arrived(_LOOK_S if active else _LAST_S, until_idle=not active)
                 if not active and not fresh:
                     return
         finally:
             self._stop.set()
+
+    def _said_before(self, attempt: int) -> Iterator[Line]:
+        """Yield what streams of earlier attempts still have to say; one that does not end is waited for a moment."""
+        end, heard = time.monotonic() + _LAST_WORDS_S, []
+        before = [thread for other, thread in self._threads if other < attempt]
+        while time.monotonic() < end and any(thread.is_alive() for thread in before):
+            with suppress(queue.Empty):
+                heard.append(self._arriving.get(timeout=k8s_streams.PAUSE_S))
+        heard += [self._arriving.get() for _ in range(self._arriving.qsize())]
+        for found in heard:
+            if isinstance(found, LaunchError):
+                raise found
+            if found is not None:
+                yield found
+        if None in heard:  # something happened to the pods meanwhile
+            self._arriving.put(None)
 
     def _present(self) -> list[Stream]:
         found = _chosen(_streams_of(self._client, self._run), self._query, self._node)
@@ -141,7 +162,7 @@ class _Follower:
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False
         while True:
-            idle = until_idle and not any(thread.is_alive() for thread in self._threads)
+            idle = until_idle and not any(thread.is_alive() for _, thread in self._threads)
             until = earliest if rung else end
             try:
                 left_s = 0.0 if idle else until - time.monotonic()
