@@ -313,11 +313,11 @@ def test_data_that_lie_on_the_cluster_can_be_planned() -> None:
     for accelerator in ("cpu", "auto"):
         text = SMALL.replace("h100-sxm, per_node: 8", f"{accelerator}, per_node: 2")
         for overrides, severity, where in cases:
-            more = ["data.source=/nowhere/*.bin", "data.tokenizer=/nowhere/t", *overrides]
+            more = ["data.source=/nowhere/*.txt", "data.tokenizer=/nowhere/t", *overrides]
             result = plan_of(text, more)
             found = {one.code: one for one in result.diagnostics if one.code in ("PT601", "PT603")}
             assert [one.severity for one in found.values()] == [severity, severity]
-            assert found["PT601"].message == f"there are no files at /nowhere/*.bin{where}"
+            assert found["PT601"].message == f"there are no files at /nowhere/*.txt{where}"
             assert found["PT603"].message.startswith(f"/nowhere/t/tokenizer.json cannot be read{where}: ")
             assert (result.plan is None) == (severity == "error")
     runs = plan_of(text, [*pod, "data.source=/partool/tokens"])
