@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("partool.cli.init", "Write a spec to start from."),
@@ -33,6 +34,10 @@ _USAGE = 2
 _BROKEN_PIPE = 141
 
 
+class _ReaderGoneError(Exception):
+    """Nobody reads what a command prints."""
+
+
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code; the entry point of the script ``partool``."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -56,7 +61,7 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
     try:
         code = _call(name, words)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, _ReaderGoneError):
         # The reader, head say, has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
@@ -92,11 +97,24 @@ def _call(name: str, words: list[str]) -> int:
     import typer
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name)(importlib.import_module(COMMANDS[name][0]).command)
+    app.command(name)(_heedful(importlib.import_module(COMMANDS[name][0]).command))
     gc.freeze()
     gc.enable()
     code = app(args=words, prog_name=f"partool {name}", standalone_mode=False)
     return code if isinstance(code, int) else 0
+
+
+def _heedful(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a broken pipe through click, which would end with 1, as for a spec that has errors."""
+
+    @functools.wraps(command)
+    def call(*words: object, **options: object) -> None:
+        try:
+            command(*words, **options)
+        except BrokenPipeError:
+            raise _ReaderGoneError from None
+
+    return call
 
 
 def _unknown(name: str) -> None:

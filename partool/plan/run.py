@@ -111,6 +111,11 @@ def rank_log(run_dir: Path, attempt: int, rank: int, stream: Literal["stdout", "
     return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.{stream}.log"
 
 
+def starting_file(run_dir: Path, attempt: int, rank: int) -> Path:
+    """Return the file that is there until a rank is about to end its first step: so long there is nothing to save."""
+    return run_dir / LOGS / f"attempt-{attempt}" / f"rank-{rank}.starting"
+
+
 def agent_log(run_dir: Path, attempt: int) -> Path:
     """Return the file in which the agent says why it made an attempt, if it was not the first."""
     return run_dir / LOGS / f"attempt-{attempt}" / "agent.log"

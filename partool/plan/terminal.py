@@ -6,6 +6,7 @@ to a file or a pipe is what it is.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -32,15 +33,21 @@ _STEERING = re.compile(
 def say(text: str, *, err: bool = False, nl: bool = True, painted: bool = False) -> None:
     """Print a text: results on standard output, talk (``err``) on standard error, which repeats no secrets.
 
-    ``painted``: its control characters are partool's own. Raises OSError where nobody reads any more.
+    ``painted``: its control characters are partool's own. Raises BrokenPipeError where nobody reads the results any
+    more; that nobody reads the talk is no reason to end differently.
     """
     stream = sys.stderr if err else sys.stdout
     if err:
         text = masked(text)
     if not painted and stream.isatty():
         text = visible(text)
-    stream.write(text + "\n" * nl)
-    stream.flush()
+    try:
+        stream.write(text + "\n" * nl)
+        stream.flush()
+    except BrokenPipeError:
+        if not err:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python would complain when it flushes at exit
 
 
 def of_ranks(text: bytes, stream: TextIO) -> bytes:

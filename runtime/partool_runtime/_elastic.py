@@ -23,6 +23,7 @@ from partool.plan.run import LOGS, rank_command, rank_environment
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime import _numa
+from partool_runtime._clock import AwakeClock
 from partool_runtime._interfaces import interface_towards, resolves_to_network
 from partool_runtime._options import Options, Place
 from partool_runtime._rank_logs import RankLogs
@@ -54,6 +55,8 @@ class Hooks:
     """Called once after each attempt that failed: False if another would fail in the same way."""
     look: Callable[[], None]
     """Called several times a second, before the ranks are looked at."""
+    saved_step: Callable[[], int]
+    """Returns the step of the newest checkpoint."""
 
 
 def run_ranks(
@@ -202,6 +205,9 @@ class _Agent(LocalElasticAgent):
         self._supervision = supervision
         self._hooks = hooks
         self._several = several
+        self._clock = AwakeClock()
+        self._saved_step: int | None = None
+        """As the ranks were asked to stop."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._supervision.begin_attempt()
@@ -224,9 +230,12 @@ class _Agent(LocalElasticAgent):
         self._hooks.look()
         processes = self._processes()
         codes = {worker.global_rank: processes[worker.local_rank].poll() for worker in worker_group.workers}
-        action = self._supervision.observe(codes, time.time())
+        supervision = self._supervision
+        begun = not supervision.asked or self._logs.begun
+        action = supervision.observe(codes, self._clock.now(), begun=begun, at=time.time())
         running = [process.pid for process in processes.values() if process.returncode is None]
         if action is Action.STOP:
+            self._saved_step = self._hooks.saved_step()
             number = self._supervision.signals[0] if self._supervision.signals else signal.SIGTERM
             for pid in running:
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
@@ -235,6 +244,8 @@ class _Agent(LocalElasticAgent):
                 _kill_group(pid)
         if action is not Action.FINISH:
             return RunResult(state=WorkerState.HEALTHY)
+        if supervision.killed and self._saved_step is not None:
+            supervision.saved = self._hooks.saved_step() > self._saved_step
         for process in processes.values():
             _kill_group(process.pid)  # what a rank left behind: data loaders, compiler workers
         if running or self._several:

@@ -40,6 +40,8 @@ class Outcome:
     """True if that failure was the loss of another rank: somebody else's failure came first."""
     asked: str = ""
     """Name of the stop signal that the agent got."""
+    early: bool = False
+    """True if the ranks there were ended, as asked, before their first step: the loss of them is no failure."""
     signature: str = ""
     """The failure without the numbers that differ from one attempt to the next."""
 
@@ -68,6 +70,8 @@ class State:
     """Why the ranks here have failed, or are about to be ended."""
     stopping: bool = False
     """True once a rank here has stopped after a checkpoint."""
+    early: bool = False
+    """True once the ranks here were ended, as asked, before their first step."""
     outcome: Outcome | None = None
     read: bool = False
     """True once the verdict has been read."""
@@ -94,6 +98,7 @@ class Notice:
     """Where the ranks meet."""
     trouble: str = ""
     stopping: bool = False
+    early: bool = False
     verdict: Verdict | None = None
 
     @classmethod

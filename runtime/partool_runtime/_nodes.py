@@ -119,11 +119,13 @@ class Board:
         """Where the ranks meet, as node 0 told."""
         return self._meeting.notice.store
 
-    def report(self, trouble: str, stopping: bool) -> None:
-        """Say that ranks here have failed, or stopped after a checkpoint."""
+    def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
+        """Say that ranks here have failed, or stopped after a checkpoint, or (``early``) before there was any."""
         mine = self._meeting.mine
         if (trouble and not mine.trouble) or (stopping and not mine.stopping):
-            self._meeting.mine = replace(mine, trouble=mine.trouble or trouble, stopping=mine.stopping or stopping)
+            self._meeting.mine = replace(
+                mine, trouble=mine.trouble or trouble, stopping=mine.stopping or stopping, early=mine.early or early
+            )
             self._spread()
             self._meeting.changed.set()
 
@@ -143,6 +145,12 @@ class Board:
         if self._place.node_rank:
             return self._meeting.notice.stopping
         return any(peer.state.stopping for peer in self._meeting.peers.values())
+
+    def early(self) -> bool:
+        """Return True if ranks of another node were ended, as asked, before their first step."""
+        if self._place.node_rank:
+            return self._meeting.notice.early
+        return any(peer.state.early for peer in self._meeting.peers.values())
 
     def relay(self) -> None:
         """On node 0: pass on what others said; to be called often."""
@@ -211,13 +219,14 @@ class Board:
         own = f"node 0 ({meeting.mine.host}) had failed" if meeting.mine.trouble else ""
         trouble = meeting.notice.trouble or own or self.trouble()
         stopping = meeting.notice.stopping or meeting.mine.stopping or self.stopping()
-        if (trouble, stopping) != (meeting.notice.trouble, meeting.notice.stopping):
-            meeting.notice = replace(meeting.notice, trouble=trouble, stopping=stopping)
+        early = meeting.notice.early or meeting.mine.early or self.early()
+        if (trouble, stopping, early) != (meeting.notice.trouble, meeting.notice.stopping, meeting.notice.early):
+            meeting.notice = replace(meeting.notice, trouble=trouble, stopping=stopping, early=early)
             meeting.changed.set()
 
     def _post(self, mine: Outcome) -> None:
         failed = mine.code not in (EXIT_DONE, EXIT_PREEMPTED)
-        self.report(mine.reason if failed else "", mine.code == EXIT_PREEMPTED)
+        self.report(mine.reason if failed else "", mine.code == EXIT_PREEMPTED, early=mine.early)
         self._meeting.mine = replace(self._meeting.mine, outcome=mine)
         self._meeting.changed.set()
 

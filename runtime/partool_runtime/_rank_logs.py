@@ -12,7 +12,7 @@ from typing import BinaryIO, TextIO
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-from partool.plan.run import LOGS, rank_log
+from partool.plan.run import LOGS, rank_log, starting_file
 from partool.plan.terminal import of_ranks
 from partool_runtime._numa import Bindings
 from partool_runtime._options import Echo
@@ -51,6 +51,7 @@ class RankLogs(LogsSpecs):
         self._bound = bound
         self._terminal = echo == "rank0" and sys.stdout.isatty()
         self._followed: list[_Followed] = []
+        self._starting: list[Path] = []
 
     @property
     def root_log_dir(self) -> str:
@@ -61,10 +62,14 @@ class RankLogs(LogsSpecs):
         """Choose the files of this attempt; tell the ranks which one it is and where they stay (called by torch)."""
         self._end_all()
         stdouts, stderrs = {}, {}
+        self._starting = []
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             stdout, stderr = (rank_log(self._run_dir, self.attempt, rank, name) for name in ("stdout", "stderr"))
             stdout.parent.mkdir(parents=True, exist_ok=True)
+            self._starting.append(starting_file(self._run_dir, self.attempt, rank))
+            with contextlib.suppress(OSError):  # a rank without this file counts as one that has begun
+                self._starting[-1].touch()
             stdouts[local_rank], stderrs[local_rank] = str(stdout), str(stderr)
             env["PARTOOL_ATTEMPT"] = str(self.attempt)
             env["PARTOOL_AGENT_PID"] = str(os.getpid())
@@ -78,6 +83,11 @@ class RankLogs(LogsSpecs):
             elif self._echo == "rank0" and rank == 0:
                 self._follow(stdout, sys.stdout)
         return LogsDest(stdouts, stderrs, error_files=dict.fromkeys(envs, os.devnull))
+
+    @property
+    def begun(self) -> bool:
+        """True once a rank of this attempt is about to end its first step, or has."""
+        return not all(file.exists() for file in self._starting)
 
     def pump(self) -> None:
         """Show what the ranks have written since the last call."""

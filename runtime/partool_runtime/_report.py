@@ -16,6 +16,7 @@ from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 _TRACEBACK_LINES = 24
 _LOG_LINES = 10
+AFTER_CHECKPOINT, BEFORE_FIRST_STEP = "after a checkpoint", "before the first step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
         return Summary("", "")
     if code == EXIT_PREEMPTED:
         reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
-        return Summary(reason, f"partool: {reason}, after a checkpoint")
+        return Summary(reason, f"partool: {reason}, {_saved(supervision)}")
     errors = read_errors(run_dir, attempt)
     first = _first_failure(supervision, errors)
     if first is None:
@@ -53,6 +54,14 @@ def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str 
         text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
         return Summary(reason, text, time=time.time(), short=reason, lost_peer=bool(supervision.trouble_elsewhere))
     return _failure(run_dir, attempt, supervision, (first, where), errors)
+
+
+def _saved(supervision: Supervision) -> str:
+    """Say what is saved of an attempt that was asked to stop."""
+    if supervision.early:
+        return BEFORE_FIRST_STEP
+    late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
+    return AFTER_CHECKPOINT + (f"; {_ranks(late)} did not end and had to be killed" if late else "")
 
 
 def stopped_by(signal_name: str) -> str:

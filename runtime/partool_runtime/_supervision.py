@@ -38,6 +38,12 @@ class Supervision:
     """Why the ranks have no future although none of them has failed: another node has, or is gone."""
     stopped_elsewhere: bool = False
     """True once ranks of another node have stopped after a checkpoint."""
+    early: bool = False
+    """True once this attempt was ended before its first step, as asked: there was nothing to save."""
+    early_elsewhere: bool = False
+    """True once another node has ended its ranks so."""
+    saved: bool = False
+    """True if a checkpoint was completed after the request to stop, although ranks had to be killed."""
     killed: str = ""
     """Why ranks of this attempt were killed, if they were."""
     codes: dict[int, int | None] = field(default_factory=dict)
@@ -51,6 +57,7 @@ class Supervision:
 
     def begin_attempt(self) -> None:
         """Forget the ranks of the attempt before."""
+        self.early = self.saved = False
         self.killed = ""
         self.codes = {}
         self.last_alive = {}
@@ -59,19 +66,30 @@ class Supervision:
         self._why = ""
         self._killed_at = None
 
-    def observe(self, codes: Mapping[int, int | None], now: float) -> Action:
-        """Take note of the ranks' exit codes and say what to do."""
+    def observe(
+        self, codes: Mapping[int, int | None], now: float, *, begun: bool = True, at: float | None = None
+    ) -> Action:
+        """Take note of the ranks' exit codes and say what to do.
+
+        ``begun`` is False as long as no rank can have anything to save; ``at`` is the time in seconds since 1970, if
+        ``now`` is on another clock.
+        """
         self.codes = dict(codes)
-        self.last_alive.update({rank: now for rank, code in codes.items() if code is None})
+        self.last_alive.update({rank: now if at is None else at for rank, code in codes.items() if code is None})
         if None not in codes.values():
             return Action.FINISH
+        if self.early:
+            return self._kill(now, self.killed)
         if len(self.signals) > 1 and signal.SIGINT in self.signals:
             return self._kill(now, "interrupted a second time")
         if any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in codes.values()):
             self._allow(now, FAILURE_GRACE_S, "another rank had failed")
         elif self.trouble_elsewhere:
             self._allow(now, FAILURE_GRACE_S, self.trouble_elsewhere)
-        elif self.signals or self.stopped_elsewhere or EXIT_PREEMPTED in codes.values():
+        elif self.asked or EXIT_PREEMPTED in codes.values():
+            if self.early_elsewhere or not (begun or self._told or EXIT_PREEMPTED in codes.values()):
+                self.early = True
+                return self._kill(now, "asked to stop before the first step")
             why = f"no checkpoint within {self.shutdown_timeout_s:g} s of the stop signal"
             self._allow(now, self.shutdown_timeout_s, why)
             if not self._told:
@@ -82,14 +100,19 @@ class Supervision:
         return Action.WAIT
 
     @property
+    def asked(self) -> bool:
+        """True once the ranks are to stop."""
+        return bool(self.signals) or self.stopped_elsewhere or self.early_elsewhere
+
+    @property
     def failed(self) -> bool:
         """True once a rank has ended otherwise than asked to, and not by the agent's hand."""
         return not self.killed and any(code not in (None, EXIT_DONE, EXIT_PREEMPTED) for code in self.codes.values())
 
     @property
     def preempted(self) -> bool:
-        """True once a rank has stopped after a checkpoint."""
-        return EXIT_PREEMPTED in self.codes.values()
+        """True once a rank has stopped after a checkpoint, or before there was anything to save."""
+        return self.early or EXIT_PREEMPTED in self.codes.values()
 
     @property
     def exit_code(self) -> int:
@@ -97,9 +120,10 @@ class Supervision:
         codes = set(self.codes.values())
         if codes <= {EXIT_DONE}:
             return EXIT_DONE
-        if codes <= {EXIT_DONE, EXIT_PREEMPTED}:
-            return EXIT_PREEMPTED
-        return EXIT_CONFIGURATION if EXIT_CONFIGURATION in codes else 1
+        if EXIT_CONFIGURATION in codes:
+            return EXIT_CONFIGURATION
+        stopped: set[int | None] = {EXIT_DONE, EXIT_PREEMPTED} | ({-signal.SIGKILL, None} if self.saved else set())
+        return EXIT_PREEMPTED if self.early or codes <= stopped else 1
 
     @property
     def may_restart(self) -> bool:

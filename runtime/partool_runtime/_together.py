@@ -14,7 +14,7 @@ from partool_runtime._failures import FailureLog, signature
 from partool_runtime._node_messages import Outcome, Timing, Verdict
 from partool_runtime._nodes import Board, NodesError, StoppedError, combined
 from partool_runtime._options import Options
-from partool_runtime._report import repeated, shortened, stopped_by, summarise
+from partool_runtime._report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
 from partool_runtime._secrets import agents_key
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
@@ -57,7 +57,8 @@ class Together:
             elif plan.checkpoint.dir is None and not (self.options.run_dir / LOCK_FILE).exists():
                 _say(f"note: {self.options.run_dir} is not the folder of that name on node 0: {_NOT_SHARED}")
             attempt = board.attempt
-            hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board))
+            failures = FailureLog(self.options.run_dir, plan)
+            hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board), lambda: failures.saved_step)
             run_ranks(
                 plan,
                 self.options,
@@ -70,21 +71,23 @@ class Together:
             return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
         except StoppedError:
             asked = self._asked
-            return self._outcome(EXIT_PREEMPTED, stopped_by(asked), asked=asked)
+            return replace(self._outcome(EXIT_PREEMPTED, stopped_by(asked), asked=asked), early=True)
         except NodesError as error:
             return replace(self._outcome(EXIT_FAILED, str(error), f"partool: {error}"), lost_peer=True)
         where = f" on node {place.node_rank} ({socket.gethostname()})"
         summary = summarise(self.options.run_dir, attempt, supervision, where)
         outcome = self._outcome(supervision.exit_code, summary.reason, summary.text, asked=self._asked)
         kind = signature(summary.what or summary.reason)
-        return replace(outcome, time=summary.time or outcome.time, lost_peer=summary.lost_peer, signature=kind)
+        when, early = summary.time or outcome.time, supervision.early
+        return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, signature=kind)
 
     def _look(self, board: Board) -> None:
         """Tell the others about the ranks here, and hear about theirs."""
-        board.report("ranks" if self.supervision.failed else "", self.supervision.preempted)
+        supervision = self.supervision
+        board.report("ranks" if supervision.failed else "", supervision.preempted, early=supervision.early)
         board.relay()
-        self.supervision.trouble_elsewhere = board.trouble()
-        self.supervision.stopped_elsewhere = board.stopping()
+        supervision.trouble_elsewhere = board.trouble()
+        supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
 
     def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
         """Wait a little for somebody who would otherwise wait for this node in vain."""
@@ -126,13 +129,14 @@ class Together:
 
 def judged(outcomes: list[Outcome]) -> Verdict:
     """Return how the run ended, from how it ended on each node."""
-    code = combined(outcome.code for outcome in outcomes)
+    early = any(outcome.early for outcome in outcomes)
+    code = combined(outcome.code for outcome in outcomes if not (early and outcome.lost_peer))
     if code == EXIT_DONE:
         return Verdict(code, "")
     if code == EXIT_PREEMPTED:
         asked = next((outcome for outcome in outcomes if outcome.asked), None)
         reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")
-        return Verdict(code, reason, f"partool: {reason}, after a checkpoint")
+        return Verdict(code, reason, f"partool: {reason}, {BEFORE_FIRST_STEP if early else AFTER_CHECKPOINT}")
     first = first_failure(outcomes)
     return Verdict(code, first.reason, first.text, first.node)
 

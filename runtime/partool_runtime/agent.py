@@ -149,7 +149,10 @@ def _run_alone(
     with _loading_torch():
         from partool_runtime._elastic import Hooks, run_ranks
 
-    hooks = Hooks(restarts.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None)
+    def saved() -> int:
+        return failures.saved_step
+
+    hooks = Hooks(restarts.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None, saved)
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2, signal.SIGINT})
@@ -17,7 +19,8 @@ class StopRequest:
     waiting in a collective, so every rank calls :meth:`agree` at every step boundary, and all act on the same answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, starting: Path | None = None) -> None:
+        self._starting = starting
         self.agreed_step: int | None = None
         """Steps done when the ranks agreed to stop."""
         self._signal = 0
@@ -52,8 +55,19 @@ class StopRequest:
         """Give :meth:`agree` its all-reduce: a collective that returns the largest of the ranks' integers."""
         self._maximum_over_ranks = maximum_over_ranks
 
+    def begin(self) -> None:
+        """Tell the agent, by removing the file ``starting``, that this rank heeds requests from now on.
+
+        Until then, while ranks import, connect, load, compile and take the first step, the agent ends them itself.
+        """
+        if self._starting is not None:
+            with contextlib.suppress(OSError):
+                self._starting.unlink(missing_ok=True)
+            self._starting = None
+
     def agree(self, step: int) -> bool:
         """Return True on all ranks if any was asked to stop; a collective, called by all after ``step`` steps."""
+        self.begin()  # before anybody can have agreed: as long as one rank of a run has not begun, nothing is saved
         agreed = self._maximum_over_ranks(self._signal)
         self._signal = self._signal or agreed  # one that came in meanwhile is for the next step
         if agreed and self.agreed_step is None:

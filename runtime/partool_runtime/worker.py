@@ -20,6 +20,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
+from partool.plan.run import starting_file
 from partool.plan.types import Plan
 from partool_runtime import _numa
 from partool_runtime._error_files import write_error
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if agent := os.environ.get("PARTOOL_AGENT_PID"):
         end_with_parent(int(agent), signal.SIGKILL)
     faulthandler.enable()
-    stop = StopRequest()
+    rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
+    stop = StopRequest(starting_file(arguments.run_dir, attempt, rank))
     stop.install()
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     try:

@@ -2,7 +2,8 @@
 
 The script maps ``"rank"`` or ``"rank@attempt"`` to one of: ``raise`` (a ValueError at step 3), ``configuration``,
 ``kill`` (SIGKILL to itself at step 3), ``hang`` (never looks at the stop request again), ``follow`` (run until told
-to stop), ``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit). Without an entry a
+to stop), ``slow`` (a minute before its first step), ``linger`` (a checkpoint when told to stop, but then no end),
+``signal:NAME`` (send itself a signal at step 3, then follow), ``exit:N`` (os._exit). Without an entry a
 rank does five steps.
 """
 
@@ -34,14 +35,18 @@ def run(plan: Plan, run_dir: Path, resume: bool, stop: StopRequest) -> None:
         )
     )
     print(f"rank {rank} attempt {attempt} begins", flush=True)
-    steps = 10**6 if order in ("follow", "hang") or order.startswith("signal:") else 5
+    steps = 10**6 if order in ("follow", "hang", "linger") or order.startswith("signal:") else 5
     for step in range(1, steps + 1):
-        time.sleep(STEP_S)
+        time.sleep(60 if order == "slow" else STEP_S)
+        stop.begin()
         if step == 3:
             _misbehave(order, rank)
         (run_dir / f"steps-{rank}").write_text(str(step))
         if order != "hang" and _any_stopped(run_dir, stop):
             (run_dir / f"checkpoint-{rank}").write_text(f"{step} {stop.reason}")
+            if order == "linger":
+                (run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+                time.sleep(600)
             raise Preempted
     print(f"rank {rank} attempt {attempt} done", flush=True)
 

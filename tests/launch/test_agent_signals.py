@@ -29,6 +29,12 @@ def test_stop_signals(tmp_path: Path) -> None:
     early.wait_for("status.json")
     assert early.process is not None
     early.process.terminate()  # long before a rank can handle anything
+    quick = make_plan(shutdown_timeout_s=2)
+    slow = AgentRun(tmp_path / "slow", {"0": "slow", "1": "slow"}, quick).start()
+    lingering = AgentRun(tmp_path / "lingering", {"0": "linger", "1": "follow"}, quick).start()
+    slow.rank_start(0)
+    assert slow.process is not None
+    slow.process.terminate()
 
     for name, run in agents.items():
         run.wait_for("steps-0", "steps-1")
@@ -44,9 +50,18 @@ def test_stop_signals(tmp_path: Path) -> None:
     assert one_rank.finish() == 75
     assert one_rank.status.attempt == 1
     assert one_rank.status.reason == "stopped by a signal to a rank"
-    assert early.finish() == 75
-    assert all((early.run_dir / f"checkpoint-{rank}").exists() for rank in (0, 1))
-    assert not list((early.run_dir / "errors").glob("*"))
+    for run in (early, slow):  # nothing to save, so nothing to wait for
+        assert run.finish() == 75
+        assert (run.status.state, run.status.reason) == ("preempted", "stopped by SIGTERM")
+        assert run.errors == "partool: stopped by SIGTERM, before the first step\n"
+        assert not list(run.run_dir.glob("checkpoint*")) + list((run.run_dir / "errors").glob("*"))
+        assert run.survivors() == []
+    lingering.wait_for("steps-0", "steps-1")
+    assert lingering.process is not None
+    lingering.process.terminate()
+    assert lingering.finish() == 75  # all that was done is saved
+    assert (lingering.status.state, lingering.status.reason) == ("preempted", "stopped by SIGTERM")
+    assert "after a checkpoint; rank 0 did not end and had to be killed" in lingering.errors
 
     again = AgentRun(tmp_path / "agent-term", {})
     (again.run_dir / "stopping").unlink()

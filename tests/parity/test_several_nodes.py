@@ -17,7 +17,7 @@ import torch
 from _plans import small_plan, write_text
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from partool.plan.run import agent_command, rank_command, rank_log, read_status
+from partool.plan.run import agent_command, rank_command, read_status, starting_file
 from partool.plan.types import Plan
 
 NODES, PER_NODE, STEPS = 2, 2, 6
@@ -110,10 +110,11 @@ def test_two_nodes_equal_one_process(tmp_path: Path) -> None:
 
     alone = one.start_alone()
     agents = nodes.start()
-    last = rank_log(nodes.run_dir, 1, NODES * PER_NODE - 1, "stdout")
+    first = starting_file(nodes.run_dir, 1, NODES * PER_NODE - 1)
     end = time.monotonic() + 60
-    while not last.exists() and time.monotonic() < end:
-        time.sleep(0.02)
+    for there in (True, False):  # the last rank has been started; it is about to end its first step
+        while first.exists() is not there and time.monotonic() < end:
+            time.sleep(0.002)
     agents[1].send_signal(signal.SIGTERM)
     stopped = _finish(agents)
     assert [code for code, _, _ in stopped] == [75, 75], stopped

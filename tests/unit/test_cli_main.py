@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,21 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=30)
     assert done.stderr == ""
     assert len(done.stdout) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["explain", "PT203"], 141), (["explain", "nothing"], 2)],
+    ids=["result", "talk"],
+)
+def test_a_reader_of_everything_that_leaves_changes_no_exit_code(arguments: list[str], code: int) -> None:
+    """As in ``partool launch mine.yaml 2>&1 | head -1``; what a command says beside its result is not its result."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "partool", *arguments]
+    ended = subprocess.run(command, stdout=writing, stderr=writing, timeout=60, check=False)
+    os.close(writing)
+    assert ended.returncode == code
 
 
 def test_help_needs_nothing_heavy() -> None:

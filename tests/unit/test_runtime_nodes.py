@@ -256,6 +256,16 @@ def test_a_stop_before_the_start_reaches_all(nodes: Nodes) -> None:
     nodes.boards["0"].announce(verdict)
 
 
+def test_ranks_that_lost_those_of_a_node_stopped_before_its_first_step_have_not_failed() -> None:
+    lost = outcome(0, 1, reason="rank 0: connection closed", lost_peer=True)
+    early = outcome(1, 75, asked="SIGTERM", early=True)
+    verdict = judged([lost, early])
+    assert (verdict.code, verdict.reason) == (75, "stopped by SIGTERM to node 1 (host-1)")
+    assert verdict.text.endswith("before the first step")
+    assert judged([outcome(0, 1, reason="rank 0: out of memory"), early]).code == 1
+    assert judged([lost, outcome(1, 75, asked="SIGTERM")]).code == 1
+
+
 @pytest.mark.parametrize(
     ("codes", "code"),
     [([0, 0], 0), ([0, 75], 75), ([75, 75], 75), ([0, 1], 1), ([75, 1], 1), ([1, 78, 0], 78), ([3], 1)],

@@ -41,6 +41,35 @@ def test_a_stop_is_told_once_and_enforced_in_time(watch: Supervision) -> None:
     assert not watch.may_restart
 
 
+def test_a_stop_before_the_first_step_ends_the_ranks_at_once(watch: Supervision) -> None:
+    assert watch.observe({0: None, 1: None}, 9, begun=False) is Action.WAIT
+    watch.signals.append(signal.SIGTERM)
+    assert watch.observe({0: None, 1: None}, 10, begun=False) is Action.KILL
+    assert (watch.preempted, watch.failed) == (True, False)
+    assert watch.observe({0: -9, 1: None}, 11, begun=True) is Action.KILL
+    assert watch.observe({0: -9, 1: 1}, 12) is Action.FINISH
+    assert (watch.exit_code, watch.may_restart) == (75, False)
+
+
+def test_ranks_of_a_node_whose_peers_were_ended_so_follow_them(watch: Supervision) -> None:
+    watch.stopped_elsewhere = watch.early_elsewhere = True
+    assert watch.observe({0: None}, 10, begun=True) is Action.KILL
+    assert watch.observe({0: -9}, 11) is Action.FINISH
+    assert watch.exit_code == 75
+
+
+def test_a_checkpoint_in_time_counts_although_ranks_linger(watch: Supervision) -> None:
+    watch.signals.append(signal.SIGTERM)
+    watch.observe({0: None, 1: None}, 0)
+    assert watch.observe({0: 75, 1: None}, 61) is Action.KILL
+    watch.observe({0: 75, 1: -9}, 62)
+    assert watch.exit_code == 1
+    watch.saved = True
+    assert watch.exit_code == 75
+    watch.observe({0: 1, 1: -9}, 63)
+    assert watch.exit_code == 1
+
+
 @pytest.mark.parametrize("order", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_interrupt_kills(watch: Supervision, order: tuple[signal.Signals, ...]) -> None:
     watch.signals += order
