@@ -87,6 +87,7 @@ class PlainPasses:
                 loss_sum += loss.detach()
             with timer("backward"):
                 (loss * weight.to(loss.dtype)).backward()
+                self._sync.after_micro_batch()
         if self._tensor is not None:
             with timer("tensor_parallel"):
                 self._tensor.add_up()

@@ -129,6 +129,15 @@ def end_backward(root: FSDPModule, *, fill: bool) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def gather_in_background(root: FSDPModule) -> None:
+    """Let the units under ``root`` start their gathers without waiting for them, where they are asked for ahead.
+
+    Only :meth:`FSDPModule.unshard` has a public switch, not the gathers ahead that ``set_modules_to_…_prefetch`` asks
+    for. On a GPU those are on a stream of their own anyway.
+    """
+    root._set_unshard_async_op(True)
+
+
 def process_group(handle: Any) -> torch.distributed.ProcessGroup:
     """Return the process group that an operator was given: a boxed script object, or functional collectives' name."""
     if isinstance(handle, str):

@@ -227,6 +227,7 @@ def live_bytes(case: Case, ranks: Ranks) -> dict[str, Any]:
         loss = model(micro.tokens_BS, micro.labels_BS)
         seen["in_forward"] = max(seen["in_forward"], gathered_bytes(model))
         loss.backward()
+        sync.after_micro_batch()
         del loss
         gc.collect()
         seen["gradients"].append(gradient_bytes(model, shards))

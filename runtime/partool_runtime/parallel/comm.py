@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,22 @@ _SENT: dict[str, Callable[[int, int], int]] = {
     "broadcast": lambda size, ranks: size if ranks > 1 else 0,
     "send": lambda size, ranks: size,
 }
+
+
+class _Meant:
+    kind: str | None = None
+
+
+@contextmanager
+def counted_as(kind: str) -> Iterator[None]:
+    """Let :class:`CommCounter` take a collective for one of another kind, whose work it does."""
+    _Meant.kind = kind
+    try:
+        yield
+    finally:
+        _Meant.kind = None
+
+
 _OWN = "partool"
 """Namespace of our own operators, which are one operator to every mode, with exchanges inside."""
 
@@ -115,7 +132,7 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        kind = _KINDS.get(func._schema.name.partition("::")[2])
+        kind = _Meant.kind or _KINDS.get(func._schema.name.partition("::")[2])
         if kind is None:
             return
         functional = func.namespace == "_c10d_functional"

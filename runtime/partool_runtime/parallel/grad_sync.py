@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed.fsdp import FSDPModule
 
 from partool.spec.parallel import ZeroStage
+from partool_runtime.parallel.host_exchange import ScatterSum
 from partool_runtime.parallel.persistent import Persistent
 
 
@@ -35,6 +36,7 @@ class GradSync:
         replicas: int,
         persistent: Persistent | None = None,
         reduce_each: bool = False,
+        overlapped: ScatterSum | None = None,
     ) -> None:
         self._modules = modules
         self._persistent = persistent or Persistent([])
@@ -42,6 +44,7 @@ class GradSync:
         self._release_each = zero == 3
         self._replicas = replicas
         self._last: bool | None = None
+        self._overlapped = overlapped
         self._told: Callable[[bool], None] | None = None
 
     @property
@@ -54,11 +57,18 @@ class GradSync:
         self._told = told
 
     def before_micro_batch(self, *, last: bool) -> None:
-        """Prepare one forward and backward pass; ``last`` says whether it ends the step's accumulation."""
+        """Prepare one forward and backward pass; ``last`` says whether it ends the step's accumulation.
+
+        :meth:`after_micro_batch` has to follow the backward pass.
+        """
         if self._told is not None:
             self._told(last)
-        if self._last is not False:
+        first = self._last is not False
+        if first:
             self._persistent.refresh()  # the optimizer has changed the weights since
+        if self._overlapped is not None:
+            # A later micro-batch's sum is added to the one before where it ends.
+            self._overlapped.overlap = first or not self._reduce_each
         if last is self._last:
             return
         self._last = last
@@ -67,6 +77,11 @@ class GradSync:
             if self._replicas > 1:
                 module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or self._release_each, recurse=False)
+
+    def after_micro_batch(self) -> None:
+        """Wait for reductions that are still on their way."""
+        if self._overlapped is not None:
+            self._overlapped.finish()
 
     def release(self) -> None:
         """Drop gathered parameters that passes have left; what stays gathered is brought again by the next gather."""

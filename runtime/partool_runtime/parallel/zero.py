@@ -20,11 +20,12 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.gathering import Layer, prefetch
 from partool_runtime.parallel.grad_sync import GradSync
+from partool_runtime.parallel.host_exchange import Gather, ScatterSum
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
 from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
-from partool_runtime.torch_internals import gather_in_order, gather_otherwise
+from partool_runtime.torch_internals import gather_in_background, gather_in_order, gather_otherwise
 
 
 def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
@@ -38,7 +39,8 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
     """
     policy = _policy(precision, narrow=travels_narrow(layout))
-    sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True))
+    sums = _host_sums(ranks)
+    sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True), sums)
     layers = [sharding.layer(group) for group in _own_groups(model.groups())]
     # The root holds what runs last, which the backward pass needs at once.
     root = sharding.root(model, layers)
@@ -49,6 +51,8 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
         replicas=ranks.replicas,
         persistent=sharding.tune(layers, root),
         reduce_each=layout.offload_optimizer != "none" and reduces_alone(layout),
+        # Replicas add up what a reduction leaves at once, and an optimizer in host memory takes it at once.
+        overlapped=sums if ranks.replicas == 1 and layout.offload_optimizer == "none" else None,
     )
 
 
@@ -59,7 +63,7 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     :class:`ConfigurationError` (PT464) for a leaf pattern that names a module which cannot be a leaf.
     """
     leaves = _leaves(parts, layout, everywhere=False)
-    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves)
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, _host_sums(ranks))
     units = []
     for number, stage in parts.stages.items():
         layers = [sharding.layer(group) for group in stage.groups()]
@@ -80,6 +84,8 @@ class _Sharding:
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     leaves: dict[str, nn.Module]
+    sums: ScatterSum | None
+    """Between CPUs, what reduces gradients."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and the leaves within it as units of their own."""
@@ -95,6 +101,8 @@ class _Sharding:
                 each.set_gradient_divide_factor(1.0)
                 # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
                 each.set_force_sum_reduction_for_comms(True)
+                if self.sums is not None:
+                    each.set_custom_reduce_scatter(self.sums)
         return root
 
     def tune(self, layers: Sequence[Layer], root: FSDPModule, *, in_turns: bool = False) -> Persistent:
@@ -110,15 +118,28 @@ class _Sharding:
             # Where nothing is gathered ahead, nothing is gained by messages that travel at the same time.
             in_turn = self.layout.prefetch == 0
             gathers += gather_otherwise(unit, apart=apart, in_turn=in_turn, most_kept=most_kept)
+        in_background = self._in_background(units) if not (in_turns or gathers) else False
         if self.layout.zero == 3:
             depth = self.layout.prefetch
             # FSDP2 goes one unit ahead by itself, on a GPU, where it gathers on a stream of its own.
-            own_way = depth == 1 and not apart and not self.leaves
+            own_way = depth == 1 and not apart and not self.leaves and not in_background
             if not own_way or in_turns:
                 prefetch(layers, root, depth, forward=not own_way)
             for unit in units if depth == 0 else ():
                 gather_in_order(unit)
+        elif in_background:
+            prefetch(layers, root, 1)
         return Persistent(gathers)
+
+    def _in_background(self, units: Sequence[FSDPModule]) -> bool:
+        """Let CPUs gather while they compute, where a gather is of a whole unit; return whether they do."""
+        ahead = self.layout.prefetch > 0 or self.layout.zero < 3
+        if self.sums is None or not ahead or self.layout.offload_parameters != "none":
+            return False
+        for unit in units:
+            unit.set_custom_all_gather(Gather())
+            gather_in_background(unit)
+        return True
 
     def _inner(self, group: Sequence[nn.Module]) -> list[FSDPModule]:
         within = [leaf for module in group for leaf in module.modules() if leaf is not module]
@@ -161,6 +182,11 @@ def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str,
 
 
 _LEAF_HELP = "name the module inside of a layer that calls the experts, such as '*.experts' or '*.mlp'"
+
+
+def _host_sums(ranks: Ranks) -> ScatterSum | None:
+    shared = _mesh(ranks).size(-1) > 1
+    return ScatterSum() if shared and ranks.device.type == "cpu" else None
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:

@@ -1,0 +1,97 @@
+"""How CPUs exchange gradients and parameters of FSDP2's units: over gloo, while the next unit computes.
+
+gloo's threads move bytes while the training thread computes, but FSDP2 waits for every collective where there are no
+streams. And gloo's reduce-scatter is an all-reduce of which each rank keeps its part: it sends twice what it has to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partool_runtime.parallel.comm import counted_as
+from partool_runtime.torch_internals import gather_into, waiting
+
+AHEAD = 1
+"""Reductions that may be on their way while a backward pass goes on: each keeps a unit's whole gradients twice."""
+
+
+class ScatterSum:
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``, shared by all units of a model.
+
+    Each rank sends the others their parts, (n − 1)/n of its gradients, and adds up what it gets in the order of the
+    ranks. While ``overlap`` is true a call returns before the sum is there, and :meth:`finish` has to be called before
+    anybody reads it.
+    """
+
+    def __init__(self) -> None:
+        self.overlap = False
+        self._started: deque[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]] = deque()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor; FSDP2 asks for those it exchanges."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Start to leave in ``output_tensor`` [N / n] this rank's part of the ranks' sum of ``input_tensor`` [N]."""
+        del op, async_op  # gradients are summed, and nobody asks for a handle
+        received = torch.empty_like(input_tensor)
+        with counted_as("reduce_scatter"):
+            work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
+        self._started.append((work, output_tensor, received, input_tensor))
+        self._finish(AHEAD if self.overlap else 0)
+
+    def finish(self) -> None:
+        """Wait for all sums that were started."""
+        self._finish(0)
+
+    def _finish(self, left: int) -> None:
+        while len(self._started) > left:
+            work, output, received, _ = self._started.popleft()
+            with waiting("gradient_sync"):
+                work.wait()
+                torch.sum(received.view(-1, output.numel()), 0, out=output)
+
+
+class _Gather(dist.Work):
+    """A gather on its way; the wait for it is measured."""
+
+    def __init__(self, work: Any) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the parameters of all ranks."""
+        with waiting("parameter_gather"):
+            self._work.wait()
+        return True
+
+
+class Gather:
+    """An all-gather for ``FSDPModule.set_custom_all_gather`` whose waits are measured."""
+
+    allocate = ScatterSum.allocate
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> _Gather | None:
+        """Gather ``input_tensor`` [N / n] of all ranks into ``output_tensor`` [N]."""
+        if not async_op:
+            gather_into(output_tensor, input_tensor, group, asynchronous=False)
+            return None
+        with waiting("parameter_gather"):
+            return _Gather(gather_into(output_tensor, input_tensor, group, asynchronous=True))
