@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ class _Sharding:
                 # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
                 each.set_force_sum_reduction_for_comms(True)
                 if self.sums is not None:
-                    each.set_custom_reduce_scatter(self.sums)
+                    each.set_custom_reduce_scatter(cast(Any, self.sums))  # its type has no public name
         return root
 
     def tune(self, layers: Sequence[Layer], root: FSDPModule, *, in_turns: bool = False) -> Persistent:
@@ -137,7 +137,7 @@ class _Sharding:
         if self.sums is None or not ahead or self.layout.offload_parameters != "none":
             return False
         for unit in units:
-            unit.set_custom_all_gather(Gather())
+            unit.set_custom_all_gather(cast(Any, Gather()))
             gather_in_background(unit)
         return True
 
