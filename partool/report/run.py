@@ -84,6 +84,12 @@ def stale_terms(status: RunStatus | None) -> str:
     return "Terms are those of an earlier attempt: the run is still running." if status and status.active else ""
 
 
+def slow_words(summary: dict[str, Any] | None) -> str:
+    """Return that the run was slower than its plan, and why; empty if it was not."""
+    said = summary.get("slow") if summary is not None else None
+    return f"Slower than planned: {said}." if isinstance(said, str) and said else ""
+
+
 def render_run(
     title: str,
     summary: dict[str, Any] | None,
@@ -104,6 +110,8 @@ def render_run(
     else:
         console.print()
         if words := stale_terms(status):
+            console.print(Text(words))
+        if words := slow_words(summary):
             console.print(Text(words))
         console.print(_terms(summary))
     console.print()

@@ -21,13 +21,13 @@ _PATIENCE_S = 5.0
 
 
 def close_run(
-    plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool
+    plan: Plan, run_dir: Path, world_size: int, mine: Measures, since: float, *, wait: bool, slow: str = ""
 ) -> tuple[Table, dict[str, Any]]:
     """Combine this rank's measures with those in the other ranks' logs and write ``summary.json``.
 
     Ranks whose log lies on another machine or that ended early are missing from the result, which says how many it
-    holds. ``since`` is the Unix time after which a log's summary belongs to this attempt; with ``wait`` it is waited
-    for, a few seconds at most.
+    holds. ``slow`` says why steps took longer than predicted. ``since`` is the Unix time after which a log's summary
+    belongs to this attempt; with ``wait`` it is waited for, a few seconds at most.
     """
     ranks = [mine, *_others(run_dir, world_size, since, _PATIENCE_S if wait else 0.0)]
     combined = combine(ranks, busiest=plan.layout.mesh.pp > 1)
@@ -41,6 +41,7 @@ def close_run(
         if step_time is None
         else mfu(plan.prediction.time.model_flops, step_time.value, plan.devices.peak_flops, world_size),
         "predicted_mfu": plan.prediction.time.mfu,
+        "slow": slow or None,
     }
     _write(run_dir / SUMMARY_FILE, data)
     return closing_table(table, ranks=len(ranks), world_size=world_size), data

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
 from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
 from partool_runtime.telemetry._run_row import write_run_row
 from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
+from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
 from partool_runtime.telemetry._tensorboard import TensorBoard
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
 from partool_runtime.telemetry.summary import TOTAL, Measurement, Measures, median_terms, mfu
@@ -94,6 +96,7 @@ class Recorder:
         self._history: deque[tuple[int, dict[str, float]]] = deque(maxlen=_HISTORY)
         self._unsteady: set[int] = set()
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._slow = SlowWatch(plan)
         self._interval: tuple[int, float] = (0, 0.0)
         self._figures = Figures(0, self._total_steps)
         self._attempt_steps = 0
@@ -246,12 +249,15 @@ class Recorder:
             self._collectives.remove()
         if exit_code in (EXIT_DONE, EXIT_PREEMPTED):
             self._flush(log=False)
+            self._warn_if_slow(LEAST_AT_END)
         mine = self.measures()
         self._events.write("summary", {"scope": "rank", "measures": mine.to_json()})
         tail: list[Any] = []
         if self._rank == 0:
             clean = exit_code in (EXIT_DONE, EXIT_PREEMPTED)
-            table, data = close_run(self._plan, self._run_dir, self._world_size, mine, self._opened_at, wait=clean)
+            table, data = close_run(
+                self._plan, self._run_dir, self._world_size, mine, self._opened_at, wait=clean, slow=self._slow.said
+            )
             self._events.write("summary", {"scope": "run", **data})
             tail = [table] if clean and self._history else []
             if clean:
@@ -313,6 +319,7 @@ class Recorder:
         if item.steady:
             self._history.append((item.step, {**terms_s, TOTAL: step_time_s}))
             self._recent.append(step_time_s)
+            self._slow.count()
         self._interval = self._interval[0] + item.tokens, self._interval[1] + step_time_s
         self._figures = self._latest(item, values)
         if log:
@@ -321,6 +328,14 @@ class Recorder:
         if log or (self._rank == 0 and values["loss"] is not None):
             self._write_step(item, values, step_time_s, terms_s, log=log)
         self._show(log=log)
+        if log:
+            self._warn_if_slow(LEAST_STEPS)
+
+    def _warn_if_slow(self, least: int) -> None:
+        """Say once, on rank 0, that steps take longer than planned, as soon as there are enough to be sure."""
+        recent = [terms for step, terms in islice(reversed(self._history), _RECENT) if step not in self._unsteady]
+        if self._rank == 0 and len(recent) >= least and (said := self._slow.look(median_terms(recent))):
+            self.warning(said)
 
     def _latest(self, item: _Step, values: dict[str, float | None]) -> Figures:
         tokens, seconds = self._interval

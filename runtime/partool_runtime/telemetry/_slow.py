@@ -1,0 +1,124 @@
+"""Whether steps take longer than the plan said, and the likely reason: the machine, or the term that is off most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from partool.plan.types import Plan, Prediction
+from partool_runtime.telemetry._figures import seconds
+from partool_runtime.telemetry.summary import TOTAL
+
+LEAST_STEPS = 5
+"""Steady steps before which nothing is said; at the end of a run, ``LEAST_AT_END``."""
+LEAST_AT_END = 3
+_ERRORS = 3.0
+"""Printed errors (±, one standard deviation) beyond which a step is slower than predicted: one in 700 by chance."""
+_SHARE = 0.3
+"""Of the time that a step takes too long: so much waiting for cores explains it."""
+_CROWDED = 1.25
+"""Load per core from which a machine is taken for contended where waiting cannot be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """What else the machine does."""
+
+    waited_s: float | None
+    """Time in which the rank's thread that waited most could have run and had no core, per step; None: not known."""
+    load: float | None
+    """Threads of the machine that run or want to (its one-minute load average)."""
+    cores: int
+    own: int
+    """Threads that this run's ranks compute with on this machine."""
+
+
+def slower(prediction: Prediction, times: Mapping[str, float], busy: Busy) -> str:
+    """Say that a step takes longer than three printed errors allow, with the likely reason; else nothing.
+
+    ``times`` holds the median of each measured term and of the step, in seconds.
+    """
+    planned, error, step = prediction.time.step_time_s, prediction.relative_error, times.get(TOTAL, 0.0)
+    if step <= planned * (1.0 + _ERRORS * error) or planned <= 0.0:
+        return ""
+    what = f"steps take {seconds(step)}, {step / planned:.1f} times the predicted {seconds(planned)} ± {error:.0%}"
+    return f"{what}: {_contended(busy, step - planned) or _term(prediction, times)}"
+
+
+def _contended(busy: Busy, excess_s: float) -> str:
+    load = "" if busy.load is None else f"load {busy.load:.1f} on {busy.cores} cores, {busy.own} of it this run's"
+    if busy.waited_s is not None:
+        if busy.waited_s < _SHARE * excess_s:
+            return ""
+        waits = f"a thread waits {seconds(busy.waited_s)} of each for a core"
+        return f"the machine is contended, {waits}" + (f" ({load})" if load else "")
+    if busy.load is None or busy.load < _CROWDED * busy.cores or busy.load < busy.own + 1:
+        return ""
+    return f"the machine is contended ({load})"
+
+
+def _term(prediction: Prediction, times: Mapping[str, float]) -> str:
+    beyond = {name: value - prediction.time.terms_s.get(name, 0.0) for name, value in times.items() if name != TOTAL}
+    worst = max(beyond, key=beyond.__getitem__, default="")
+    if not worst or beyond[worst] <= 0.0:
+        return "in what no term measures"
+    planned = prediction.time.terms_s.get(worst, 0.0)
+    return f"{worst} is off the most, {seconds(times[worst])} for {seconds(planned)} (partool explain {worst})"
+
+
+class SlowWatch:
+    """Looks at a rank's medians until it has something to say, which it says once."""
+
+    def __init__(self, plan: Plan, waited: Callable[[], Mapping[str, float] | None] | None = None) -> None:
+        self._plan = plan
+        self._waited = waited or waited_s
+        on_cpu = plan.devices.backend == "cpu"
+        self._threads = torch.get_num_threads() if on_cpu else 1
+        self._before: Mapping[str, float] | None = None
+        self._steps = 0
+        self.said = ""
+
+    def count(self) -> None:
+        """Note that a step with which steady ones begin, or one after it, has ended."""
+        if self._steps == 0:
+            self._before = self._waited()
+        self._steps += 1
+
+    def look(self, times: Mapping[str, float]) -> str:
+        """Return what is to be said, once."""
+        if self.said:
+            return ""
+        self.said = slower(self._plan.prediction, times, self._busy())
+        return self.said
+
+    def _busy(self) -> Busy:
+        now, waited = self._waited(), None
+        if now is not None and self._before is not None and self._steps > 1:
+            # Threads take turns in a step or work side by side, so their waits do not add up.
+            since = [value - self._before.get(thread, 0.0) for thread, value in now.items()]
+            waited = max(since, default=0.0) / (self._steps - 1)
+        load = None
+        with suppress(OSError):
+            load = os.getloadavg()[0]
+        own = self._plan.devices.per_node * self._threads
+        return Busy(waited, load, os.cpu_count() or 1, own)
+
+
+def waited_s() -> dict[str, float] | None:
+    """Return how long each thread of this process has waited for a core so far, in seconds, by its number.
+
+    The second figure of ``/proc/*/schedstat`` (https://docs.kernel.org/scheduler/sched-stats.html); None elsewhere.
+    """
+    found = {}
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError):  # a thread that has just ended
+                found[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+    return found
