@@ -62,7 +62,7 @@ def resolve_model(spec: ModelSpec, base_dir: Path, vocab: int | None = None) -> 
     generation = None
     if spec.config is not None and config is not None and not failed:
         generation, more = read_generation(base_dir / spec.config, config.vocab)
-        findings.extend(more)
+        findings.extend([*more, *_padding(config, generation["token_ids"].get("pad_token_id"))])
     config = None if failed else config
     return ResolvedModel(config, source or "the spec's fields", tuple(findings), inputs, generation=generation)
 
@@ -163,6 +163,15 @@ def _validated(fields: dict[str, Any], findings: list[Diagnostic]) -> ModelConfi
         return None
 
 
+def _padding(config: ModelConfig, token: Any) -> list[Diagnostic]:
+    """Return a finding where transformers would train another embedding; GPT-2's has no such row."""
+    if not isinstance(token, int) or config.padding_token is not None or config.position == "learned":
+        return []
+    text = f"pad_token_id: {token} is a row of the embedding that transformers gives no gradient, and partool does"
+    help = f"write padding_token: {token} under model to do the same; it matters where the data hold this token"
+    return [Diagnostic("PT691", text, "warning", ("model", "config"), help=help)]
+
+
 def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
     """Return what the whole model breaks, under the codes of the spec's own rules, which see only its fields."""
     found = []
@@ -174,6 +183,9 @@ def _inconsistent(config: ModelConfig) -> list[Diagnostic]:
     if config.position == "rope" and config.head_dim % 2:
         text = f"head_dim: {config.head_dim} is odd, and rotary positions turn pairs of dimensions"
         found.append(Diagnostic("PT206", text, path=("model", "head_dim"), help=f"use {config.head_dim + 1}"))
+    if config.padding_token is not None and config.padding_token >= config.vocab:
+        text = f"padding_token: {config.padding_token} is not below the vocabulary of {config.vocab}"
+        found.append(Diagnostic("PT694", text, path=("model", "padding_token"), help=f"use at most {config.vocab - 1}"))
     if config.moe is not None and config.moe.top_k > config.moe.experts:
         text = f"top_k: {config.moe.top_k} is more than the {config.moe.experts} experts"
         help = f"use at most {config.moe.experts}"

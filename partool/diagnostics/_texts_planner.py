@@ -75,6 +75,22 @@ RULES: tuple[Rule, ...] = (
         "command",
     ),
     Rule(
+        "PT691",
+        "The padding token is trained like any other",
+        "transformers gives the embedding's row of pad_token_id no gradient where it is looked up. That matters where "
+        "text holds this token: often it is the one that ends documents.",
+        'model: {config: ./config.json}   # {"pad_token_id": 2, "eos_token_id": 2, ...}',
+        "model: {config: ./config.json, padding_token: 2}",
+        "command",
+    ),
+    Rule(
+        "PT694",
+        "The padding token is not in the vocabulary",
+        "It names a row of the embedding, which has one for each token.",
+        BASE.replace("vocab: 256", "vocab: 256, padding_token: 256"),
+        BASE.replace("vocab: 256", "vocab: 256, padding_token: 0"),
+    ),
+    Rule(
         "PT692",
         "Special tokens of the configuration do not reach exports",
         "A model's folder says which token ends a text, so that generate() stops. Ids outside the vocabulary would "

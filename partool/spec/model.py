@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from partool.spec._base import Section
-from partool.spec.numbers import Experts, ExpertsOrNone, Factor, Heads, Layers, LayersOrNone, Tokens, Vocabulary, Width
+from partool.spec.numbers import (
+    Experts,
+    ExpertsOrNone,
+    Factor,
+    Heads,
+    Layers,
+    LayersOrNone,
+    TokenId,
+    Tokens,
+    Vocabulary,
+    Width,
+)
 from partool.spec.patterns import FilePath
 
 AttentionKind = Literal["full", "sliding", "row", "column"]
@@ -106,6 +117,9 @@ class ModelSpec(Section):
     ffn_bias: bool | None = None
     qk_norm: bool | None = None
     tied_embeddings: bool | None = None
+    padding_token: TokenId | None = None
+    """Token whose row of the embedding gets no gradient where it is looked up, as transformers does with
+    pad_token_id."""
     attention: Attention | None = None
     moe: Moe | None = None
     mla: Mla | None = None
@@ -140,6 +154,8 @@ class ModelConfig(Section):
     ffn_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
+    padding_token: TokenId | None = None
+    """Its row of the embedding gets no gradient where it is looked up."""
     window: Tokens | None = None
     layer_types: tuple[AttentionKind, ...] = ()
     """One per layer; empty means all full."""
@@ -148,6 +164,14 @@ class ModelConfig(Section):
     moe: Moe | None = None
     mla: Mla | None = None
     init_std: Factor = 0.02
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what checkpoints and plans of earlier versions do not have, where it says nothing."""
+        fields: dict[str, Any] = dump(self)
+        if self.padding_token is None:
+            fields.pop("padding_token", None)
+        return fields
 
     @property
     def gated(self) -> bool:

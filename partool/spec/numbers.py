@@ -25,6 +25,8 @@ Experts = Annotated[int, Field(gt=0, le=10_000)]
 ExpertsOrNone = Annotated[int, Field(ge=0, le=10_000)]
 Vocabulary = Annotated[int, Field(gt=0, le=100_000_000)]
 """A hundred times the largest tokenizer."""
+TokenId = Annotated[int, Field(ge=0, lt=100_000_000)]
+"""One of a vocabulary."""
 Tokens = Annotated[int, Field(gt=0, le=1_000_000_000)]
 """Of one sequence: ten times the longest context that was announced."""
 TokensOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]

@@ -238,6 +238,23 @@ def test_special_tokens_and_settings_are_kept_for_exports(tmp_path: Path) -> Non
     assert resolved.generation == {"token_ids": {"bos_token_id": 1, "eos_token_id": 7}, "settings": {}}
 
 
+def test_the_row_of_the_padding_token_is_told_of(tmp_path: Path) -> None:
+    config = str(write_generation(tmp_path, LLAMA | {"pad_token_id": 7}))
+    (finding,) = resolve_model(ModelSpec(config=config), tmp_path).diagnostics
+    assert (finding.code, finding.severity) == ("PT691", "warning")
+    assert "padding_token: 7" in finding.help
+    resolved = resolve_model(ModelSpec(config=config, padding_token=7), tmp_path)
+    assert resolved.diagnostics == ()
+    assert resolved.config is not None
+    assert resolved.config.model_dump()["padding_token"] == 7
+    resolved = resolve_model(ModelSpec(config=str(write_generation(tmp_path, LLAMA))), tmp_path)
+    assert resolved.diagnostics == ()
+    assert resolved.config is not None
+    assert "padding_token" not in resolved.config.model_dump(), "checkpoints of earlier versions have no such field"
+    (finding,) = resolve_model(ModelSpec(config=config, padding_token=100), tmp_path).diagnostics
+    assert finding.code == "PT694"
+
+
 def test_special_tokens_outside_the_vocabulary_are_left_out(tmp_path: Path) -> None:
     settings = {"eos_token_id": [7, 8], "do_sample": True}
     folder = write_generation(tmp_path, {"eos_token_id": 8, "bos_token_id": "one"}, json.dumps(settings))

@@ -12,7 +12,8 @@ from partool.spec.model import ModelConfig, RopeScaling, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf import family_of, open_folder, write_folder
 from partool_runtime.model import Decoder
-from partool_runtime.weights import build, fill, materialise, post_load
+from partool_runtime.parallel.weipipe.parts import RingDecoder
+from partool_runtime.weights import build, build_parts, fill, materialise, post_load
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,6 +163,37 @@ def test_logits_of_our_folder(case, tmp_path):
         assert_close(ours.logits(TOKENS_BS), theirs.eval()(TOKENS_BS).logits)
     back = native(config, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_with_a_padding_token(tied: bool, tmp_path: Path) -> None:
+    """transformers gives its row none where it is looked up; all containers of partool's decoder do the same."""
+    sizes = LLAMA_LIKE | {"pad_token_id": 7, "tie_word_embeddings": tied}
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **rope(10_000.0))).double()
+    randomise(theirs)
+    theirs.save_pretrained(tmp_path)
+    expected = torch.nn.functional.cross_entropy(theirs(TOKENS_BS).logits.flatten(0, 1), TOKENS_BS.flatten())
+    expected.backward()
+    row = theirs.model.embed_tokens.weight.grad[7]
+    assert (row == 0).all() != tied
+    assert 7 in TOKENS_BS
+    config = ModelConfig(**SHAPES, norm_eps=1e-6, tied_embeddings=tied, padding_token=7)
+    with torch.device("meta"):
+        ring = RingDecoder(config, ((0, 3),), (0,))
+    for model in (build(config), build_parts(config, ((0, 1), (1, 3)), (0, 1)), ring):
+        materialise(model, "cpu", torch.float64)
+        fill(model, Weights(source="hf", path=str(tmp_path)), seed=0)
+        if isinstance(model, Decoder):
+            loss = model(TOKENS_BS, TOKENS_BS)
+        elif isinstance(model, RingDecoder):
+            loss = model.last(model.stages[0](model.first(TOKENS_BS)), TOKENS_BS)
+        else:
+            loss = model.stages[1](model.stages[0](TOKENS_BS), TOKENS_BS)
+        (loss / TOKENS_BS.numel()).backward()
+        assert model.embed is not None
+        torch.testing.assert_close(model.embed.weight.grad[7], row, rtol=1e-5, atol=1e-9)
+    write_folder(model.state_dict(), config, tmp_path / "out")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").pad_token_id == 7
 
 
 def save(folder: Path, config: ModelConfig) -> Decoder:

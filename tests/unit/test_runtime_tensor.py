@@ -78,6 +78,17 @@ def test_rows_of_a_cut_vocabulary_add_up() -> None:
     assert torch.equal(sum(parts), weight_VH[tokens_BS])
 
 
+@pytest.mark.parametrize("padding", [0, 5, 6, None])
+def test_the_padding_tokens_row_gets_no_gradient_on_any_rank(padding: int | None) -> None:
+    weight_VH, tokens_BS = torch.randn(7, 3, requires_grad=True), torch.tensor([[0, 6, 3], [5, 0, 6]])
+    expected = torch.nn.functional.embedding(tokens_BS, weight_VH, padding)
+    (gradient_VH,) = torch.autograd.grad(expected.square().sum(), weight_VH)
+    cuts = ((0, 3), (3, 6), (6, 7), (7, 7))
+    found = sum(looked_up(tokens_BS, weight_VH[first:stop], first, padding) for first, stop in cuts)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found.square().sum(), weight_VH)[0], gradient_VH)
+
+
 def test_a_rank_without_tokens_of_the_vocabulary_has_a_graph_all_the_same() -> None:
     weight_VH = torch.zeros(0, 3, requires_grad=True)
     looked_up(torch.tensor([[4]]), weight_VH, 7).sum().backward()

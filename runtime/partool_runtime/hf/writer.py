@@ -38,7 +38,9 @@ def write_folder(
     write_tensors(tensors, path, shard_bytes)
     dtype = next(iter(tensors.values())).dtype
     generation = generation or Generation()
+    padding = {} if config.padding_token is None else {"pad_token_id": config.padding_token}
     settings = hf_config(config, family) | {"torch_dtype": str(dtype).removeprefix("torch.")} | generation.token_ids
+    settings |= padding
     _write_json(path / "config.json", settings)
     if generation.settings:
         _write_json(path / "generation_config.json", generation.settings)

@@ -182,7 +182,7 @@ class Decoder(AnyDecoder):
             code = "PT405" if config.moe is not None else "PT406"
             raise ConfigurationError(code, f"the decoder has no {what}", "Plan it only, or use a dense model.")
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = make_norm(config)

@@ -104,7 +104,8 @@ class DecoderParts(AnyDecoder):
         self.embed: nn.Embedding | None = None
         self.position: nn.Embedding | None = None
         if 0 in mine or (last in mine and config.tied_embeddings):
-            self.embed = (TiedEmbedding if config.tied_embeddings else nn.Embedding)(config.vocab, config.hidden)
+            kind = TiedEmbedding if config.tied_embeddings else nn.Embedding
+            self.embed = kind(config.vocab, config.hidden, config.padding_token)
         if 0 in mine and config.position == "learned":
             self.position = nn.Embedding(config.max_position, config.hidden)
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in held})

@@ -191,7 +191,7 @@ def _embed(embed: nn.Embedding, first: int, team: Team, tokens_BS: torch.Tensor)
     if team.length is not None and tokens_BS.shape[1] != team.length:
         message = f"sequences of {tokens_BS.shape[1]} tokens, where the plan shares out {team.length}"
         raise ConfigurationError("PT648", message, "Use sequences of training.sequence_length tokens.")
-    return vocabulary_rows(tokens_BS, embed.weight, first, team)
+    return vocabulary_rows(tokens_BS, embed.weight, first, team, embed.padding_idx)
 
 
 def _positions(position: nn.Embedding, team: Team, positions_S: torch.Tensor) -> torch.Tensor:

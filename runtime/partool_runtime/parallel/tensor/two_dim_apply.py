@@ -79,8 +79,8 @@ def _put(module: nn.Module, name: str, function: Callable[..., torch.Tensor]) ->
 
 
 def _rows(module: nn.Embedding, grid: Grid, first: int, tokens_BS: torch.Tensor) -> torch.Tensor:
-    return outer_sum(grid, looked_up(tokens_BS, module.weight, first))
+    return outer_sum(grid, looked_up(tokens_BS, module.weight, first, module.padding_idx))
 
 
 def _tied_rows(module: nn.Embedding, grid: Grid, first: int, tokens_BS: torch.Tensor) -> torch.Tensor:
-    return dealt_rows(grid, looked_up(tokens_BS, module.weight, first))
+    return dealt_rows(grid, looked_up(tokens_BS, module.weight, first, module.padding_idx))

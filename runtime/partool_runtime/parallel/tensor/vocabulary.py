@@ -23,23 +23,29 @@ from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start
 from partool_runtime.torch_internals import finished, start_sum
 
 
-def vocabulary_rows(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, team: Team) -> torch.Tensor:
+def vocabulary_rows(
+    tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, team: Team, padding: int | None = None
+) -> torch.Tensor:
     """Return the embeddings of tokens, of which this rank holds ``V`` rows from ``first`` on.
 
     The result is the residual stream as the ranks hold it, ``[B, S, H]`` or a share of the tokens.
     """
-    return left(looked_up(tokens_BS, weight_VH, first), team)
+    return left(looked_up(tokens_BS, weight_VH, first, padding), team)
 
 
-def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the embeddings of tokens; zeros for those that are not among this rank's ``V`` rows from ``first`` on."""
+def looked_up(tokens_BS: torch.Tensor, weight_VH: torch.Tensor, first: int, padding: int | None = None) -> torch.Tensor:
+    """Return the embeddings of tokens; zeros for those that are not among this rank's ``V`` rows from ``first`` on.
+
+    The row of the token ``padding`` gets no gradient.
+    """
     rows, hidden = weight_VH.shape
     if rows == 0:
         # Still a function of the weight, so that the rank's graph is that of the others.
         return weight_VH.sum() + weight_VH.new_zeros(*tokens_BS.shape, hidden)
     own_BS = tokens_BS - first
     inside_BS = (own_BS >= 0) & (own_BS < rows)
-    return F.embedding(own_BS.where(inside_BS, 0), weight_VH) * inside_BS.unsqueeze(-1)
+    here = padding - first if padding is not None and first <= padding < first + rows else None
+    return F.embedding(own_BS.where(inside_BS, 0), weight_VH, here) * inside_BS.unsqueeze(-1)
 
 
 def vocabulary_loss(

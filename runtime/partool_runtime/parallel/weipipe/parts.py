@@ -62,7 +62,7 @@ class RingDecoder(AnyDecoder):
         """``spans`` are the layers of all stages, ``mine`` the numbers of this rank's."""
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.embed = nn.Embedding(config.vocab, config.hidden, config.padding_token)
         self.position = nn.Embedding(config.max_position, config.hidden) if config.position == "learned" else None
         own = {layer for stage in mine for layer in range(*spans[stage])}
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in sorted(own)})
