@@ -250,7 +250,7 @@ def test_choices_of_the_user_are_no_faults(kind: str) -> None:
         },
         {
             "k8s": {"tolerations": [{"key": "a"}, {"key": "b", "value": "c"}], "labels": {"a.b/c": ""}},
-            "restarts": 10**9,
+            "restarts": 10**6,
         },
     ]
     for nodes in (1, 3):

@@ -370,7 +370,7 @@ SECTIONS = st.fixed_dictionaries(
         "min_nodes": st.sampled_from([1, 2, 3]),
         "restarts": st.sampled_from([0, 1]),
         "requeues": st.sampled_from([0, 5]),
-        "shutdown_timeout_s": st.sampled_from([1, 60, 10**9]),
+        "shutdown_timeout_s": st.sampled_from([1, 60, 10**8]),
         "python": st.one_of(PATHS, st.just("python3")),
         "slurm": SLURMS,
         "k8s": PODS,
