@@ -180,6 +180,15 @@ RULES: tuple[Rule, ...] = (
         "partool launch --resume last --step 200",
     ),
     _rule(
+        "PT685",
+        "A checkpoint holds more than tensors",
+        "torch describes a checkpoint in .metadata, a pickle, which can name any function for its reader to call. "
+        "partool reads it as data: a description that names anything outside a list of torch's own classes is refused, "
+        "as is one whose tensors lie outside the checkpoint's files. Nothing in it has been run.",
+        "partool export last --out model   # of a run whose .metadata names os.system",
+        "partool launch --resume last --step 200",
+    ),
+    _rule(
         "PT612",
         "The checkpoint is of another model",
         "Names or shapes of the parameters differ.",

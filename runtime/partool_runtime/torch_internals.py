@@ -14,12 +14,16 @@ from torch import nn
 # Documented (docs.pytorch.org, torch.compiler_fake_tensor), under a private name still.
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 # Documented for extension authors, under a private name still.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
+
+StorageInfo = filesystem._StorageInfo
+"""Where a block of a checkpoint lies: file, offset and length."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

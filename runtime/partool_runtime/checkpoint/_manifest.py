@@ -13,6 +13,7 @@ from partool_runtime.checkpoint._files import Files, HashedFile, file_digest, ne
 from partool_runtime.errors import ConfigurationError
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
 VERSION = 1
 _STEP = re.compile(r"^step-(\d{8,})$")
 
@@ -91,6 +92,10 @@ def read_manifest(path: Path) -> Manifest:
                 "PT611", f"{path / MANIFEST} has version {body['version']}; this partool reads version {VERSION}"
             )
         body["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in body["files"].items()}
+        if strange := [name for name in body["files"] if name in ("", ".", "..") or "/" in name or "\0" in name]:
+            raise ConfigurationError("PT611", f"{path / MANIFEST} names {strange[0]!r}, which is no file beside it")
+        if METADATA not in body["files"]:
+            raise ConfigurationError("PT611", f"{path / MANIFEST} does not name {METADATA}")
         return Manifest(**body)
     except FileNotFoundError:
         raise ConfigurationError("PT611", f"{path / MANIFEST} is missing: the checkpoint is not complete") from None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import io
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,17 +23,27 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from partool_runtime.checkpoint._agreement import Ranks
-from partool_runtime.checkpoint._manifest import Manifest, check_files, is_intact, read_manifest, step_folder, steps_in
+from partool_runtime.checkpoint._manifest import (
+    METADATA,
+    Manifest,
+    check_files,
+    is_intact,
+    read_manifest,
+    step_folder,
+    steps_in,
+)
+from partool_runtime.checkpoint._metadata import read_metadata
+from partool_runtime.checkpoint._pickled import PickleError
 from partool_runtime.checkpoint._plan import State, blocks_of, holds_any
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.pieces import Placed, Value
 
 Entries = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of tensors, by name."""
-_METADATA = ".metadata"
 _MODEL = "model."
 """Before the names of parameters; other tensors are the optimizer's."""
 _NAMES_SHOWN = 5
+_REFUSED = "partool writes nothing of the kind: find out who wrote it; nothing in it has been run"
 
 
 def tensor_shapes(path: Path) -> Entries:
@@ -99,15 +109,16 @@ def _checked_manifest(path: Path, ranks: Ranks) -> Manifest:
 
 
 def _checked_metadata(path: Path, manifest: Manifest) -> Metadata:
-    """Unpickle DCP's metadata, which must be what the manifest describes."""
-    check_files(path, manifest, [_METADATA], content=True)
+    """Read DCP's metadata, which must be what the manifest describes; raises ConfigurationError PT611, PT685."""
+    check_files(path, manifest, [METADATA], content=True)
     try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (pickle.UnpicklingError, AttributeError, ImportError, EOFError) as error:
-        raise ConfigurationError(
-            "PT611", f"{path / _METADATA} cannot be read by torch {torch.__version__}: {error}"
-        ) from error
-    return metadata
+        return read_metadata(
+            (path / METADATA).read_bytes(), {name: size_bytes for name, (size_bytes, _) in manifest.files.items()}
+        )
+    except OSError as error:
+        raise ConfigurationError("PT611", f"{path / METADATA} cannot be read: {error.strerror}") from error
+    except PickleError as error:
+        raise ConfigurationError("PT685", f"{path / METADATA} is refused: {error}", _REFUSED) from error
 
 
 def _shapes(metadata: Metadata) -> Entries:
@@ -170,6 +181,11 @@ class _Planner(DefaultLoadPlanner):
         """Return what a read item fills a part of."""
         block = self._blocks.get(index)
         return super().lookup_tensor(index) if block is None else block
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:
+        """Refuse what is no tensor: torch would unpickle it."""
+        message = f"{read_item.storage_index.fqn} is no tensor"
+        raise ConfigurationError("PT685", message, _REFUSED)
 
 
 def _read(path: Path, metadata: Metadata, state: State) -> None:

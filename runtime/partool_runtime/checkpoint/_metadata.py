@@ -1,0 +1,137 @@
+"""``.metadata`` of torch's distributed checkpoints, read without running what it says.
+
+torch writes the description of a checkpoint as a pickle and reads it with ``pickle.load``, which runs any code that
+somebody has put there. Here the pickle is read as data (:mod:`._pickled`), from which the description is built anew:
+every global in it is on a list, and so is every field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from partool_runtime.checkpoint._pickled import Call, Name, Pairs, PickleError, read
+from partool_runtime.torch_internals import StorageInfo
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
+            "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+_TYPES = {
+    Name("torch", str(each).removeprefix("torch.")): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype)
+}
+_SIZE, _LAYOUT = Name("torch", "Size"), Name("torch.serialization", "_get_layout")
+_STORAGE = Name(filesystem.__name__, "_StorageInfo")
+ALLOWED = frozenset({*(Name(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE})
+"""Every global that a checkpoint of tensors names."""
+_LARGEST = 2**62
+T = TypeVar("T")
+
+
+def read_metadata(data: bytes, files: Mapping[str, int]) -> Metadata:
+    """Return the description in the bytes of ``.metadata``; ``files`` are the checkpoint's, with their sizes.
+
+    Raises :class:`PickleError` for anything but tensors that lie in these files: nothing of it has then been called.
+    """
+    fields = _fields(read(data, ALLOWED), "Metadata")
+    storage = {_index(index): _storage(info, files) for index, info in _pairs(fields, "storage_data")}
+    room_bytes, blocks = sum(files.values()), len(storage)
+    tensors = {}
+    for name, entry in _pairs(fields, "state_dict_metadata"):
+        tensors[_is(name, str)] = _tensor(entry, room_bytes, blocks)
+        blocks -= len(tensors[name].chunks)
+    if fields.get("planner_data") is not None:
+        raise PickleError("it describes more than tensors")
+    version = fields.get("version")
+    return Metadata(dict(tensors), None, storage, StorageMeta(), None if version is None else _is(version, str))
+
+
+def _is(value: Any, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise PickleError(f"there is {type(value).__name__} in the place of {kind.__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _is(value, int) <= _LARGEST:
+        raise PickleError(f"{value} is no size")
+    return int(value)
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    """Return the state of an object of one of the classes."""
+    if not isinstance(value, Call) or value.name not in (Name(_METADATA, name), _STORAGE) or value.arguments:
+        raise PickleError(f"there is no {name} where one has to be")
+    if value.name.name != name:
+        raise PickleError(f"there is {value.name.name} in the place of {name}")
+    return {_is(key, str): item for key, item in _is(value.state, Pairs).items}
+
+
+def _pairs(fields: dict[str, Any], name: str) -> list[tuple[Any, Any]]:
+    return _is(fields.get(name), Pairs).items
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, Call) or value.name != _SIZE or value.state is not None or len(value.arguments) > 1:
+        raise PickleError("there is no size where one has to be")
+    return torch.Size([_count(each) for each in _is(value.arguments[0] if value.arguments else (), tuple)])
+
+
+def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
+    """Return the description of a tensor of at most so many blocks."""
+    fields = _fields(value, "TensorStorageMetadata")
+    dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
+    if math.prod(size) * dtype.itemsize > room_bytes:
+        raise PickleError(f"a tensor of {list(size)} has no room in files of {room_bytes:,} bytes")
+    described = _is(fields.get("chunks"), list)
+    if len(described) > most:
+        raise PickleError("a tensor has blocks that lie nowhere")
+    chunks = []
+    for chunk in described:
+        own = _fields(chunk, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_size(own.get("offsets")), _size(own.get("sizes"))))
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    """Return the type among a tensor's properties; the others are those of every tensor that partool saves."""
+    if not isinstance(value, Call) or value.name != Name(_METADATA, "TensorProperties") or value.arguments:
+        raise PickleError("there are no TensorProperties where they have to be")
+    state = _is(value.state, tuple)
+    if not state or not isinstance(state[0], Name) or state[0] not in _TYPES:
+        raise PickleError("a tensor has no type")
+    return _TYPES[state[0]]
+
+
+def _index(value: Any) -> MetadataIndex:
+    fields = _fields(value, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _is(fields.get("fqn"), str),
+        None if offset is None else _size(offset),
+        None if index is None else _count(index),
+    )
+
+
+def _storage(value: Any, files: Mapping[str, int]) -> StorageInfo:
+    fields = _fields(value, "_StorageInfo")
+    name = _is(fields.get("relative_path"), str)
+    offset, length = _count(fields.get("offset")), _count(fields.get("length"))
+    if name not in files or offset + length > files[name]:
+        raise PickleError(f"a tensor lies in {name[:200]!r}, outside the files of the checkpoint")
+    if fields.get("transform_descriptors"):
+        raise PickleError("a tensor is packed in a way that partool does not write")
+    return StorageInfo(name, offset, length)
