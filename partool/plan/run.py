@@ -5,10 +5,12 @@ Launcher and agent share this, so that what ``--dry-run`` prints is what runs.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -73,10 +75,23 @@ def lost_peer(message: str) -> bool:
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """Replace the run's status; a reader sees the old one or the new one, never a part."""
-    temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
-    temporary.write_text(status.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / STATUS_FILE)
+    """Replace the run's status; a reader sees the old one or the new one, never a part.
+
+    Where there is no room for another file, the old one is written over, in the block that it has. Raises OSError.
+    """
+    file, temporary = run_dir / STATUS_FILE, run_dir / f".{STATUS_FILE}.{os.getpid()}"
+    text = status.model_dump_json(indent=2) + "\n"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not file.exists():
+            raise
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        with file.open("r+b") as there:
+            there.write(text.encode())
+            there.truncate()
 
 
 def read_status(run_dir: Path) -> RunStatus:

@@ -266,10 +266,17 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that nobody needs: a full disk is no reason to print tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Leave the record out."""
+
+
 def _log_to_file(path: Path) -> None:
     """Send torch elastic's own talk to a file: the user gets one message from us."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(handler)

@@ -11,6 +11,7 @@ from typing import Any
 from partool.plan.run import lost_peer
 from partool.plan.types import Plan
 from partool_runtime._error_files import ErrorRecord
+from partool_runtime.errors import FULL
 
 FAILURES_FILE = "failures.jsonl"
 _TAIL_BYTES = 1 << 18
@@ -57,8 +58,12 @@ class FailureLog:
                 "step": reached_step(self._run_dir, self._checkpoints),
                 "plan_hash": self._plan_hash,
             }
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:
+                if error.errno not in FULL:  # then the count is of this start alone
+                    raise
             entries.append(entry)
         count, furthest = 0, -1
         before: tuple[str, str] | None = None

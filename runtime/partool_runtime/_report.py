@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
 
 _TRACEBACK_LINES = 24
 _LOG_LINES = 10
+_RECORD_BYTES = 1 << 14
 AFTER_CHECKPOINT, BEFORE_FIRST_STEP = "after a checkpoint", "before the first step"
 
 
@@ -107,7 +109,7 @@ def _failure(
 ) -> Summary:
     rank, where = first
     error = errors.get(rank)
-    what = _headline(error) if error else _end_without_record(supervision.codes[rank])
+    what = _headline(error) if error else _end_without_record(supervision.codes[rank]) + _full(run_dir)
     lines = [f"partool: rank {rank}{where} failed (attempt {attempt}): {what}"]
     if error is None:
         lines += _tail(rank_log(run_dir, attempt, rank, "stderr"), _LOG_LINES)
@@ -142,6 +144,12 @@ def _end_without_record(code: int | None) -> str:
         return f"ended with exit code {code} and no error record"
     name = signal.Signals(-code).name
     return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _full(run_dir: Path) -> str:
+    """Say so if there is no room for an error record."""
+    there = os.statvfs(run_dir)
+    return f"; the file system of {run_dir} is full" if there.f_bavail * there.f_frsize < _RECORD_BYTES else ""
 
 
 def _tail(path: Path, count: int) -> list[str]:

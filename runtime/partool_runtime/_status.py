@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from partool.plan.run import RunStatus, State, read_status, this_process, write_status
-from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED
+from partool.plan.run import STATUS_FILE, RunStatus, State, read_status, this_process, write_status
+from partool.plan.terminal import say
+from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, FULL
 
 _STATES: dict[int, State] = {EXIT_DONE: "done", EXIT_PREEMPTED: "preempted"}
 
@@ -35,4 +36,10 @@ class StatusKeeper:
 
     def _write(self, **changes: object) -> None:
         self.status = self.status.model_copy(update=changes)
-        write_status(self._run_dir, self.status)
+        try:
+            write_status(self._run_dir, self.status)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            text = f"{self._run_dir / STATUS_FILE} cannot say that the run is {self.status.state}: {error.strerror}"
+            say(f"partool: {text}", err=True)

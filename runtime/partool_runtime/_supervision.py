@@ -122,7 +122,8 @@ class Supervision:
             return EXIT_DONE
         if EXIT_CONFIGURATION in codes:
             return EXIT_CONFIGURATION
-        stopped: set[int | None] = {EXIT_DONE, EXIT_PREEMPTED} | ({-signal.SIGKILL, None} if self.saved else set())
+        killed: tuple[int | None, ...] = (-signal.SIGKILL, None) if self.saved else ()
+        stopped = {EXIT_DONE, EXIT_PREEMPTED, *killed}
         return EXIT_PREEMPTED if self.early or codes <= stopped else 1
 
     @property

@@ -31,7 +31,14 @@ from partool_runtime._restarts import Restarts
 from partool_runtime._secrets import read_secrets
 from partool_runtime._status import StatusKeeper
 from partool_runtime._supervision import Supervision
-from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, ConfigurationError, lasting_refusals
+from partool_runtime.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_DONE,
+    EXIT_FAILED,
+    FULL,
+    ConfigurationError,
+    lasting_refusals,
+)
 from partool_runtime.stop import STOP_SIGNALS
 from partool_runtime.worker import load_plan
 
@@ -68,6 +75,11 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
                 verdict = _run(options, worker, timing or Timing(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            reason = f"{error.filename or options.run_dir} cannot be written: {error.strerror}"
+            verdict = Verdict(EXIT_FAILED, reason, f"partool: {reason}")
         _tell(verdict, options)
         return verdict.code
 

@@ -22,6 +22,10 @@ _LASTING = frozenset(
 """Refusals of the operating system that another start would meet again; a full disk or a stale handle may pass."""
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""No room on a file system, or none left of what this user may have."""
+
+
 class ConfigurationError(Exception):
     """Something in the spec, the plan or the files they name that no retry mends.
 

@@ -8,6 +8,7 @@ to end with.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -86,10 +87,13 @@ def _end(run_dir: Path, error: BaseException) -> None:
     """Record why, then leave without clean-up: with peers gone, process groups may block in their destructors."""
     code = exit_code(error)
     if code != EXIT_PREEMPTED:
-        write_error(run_dir, int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1")), error)
+        rank, attempt = int(os.environ.get("RANK", "0")), int(os.environ.get("PARTOOL_ATTEMPT", "1"))
+        with contextlib.suppress(OSError):  # the disk may be full, which the agent says
+            write_error(run_dir, rank, attempt, error)
         traceback.print_exception(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 

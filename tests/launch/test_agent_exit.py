@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,3 +123,36 @@ def test_folder_is_locked(tmp_path: Path) -> None:
     assert first.process is not None
     first.process.terminate()
     assert first.finish() == 75
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for _ in range(1000):
+            file.write(b"x" * 4096)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    """The status says how the run ended although no file can be made any more; and the message is one."""
+    run = AgentRun(small_disk / "run", {"0": "follow", "1": "follow"}).start()
+    run.wait_for("steps-0", "steps-1")
+    pid = run.rank_start(1)["pid"]
+    with pytest.raises(OSError, match="No space"):
+        fill(small_disk / "filling")
+    os.kill(pid, signal.SIGABRT)
+    assert run.finish() == 1
+    assert run.status.state == "failed"
+    assert "; the file system of " in run.errors
+    assert run.errors.count("Traceback") == 0
+    assert run.errors.startswith("partool: rank ")

@@ -383,7 +383,10 @@ def test_free_space_is_looked_at_before_writing(tmp_path):
             raise AssertionError("nothing may be written")
 
     checkpointer = open_folder(tmp_path, files=Small())
-    with pytest.raises(ConfigurationError, match=r"PT613.*needs 354 bytes.*123,456 bytes free"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"PT613.*needs 1,048,930 bytes \(354 of state, 1,048,576 to describe it\).*123,456 bytes free",
+    ):
         save(checkpointer, 1)
     assert names(tmp_path) == []
     checkpointer.close()

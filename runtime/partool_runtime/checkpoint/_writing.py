@@ -144,7 +144,8 @@ class _Explain:
                 raise CheckpointError(f"{where} cannot be written: {error}") from error
             free_bytes = self._files.free_bytes(self._job.folder)
             free = "unknown bytes" if free_bytes is None else f"{free_bytes:,} bytes"
-            needed = f"{self._job.plan.total_bytes:,} bytes"
+            total = self._job.plan.total_bytes
+            needed = f"{total + _OVERHEAD_BYTES:,} bytes ({total:,} of state, {_OVERHEAD_BYTES:,} to describe it)"
             raise ConfigurationError(
                 "PT613",
                 f"{where} needs {needed} and cannot be written: {error.strerror} ({free} free)",
