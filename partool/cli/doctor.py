@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ import typer
 
 from partool.cli._load import TrustCode
 from partool.cli._runs import fail
+from partool.diagnostics.secrets import masked
 from partool.launch.target import Check, LaunchError
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -36,14 +38,16 @@ def command(
     plan, script = _read(file, overrides or [], target)
     name = target or (plan.launch.target if plan else "slurm" if script is not None else "local")
     try:
-        checks = list(_checks(name, plan, script, crds))
+        checks = [
+            replace(check, text=masked(check.text), help=masked(check.help))  # they quote the user's own scripts
+            for check in _checks(name, plan, script, crds)
+        ]
     except LaunchError as error:
         fail(error.code, error.message, error.help, error.exit_code)
     if output == "json":
-        import dataclasses
         import json
 
-        say(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+        say(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         for check in checks:
             say(f"{_MARKS[check.verdict]}{check.name}: {check.text}")

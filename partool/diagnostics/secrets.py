@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 from partool.diagnostics._secret_rules import (
     ABOUT,
@@ -26,7 +27,6 @@ from partool.diagnostics._secret_rules import (
 from partool.diagnostics.record import Diagnostic, Label
 
 MASK = "***"
-_PATTERNS = [(form, re.compile(form.pattern)) for form in FORMS]
 _LONGEST_NAME = 1024
 """Of longer ones the end is looked at: the last words say what is meant."""
 _LEAST_LITERAL = 4
@@ -104,10 +104,17 @@ def masked(text: str, literals: Iterable[str] = ()) -> str:
     return _without(text, places) if places else text
 
 
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # When it is needed first: most commands meet no form, and all patterns would take a tenth of a small plan's time.
+    return re.compile(pattern)
+
+
 def _found(text: str) -> Iterator[tuple[Form, int, int]]:
     lowered = text.lower()
-    for form, pattern in _PATTERNS:
+    for form in FORMS:
         if any(word in lowered for word in form.begins):
+            pattern = _compiled(form.pattern)
             group = "secret" if "secret" in pattern.groupindex else 0
             yield from ((form, *match.span(group)) for match in pattern.finditer(text))
 

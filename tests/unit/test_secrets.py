@@ -8,8 +8,11 @@ import time
 import pytest
 from _secret_cases import NAMES, innocent, pem, token, valued
 
+from partool.cli import doctor
+from partool.cli.main import run
 from partool.diagnostics._secret_rules import FORMS, SOURCES
 from partool.diagnostics.secrets import in_value, in_variable, is_secret_name, masked, masked_lines
+from partool.launch.target import Check
 from partool.spec import load_text, without_value
 
 HEAD = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\ndata: python-stdlib\n"
@@ -90,3 +93,16 @@ def test_overrides_are_named_without_their_secrets() -> None:
     assert without_value("launch.env.A=Bearer 0a1b2c3d4e5f6a7b") == "launch.env.A=***"
     assert without_value("HF_TOKEN:swordfish") == "HF_TOKEN:***"
     assert without_value("training.steps=100") == "training.steps=100"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_doctor_repeats_no_secrets_of_scripts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    line = "line 4: '#SBATCH --export=ALL,HF_TOKEN=swordfish' stands after the first command"
+    monkeypatch.setattr(doctor, "_checks", lambda *_: iter([Check("script", "failed", line)]))
+    with pytest.raises(SystemExit):
+        run(["doctor", "--output", form])
+    shown = capsys.readouterr().out
+    assert "HF_TOKEN=***" in shown
+    assert "TOKEN=swordfish" not in shown
