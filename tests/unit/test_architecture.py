@@ -168,6 +168,26 @@ def test_the_checker_sees_a_python_that_is_started(tmp_path: Path) -> None:
         assert starts(tmp_path / "bad.py") == [2]
 
 
+def unpickles(path: Path) -> list[int]:
+    """Return the lines of a file that read a pickle: of a file, or of another rank."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Attribute):
+            continue
+        of = node.value.id if isinstance(node.value, ast.Name) else ""
+        loads = of in ("pickle", "torch", "marshal", "shelve") and node.attr in ("load", "loads", "Unpickler", "open")
+        if loads or "_object" in node.attr and node.attr.startswith(("all_gather", "broadcast", "gather", "scatter")):
+            found.append(node.lineno)
+    return found
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    files = [path for package in ("partool", "runtime", "kernels") for path in sorted((ROOT / package).rglob("*.py"))]
+    assert [f"{path.relative_to(ROOT)}:{line}" for path in files for line in unpickles(path)] == []
+    (tmp_path / "bad.py").write_text("pickle.load(f)\ndist.all_gather_object(a, b)\ntorch.load(f)\njson.load(f)\n")
+    assert unpickles(tmp_path / "bad.py") == [1, 2, 3]
+
+
 def test_the_checker_sees_a_violation(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("def f():\n    import torch\nfrom partool.cli import main\n")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
+from partool_runtime.checkpoint._messages import decode, encode
 from partool_runtime.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -54,15 +56,26 @@ class Ranks:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone."""
+        """Return every rank's value on every rank, in rank order; raises CheckpointError if a peer is gone.
+
+        Values are those of :mod:`._messages`: torch's collectives of objects would unpickle what other ranks send.
+        """
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
         try:
-            dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
+            return [cast(T, decode(message)) for message in self._gathered(encode(value), self._group)]
+        except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"lost another rank: {error}") from error
-        return cast("list[T]", values)
+
+    def _gathered(self, message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+        """Return the bytes of every rank, which differ in length."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+        longest = max(int(size) for size in sizes)
+        own = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(parts, own, group=group)
+        return [part.numpy()[: int(size)].tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run ``action`` on every rank and return all results; if it fails on any, raise that error on all."""
@@ -72,8 +85,8 @@ class Ranks:
             value = action()
         except Exception as error:  # handed to all ranks
             own = error
-        outcomes = self.gather((value, None if own is None else _Failure.of(own, self.rank)))
-        failures = [failure for _, failure in outcomes if failure is not None]
+        outcomes = self.gather((value, None if own is None else astuple(_Failure.of(own, self.rank))))
+        failures = [_Failure(*failure) for _, failure in outcomes if failure is not None]
         if failures:
             worst = next((failure for failure in failures if failure.code), failures[0])
             raise worst.to_error() from own
