@@ -176,7 +176,7 @@ def unpickles(path: Path) -> list[int]:
             continue
         of = node.value.id if isinstance(node.value, ast.Name) else ""
         loads = of in ("pickle", "torch", "marshal", "shelve") and node.attr in ("load", "loads", "Unpickler", "open")
-        if loads or "_object" in node.attr and node.attr.startswith(("all_gather", "broadcast", "gather", "scatter")):
+        if loads or ("_object" in node.attr and node.attr.startswith(("all_gather", "broadcast", "gather", "scatter"))):
             found.append(node.lineno)
     return found
 

@@ -28,8 +28,9 @@ def test_what_is_sent_comes_back(tmp_path: Path) -> None:
     plan = make_plan(state, Ranks(0, 1, timeout_s=0))
     metadata = read_metadata((path / ".metadata").read_bytes(), sizes)
     for value in (
-        manifest, plan.items.items, plan.metadata, metadata, {"a": ((3, 5), torch.float32)}, (None, (0, "PT1", "x", "")),
-        MetadataIndex("a"), MetadataIndex("a", [1, 2], 3), torch.Size([1, 2]), TensorProperties(torch.float16), [],
+        manifest, plan.items.items, plan.metadata, metadata, {"a": ((3, 5), torch.float32)},
+        (None, (0, "PT1", "x", "")), MetadataIndex("a"),
+        MetadataIndex("a", [1, 2], 3), torch.Size([1, 2]), TensorProperties(torch.float16), [],
     ):  # fmt: skip
         back = decode(encode(value))
         assert back == value
@@ -48,5 +49,5 @@ def test_other_values_are_not_sent(value: object) -> None:
      {"MetadataIndex": ["a"]}, {"dict": [[{"dict": []}, 1]]}, {"tuple": 3}],
 )  # fmt: skip
 def test_strange_messages_are_refused(message: object) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         decode(json.dumps(message).encode())
