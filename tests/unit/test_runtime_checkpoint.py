@@ -347,7 +347,7 @@ def test_errors_while_writing_leave_everything_as_it_was(tmp_path, mode, after_b
         checkpointer.save(2, state, {"step": 2}, wait=True)
     if number in FULL_DISK:
         assert caught.value.code == "PT613"
-        assert "needs 354 bytes" in caught.value.message  # 7*5*(8+2) + 4
+        assert "(354 of state, " in caught.value.message  # 7*5*(8+2) + 4
         assert os.strerror(number) in caught.value.message
         assert "bytes free" in caught.value.message
     else:
