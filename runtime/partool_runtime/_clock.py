@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from time import monotonic
 
 _LONGEST_GAP_S = 3.0
 """Agents look at their clock at least once a second, so that a longer gap means that they did not run at all."""
@@ -17,9 +17,9 @@ class AwakeClock:
     seem to have been silent for long, and every deadline to be over, although none had its time. To be looked at often.
     """
 
-    def __init__(self, source: Callable[[], float] = time.monotonic) -> None:
-        self._source = source
-        self._last = source()
+    def __init__(self, source: Callable[[], float] | None = None) -> None:
+        self._source = source or monotonic
+        self._last = self._source()
         self._away_s = 0.0
         self._lock = threading.Lock()
 

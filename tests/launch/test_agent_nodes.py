@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -131,14 +132,20 @@ def write_into_the_store(port: int) -> None:
 
 
 def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
-    """An agent that is killed or that says nothing any more, and one that never comes; a stranger changes nothing."""
+    """An agent that is killed or that says nothing any more, and one that never comes; neither a stranger nor
+    a suspension of the whole job changes anything.
+    """
     killed = NodeRun(tmp_path / "killed", {"0": "follow", "1": "follow"}).start_nodes()
     frozen = NodeRun(tmp_path / "frozen", {"0": "follow", "1": "follow"}).start_nodes()
     alone = NodeRun(tmp_path / "alone", {}).start_nodes(0)
     visited = NodeRun(tmp_path / "visited", {"0": "follow", "1": "follow"}).start_nodes()
     for run in (killed, frozen, visited):
         run.wait_for("steps-0", "steps-1")
-    write_into_the_store(visited.port)
+    suspended = [pid for pid in processes_of(visited.run_dir) if pid != os.getpid()]
+    assert len(suspended) == 4  # agents and ranks
+    for pid in suspended:  # as scontrol suspend does
+        os.kill(pid, signal.SIGSTOP)
+    begin = time.monotonic()
     killed.agents[1].kill()
     frozen.agents[0].send_signal(signal.SIGSTOP)
     try:
@@ -152,6 +159,12 @@ def test_nodes_that_vanish_and_strangers(tmp_path: Path) -> None:
     for run in (killed, frozen):
         wait_until(lambda run=run: run.survivors() == [], "the ranks' end")  # type: ignore[misc]
 
+    time.sleep(max(0.0, TIMING["silent_s"] + 2 - (time.monotonic() - begin)))  # longer than a node may be silent
+    for pid in suspended:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert [agent.poll() for agent in visited.agents.values()] == [None, None]
+    write_into_the_store(visited.port)
     visited.agents[1].terminate()
     assert visited.end() == [75, 75]
     assert visited.status.reason == f"stopped by SIGTERM to node 1 ({HOST})"

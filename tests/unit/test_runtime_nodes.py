@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from partool_runtime._clock import AwakeClock
 from partool_runtime._interfaces import interface_towards, is_loopback, resolves_to_network
 from partool_runtime._node_messages import Outcome, Timing, Verdict
 from partool_runtime._nodes import Board, NodesError, StoppedError, combined
@@ -242,6 +243,27 @@ def test_a_silent_node_is_noticed(nodes: Nodes, silent: str, monkeypatch: pytest
         assert first_failure(found).node == 1
     else:
         assert other.hear(outcome(1, 0), lambda: False) is None
+
+
+def test_a_clock_does_not_run_while_its_process_stands_still() -> None:
+    times = iter([100.0, 100.5, 102.0, 7302.0, 7302.5, 7305.0])
+    clock = AwakeClock(lambda: next(times))
+    assert [clock.now() for _ in range(5)] == [100.5, 102.0, 102.0, 102.5, 105.0]
+
+
+def test_an_agent_that_was_away_takes_nobody_for_gone(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hours pass for both at once, as for a job that was suspended; who is silent after that is noticed."""
+    away = [0.0]
+    monkeypatch.setattr("partool_runtime._clock.monotonic", lambda: time.monotonic() + away[0])
+    nodes.add("0", 0)
+    nodes.add("1", 1)
+    nodes.begin()
+    away[0] = 7200.0
+    end = time.monotonic() + 2 * QUICK.beat_s
+    while time.monotonic() < end:
+        assert [nodes.boards[name].trouble() for name in "01"] == ["", ""]
+    nodes.boards["1"]._meeting.timing = Timing(beat_s=30)
+    wait_for(lambda: "vanished" in nodes.boards["0"].trouble())
 
 
 def test_a_stop_before_the_start_reaches_all(nodes: Nodes) -> None:
