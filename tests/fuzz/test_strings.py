@@ -95,8 +95,8 @@ def rich(target: str, python: str) -> dict[str, Any]:
         },
         "training": {"sequence_length": 64, "global_batch": 4, "steps": 2, "precision": "fp32"},
         "optimizer": {"groups": {"embed.*": {"lr_factor": 0.5}}},
-        "data": {"source": ["README.md"], "format": "text", "text_field": "text", "cache": "/cache"},
-        "checkpoint": {"every": "30min", "dir": "/checkpoints"},
+        "data": {"source": ["README.md"], "format": "text", "text_field": "text", "cache": "/data/cache"},
+        "checkpoint": {"every": "30min", "dir": "/data/checkpoints"},
         "launch": launch,
     }  # fmt: skip
 
@@ -180,8 +180,9 @@ def run(plan: Plan, folder: Path) -> bool:
 
 def _judge_manifest(text: str, plan: Plan) -> None:
     documents = list(yaml.safe_load_all(text))
-    assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"], text
-    pod = documents[-1]["spec"]["template"]["spec"]
+    kinds = [each["kind"] for each in documents]
+    assert sorted(set(kinds) - {"NetworkPolicy"}) == ["ConfigMap", "Job", "Service"], text
+    pod = documents[kinds.index("Job")]["spec"]["template"]["spec"]
     command = pod["containers"][0]["command"]
     assert command[1:4] == ["-P", "-m", "partool_runtime.agent"]
     assert "/../" not in command[command.index("--run-dir") + 1]

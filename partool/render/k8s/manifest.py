@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from partool.render.shell import comment
+
 _PLAIN = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
 _WORDS = {"y", "n", "yes", "no", "true", "false", "on", "off", "null"}
 """Read as something else than text by YAML 1.1, which kubectl and the API server follow."""
@@ -35,7 +37,7 @@ _Dumper.add_representer(str, _string)
 
 def text(objects: Iterable[dict[str, Any]], remarks: Sequence[str] = ()) -> str:
     """Return a file of several documents, keys in the order given, with remarks as comments before the first."""
-    head = "".join(f"# {remark}\n" for remark in remarks)
+    head = "".join(f"# {comment(remark)}\n" for remark in remarks)
     return head + "---\n".join(_document(each) for each in objects)
 
 
