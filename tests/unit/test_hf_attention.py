@@ -148,7 +148,7 @@ def taken(path: Path) -> HfDecoder:
     """A model whose layers attend through the seam and are computed again in the backward pass."""
     described = describe(path)
     config = ModelConfig.model_validate(described["fields"], strict=False)
-    model = HfDecoder(HfModel(path=str(path), model_type="", architecture=""), config)
+    model = HfDecoder(HfModel(path=str(path), model_type="x", architecture="X"), config)
     take_attention(model, SimpleNamespace(model=config))  # type: ignore[arg-type]
     recompute(model.layers, ["full"] * config.layers)
     materialise(model, "cpu")

@@ -50,7 +50,7 @@ def config_of(described: dict[str, Any]) -> ModelConfig:
 
 def decoder(path: Path) -> HfDecoder:
     described = describe(path)
-    hf = HfModel(path=str(path), model_type=described["structure"]["model_type"], architecture="")
+    hf = HfModel(path=str(path), model_type=described["structure"]["model_type"], architecture="X")
     return HfDecoder(hf, config_of(described))
 
 
@@ -177,7 +177,7 @@ def test_state_in_buffers_is_refused(folders: dict[str, Path], tmp_path: Path) -
     with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.mlp\.gate\.e_score_correction_bias") as caught:
         describe(tmp_path)
     assert caught.value.code == "PT649"
-    hf = HfModel(path=str(tmp_path), model_type="deepseek_v3", architecture="")
+    hf = HfModel(path=str(tmp_path), model_type="deepseek_v3", architecture="X")
     with pytest.raises(ConfigurationError, match="PT649"):
         HfDecoder(hf, config_of(describe(folders["llama"])))
 
