@@ -195,10 +195,13 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
     if overrides:
         raise typer.BadParameter("--set changes a spec; a plan is run as it is")
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        plan = Plan.from_json(path.read_text(encoding="utf-8"))
+        reason = plan.contradiction
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         reason = _first(error) if isinstance(error, ValidationError) else str(error)
+    if reason:
         fail("PT503", f"{path} is no plan of this version: {reason}", "make it again: partool plan SPEC --out FILE", 1)
+    return plan
 
 
 def _first(error: ValidationError) -> str:

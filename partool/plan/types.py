@@ -15,6 +15,24 @@ from partool.layout.tensor import Partition
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
+from partool.spec.numbers import (
+    Bytes,
+    Cores,
+    Elements,
+    Experts,
+    Layers,
+    LayersOrNone,
+    Pieces,
+    Predicted,
+    Rank,
+    Ranks,
+    Rate,
+    Sequences,
+    Share,
+    StepsOrNone,
+    TensorRanks,
+    TokensOrNone,
+)
 from partool.spec.parallel import (
     Compile,
     Gather,
@@ -42,17 +60,17 @@ NOT_RUN = frozenset(
 class Record(BaseModel):
     """A part of the plan: closed and frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
 
 
 class Mesh(Record):
     """Dense mesh axes, outermost first; they multiply to the world size. Rank order is row-major over this order."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    pp: Layers = 1
+    dp_replicate: Ranks = 1
+    dp_shard: Ranks = 1
+    cp: Ranks = 1
+    tp: TensorRanks = 1
 
     @property
     def world_size(self) -> int:
@@ -69,20 +87,20 @@ class HostWork(Record):
     """How what is offloaded is moved and updated; see ``parallel.offload`` of the spec."""
 
     speculate: Literal["none", "deferred", "undo"] = "none"
-    undo_bytes: int = 0
+    undo_bytes: Bytes = 0
     """Per rank."""
     gradients: Literal["compute", "master"] = "compute"
     """Type in which gradients travel: that of computation, or that of masters."""
     moments: Literal["master", "bf16"] = "master"
-    bucket_bytes: int = 2**26
+    bucket_bytes: Bytes = 2**26
     """Of gradients, in the type in which they travel."""
-    threads: int = 1
+    threads: Cores = 1
     """Per rank."""
     folder: FilePath | Literal[""] = ""
     """Absolute; empty where nothing goes to disks."""
-    buffers: int = 4
+    buffers: Pieces = 4
     """Buckets of a state on disks that are in host memory at once."""
-    pinned_bytes: int = 0
+    pinned_bytes: Bytes = 0
     """Most pinned memory of a rank; 0: no limit."""
 
 
@@ -90,60 +108,60 @@ class Layout(Record):
     """How the work is split over ranks and time."""
 
     mesh: Mesh
-    expert: int = 1
+    expert: Experts = 1
     zero: ZeroStage
-    micro_batch: int
+    micro_batch: Sequences
     """Sequences per rank and forward pass."""
-    accumulation: int
+    accumulation: Sequences
     """Micro-batches per rank and optimizer step."""
     recompute: tuple[Recompute, ...]
     """One policy per layer."""
     compile: Compile
-    stages: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[LayersOrNone, Layers], ...]
     """First and one-past-last layer of each of the ``pp`` × ``chunks`` pipeline stages, in their order."""
     schedule: str = "1f1b"
     """Name in :data:`partool.schedule.SCHEDULES`, or ``file``."""
-    chunks: int = 1
+    chunks: Layers = 1
     """Stages per pipeline rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
-    in_flight: int = 0
+    in_flight: StepsOrNone = 0
     """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
     schedule_text: str = ""
     """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
     schedule_hash: Sha256 = ""
     """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
     lists of more than 50,000 passes."""
-    tensor_inner: int = 1
+    tensor_inner: TensorRanks = 1
     """d2 of the d1 × d2 tensor ranks in two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of
     the mesh is ``tp0`` × ``tp1``, ``tp1`` of this size and innermost."""
     sequence_norms: bool = False
     """Norms and residuals work on a share of the sequence per tensor rank."""
     tensor_overlap: TensorOverlap = "none"
-    tensor_chunks: int = 1
+    tensor_chunks: Pieces = 1
     """Pieces of a micro-batch whose sums travel while the next is multiplied."""
     gather: Gather = "coalesced"
-    prefetch: int = 1
+    prefetch: LayersOrNone = 1
     """With ZeRO-3, layers gathered ahead of the one that computes."""
-    persistent_elements: int = 0
+    persistent_elements: Elements = 0
     """With ZeRO-3, parameters of at most so many elements stay gathered."""
     leaves: tuple[str, ...] = ()
     """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
     sequence_method: SequenceMethod = "ulysses"
     sequence_order: Order = "contiguous"
     """Which tokens a sequence-parallel rank holds (:func:`partool.layout.sequence.shares`)."""
-    sequence_inner: int = 1
+    sequence_inner: Ranks = 1
     """With ``usp``: neighbouring ranks that trade sequence for heads, of the ``cp`` of the mesh."""
-    sequence_teams: int = 1
+    sequence_teams: Ranks = 1
     """With ``startrail``: ranks of a team (C)."""
     sequence_inside: Inside = "teams"
     """With ``startrail``: which of both neighbouring ranks form."""
-    mlp_tile_tokens: int = 0
+    mlp_tile_tokens: TokensOrNone = 0
     """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
-    loss_tile_tokens: int = 0
+    loss_tile_tokens: TokensOrNone = 0
     """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
     fused: tuple[Fused, ...] = ()
     """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
     offload_optimizer: Tier = "none"
-    gpu_fraction: float = 0.0
+    gpu_fraction: Share = 0.0
     """Share of the optimizer state that stays on the device while ``offload_optimizer`` is not none."""
     offload_parameters: Tier = "none"
     offload_activations: Host = "none"
@@ -170,54 +188,54 @@ class Layout(Record):
 class RankMemory(Record):
     """Predicted peak memory of the ranks of one pipeline position."""
 
-    pipeline_rank: int
-    terms_bytes: dict[str, int]
+    pipeline_rank: LayersOrNone
+    terms_bytes: dict[str, Predicted]
     """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
-    total_bytes: int
+    total_bytes: Predicted
 
 
 class MemoryPrediction(Record):
     """Predicted peak memory of one rank."""
 
-    rank: int
-    terms_bytes: dict[str, int]
+    rank: Rank
+    terms_bytes: dict[str, Predicted]
     """Keys from :data:`partool.plan.terms.MEMORY_TERMS`."""
-    total_bytes: int
-    capacity_bytes: int
+    total_bytes: Predicted
+    capacity_bytes: Predicted
     """Device memory less the headroom."""
-    fit_probability: float
+    fit_probability: Share
     """Probability that the true peak stays under the device's memory."""
-    sigma_bytes: int = 0
+    sigma_bytes: Predicted = 0
     """One standard deviation of the true peak around ``total_bytes``."""
     verdict: Literal["green", "amber", "red"] = "green"
     """green: sure to fit (at least 99 %); amber: may fit; red: predicted above the device's memory."""
     ranks: tuple[RankMemory, ...] = ()
     """One entry per pipeline rank: its terms."""
-    host_terms_bytes: dict[str, int] = {}
+    host_terms_bytes: dict[str, Predicted] = {}
     """Of host memory, of one rank; keys from :data:`partool.plan.terms.HOST_TERMS`. Empty where nothing leaves."""
-    host_bytes: int = 0
+    host_bytes: Predicted = 0
     """Of host memory, of all ranks of a node."""
-    pinned_bytes: int = 0
+    pinned_bytes: Predicted = 0
     """Of one rank's host memory, what its device reaches by itself."""
 
 
 class TimePrediction(Record):
     """Predicted time and traffic of one optimizer step."""
 
-    terms_s: dict[str, float]
+    terms_s: dict[str, Rate]
     """Keys from :data:`partool.plan.terms.TIME_TERMS`; they sum to the step time."""
-    breakdown_s: dict[str, float] = {}
+    breakdown_s: dict[str, Rate] = {}
     """Finer parts of the terms, keys from :data:`partool.plan.terms.TIME_PARTS`; parts that overlap do not sum up."""
-    step_time_s: float
-    tokens_per_s: float
+    step_time_s: Rate
+    tokens_per_s: Rate
     """Over all ranks."""
-    model_flops: float
+    model_flops: Rate
     """Per optimizer step, over all ranks, without recomputation."""
-    mfu: float | None
-    total_s: float
+    mfu: Rate | None
+    total_s: Rate
     """To the end of training."""
-    device_hours: float
-    traffic_bytes: dict[str, int]
+    device_hours: Rate
+    traffic_bytes: dict[str, Predicted]
     """Keys from :data:`partool.plan.terms.TRAFFIC_TERMS`; sent per rank and step."""
 
 
@@ -227,11 +245,11 @@ class Prediction(Record):
     memory: MemoryPrediction
     """Of the rank that needs most."""
     time: TimePrediction
-    relative_error: float
+    relative_error: Rate
     """One standard deviation of the step time, from the data the model was checked on."""
-    time_scalar: float = 1.0
+    time_scalar: Rate = 1.0
     """Measured over predicted step time of this machine's earlier runs; the times hold it already."""
-    memory_scalar: float = 1.0
+    memory_scalar: Rate = 1.0
     """The same for memory."""
 
 
@@ -239,8 +257,8 @@ class Alternative(Record):
     """A layout that was considered and not taken."""
 
     summary: str
-    step_time_s: float | None
-    memory_bytes: int | None
+    step_time_s: Rate | None
+    memory_bytes: Predicted | None
     runnable: bool
     why_not: str
     change: str
@@ -251,13 +269,13 @@ class CandidateRow(Record):
     """One priced layout, for tables and plots; the plan's own is among them."""
 
     summary: str
-    step_time_s: float
-    memory_bytes: int
+    step_time_s: Rate
+    memory_bytes: Predicted
     """Of the fullest rank."""
-    host_bytes: int = 0
+    host_bytes: Predicted = 0
     """Of host memory, per node."""
-    devices: int
-    fit_probability: float
+    devices: Ranks
+    fit_probability: Share
     verdict: Literal["green", "amber", "red"]
     runnable: bool
     pareto: bool = False
@@ -269,15 +287,15 @@ class CandidateRow(Record):
 class SearchSummary(Record):
     """How the layout was found. Counts are of layouts."""
 
-    enumerated: int
+    enumerated: Predicted
     """Every combination of the choices that the spec leaves open."""
-    pruned: dict[str, int] = {}
+    pruned: dict[str, Predicted] = {}
     """Left out before pricing, by reason."""
-    evaluated: int
+    evaluated: Predicted
     """Priced with the closed equations: memory, and a lower bound of the step time."""
-    fitting: int
+    fitting: Predicted
     """Of those, how many fit."""
-    simulated: int
+    simulated: Predicted
     """Priced exactly: stages balanced, schedule simulated."""
 
 
@@ -365,6 +383,20 @@ class Plan(Record):
     """The spec as the user wrote it, overrides applied."""
     inputs: dict[str, str] = {}
     """SHA-256 of every input: spec, catalog, model configuration."""
+
+    @property
+    def contradiction(self) -> str:
+        """What an edited plan says in two ways: the ranks, or the layers; empty: nothing."""
+        ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
+        if ranks != there:
+            return f"layout.mesh is of {ranks} ranks, devices of {there}"
+        layers, named = self.model.layers, len(self.layout.recompute)
+        if named != layers:
+            return f"layout.recompute names {named} layers, the model has {layers}"
+        ends = [0, *(stop for _, stop in self.layout.stages)]
+        if [start for start, _ in self.layout.stages] != ends[:-1] or ends[-1] != layers or sorted(ends) != ends:
+            return f"layout.stages are not the {layers} layers one after the other"
+        return ""
 
     @property
     def shares(self) -> tuple[Spans, ...]:

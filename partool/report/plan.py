@@ -22,6 +22,11 @@ _SIDE_BY_SIDE = 120
 _APART = 4
 
 
+def _bar(share: float) -> str:
+    """Return a bar for a share of the whole; a plan's file may say anything, and a bar has an end."""
+    return "█" * round(_BAR * min(share, 4.0)) or "▏"
+
+
 def render_plan(plan: Plan, console: Console, *, source: str | None = None) -> None:
     """Print a plan; ``source`` is the file that ``partool launch`` takes to run it."""
     console.print(_head(plan))
@@ -158,7 +163,7 @@ def _memory(plan: Plan) -> Table:
     device = max(plan.devices.memory_bytes, memory.total_bytes)
     for name, size in memory.terms_bytes.items():
         if size:
-            table.add_row(name, gib(size), "█" * max(round(_BAR * size / device), 0) or "▏")
+            table.add_row(name, gib(size), _bar(size / device))
     share = memory.total_bytes / plan.devices.memory_bytes
     fits = f"{share:.0%} of {gib(plan.devices.memory_bytes)}; {memory.verdict}, {_probability(memory.fit_probability)}"
     table.add_row(Text("total", "bold"), Text(gib(memory.total_bytes), "bold"), fits)
@@ -174,7 +179,7 @@ def _host_rows(table: Table, plan: Plan) -> None:
     if not total or not host:
         return
     for name, size in memory.host_terms_bytes.items():
-        bar = "█" * round(_BAR * size * plan.devices.per_node / max(host, total)) or "▏"
+        bar = _bar(size * plan.devices.per_node / max(host, total))
         table.add_row(f"host {name}", gib(size), bar)
     apart = memory.pinned_bytes and plan.devices.backend != "cpu"
     pinned = f", {gib(memory.pinned_bytes)} pinned per rank" if apart else ""
@@ -197,7 +202,7 @@ def _time(plan: Plan) -> Table:
     large = {name: value for name, value in time.terms_s.items() if value >= _SMALL * time.step_time_s}
     for name, value in {**large, "all else": small}.items():
         if value:
-            table.add_row(name, seconds(value), "█" * round(_BAR * value / time.step_time_s) or "▏")
+            table.add_row(name, seconds(value), _bar(value / time.step_time_s))
     error = f"± {plan.prediction.relative_error:.0%}"
     speed = f"{error}; {amount(time.tokens_per_s)} tokens/s" + (f", MFU {time.mfu:.1%}" if time.mfu is not None else "")
     table.add_row(Text("step", "bold"), Text(seconds(time.step_time_s), "bold"), speed)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from partool.spec._base import Auto, Section
-from partool.spec.numbers import Cores, Figure, Ranks
+from partool.spec.numbers import MOST_DEVICES, Bytes, Cores, CoresOrNone, Figure, Ranks, Rate, Share, Speed
 from partool.spec.patterns import FilePath
 
 Backend = Literal["cpu", "cuda", "rocm"]
@@ -94,52 +94,52 @@ class Devices(Section):
     architecture: str = ""
     """Instruction set that kernels are compiled for (``sm_90``, ``gfx950``); empty: a CPU's, or not known."""
     backend: Backend
-    nodes: int
-    per_node: int
+    nodes: Ranks
+    per_node: Ranks
     """Ranks per node."""
-    domain: int = 0
+    domain: Annotated[int, Field(ge=0, le=MOST_DEVICES)] = 0
     """Ranks that the fast link joins: 0 means a node; more on rack-scale machines (72 on GB200 NVL72)."""
-    memory_bytes: int
+    memory_bytes: Bytes
     """Usable by one rank; on ``cpu`` the host's memory divided by its ranks."""
-    peak_flops: float | None
+    peak_flops: Speed | None
     """Of one rank, dense, in the plan's precision; None where it is not known (then no MFU is given)."""
-    achievable_flops: float
+    achievable_flops: Speed
     """What large matrix products reach on one rank, in the plan's precision."""
-    sustained_share: float = 1.0
+    sustained_share: Share = 1.0
     """Of that, what a device keeps up over a whole step: power limits clock some down under load."""
-    wide_flops: float | None = None
+    wide_flops: Speed | None = None
     """The same in 16 bits where the plan's precision is fp8: the head and attention stay wide. None: as above."""
-    attention_flops: float | None = None
+    attention_flops: Speed | None = None
     """What fused attention reaches; None: a share of the peak that the cost model assumes."""
-    units: int = 0
+    units: CoresOrNone = 0
     """Streaming multiprocessors or compute units; 0 where products are not cut into waves (CPU)."""
-    memory_bytes_per_s: float
+    memory_bytes_per_s: Speed
     topology: Topology = "switch"
     """How the devices of a node are joined: all to all through a switch, each pair by its own link, or not at all."""
-    link_bytes_per_s: float
+    link_bytes_per_s: Speed
     """One direction, all links of a rank to the others of its node together."""
-    pair_bytes_per_s: float | None = None
+    pair_bytes_per_s: Speed | None = None
     """One direction, between two ranks of a node; None: as ``link_bytes_per_s``. Less on a mesh (xGMI)."""
-    link_latency_s: float = 10e-6
+    link_latency_s: Rate = 10e-6
     """Start of one collective within a node."""
     fabric: str = ""
     """Catalog name of the network between nodes."""
-    fabric_bytes_per_s: float
+    fabric_bytes_per_s: Speed
     """One direction, per rank, between nodes."""
-    fabric_latency_s: float = 25e-6
+    fabric_latency_s: Rate = 25e-6
     """Start of one collective between nodes."""
-    host_link_bytes_per_s: float | None = None
+    host_link_bytes_per_s: Speed | None = None
     """One direction, from a rank's device to host memory (PCIe, NVLink-C2C); None where device and host are one."""
-    host_memory_bytes: int | None = None
+    host_memory_bytes: Bytes | None = None
     """Of a node."""
-    host_memory_bytes_per_s: float = 200e9
+    host_memory_bytes_per_s: Speed = 200e9
     """Of a node."""
-    host_cores: int = 0
+    host_cores: CoresOrNone = 0
     """Of a node; 0 where it is not known."""
-    disk_bytes_per_s: float = 5e9
+    disk_bytes_per_s: Speed = 5e9
     """Of a node's disks, half of it read and half of it written; by default those of one data-centre SSD on four lanes
     of PCIe 4 (Samsung PM9A3: 6.8 GB/s read, 4.0 written, https://semiconductor.samsung.com/ssd/datacenter-ssd/pm9a3)."""
-    operator_s: float = 7e-6
+    operator_s: Rate = 7e-6
     """Host time to start one operator (kernel)."""
-    threads_per_rank: int = 0
+    threads_per_rank: CoresOrNone = 0
     """Intra-op threads; 0 leaves the choice to the framework."""

@@ -35,11 +35,13 @@ Sequences = Annotated[int, Field(gt=0, le=1_000_000_000)]
 Elements = Annotated[int, Field(ge=0, le=1_000_000_000_000)]
 """Of one parameter: a vocabulary times a width is less."""
 Ranks = Annotated[int, Field(gt=0, le=MOST_DEVICES)]
+Rank = Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
 TensorRanks = Annotated[int, Field(gt=0, le=1_024)]
 """Plans list what each of them holds of every parameter; published runs had up to 72."""
 Pieces = Annotated[int, Field(gt=0, le=1_024)]
 """Of one thing that is cut, or of which several are on their way."""
 Cores = Annotated[int, Field(gt=0, le=1_000_000)]
+CoresOrNone = Annotated[int, Field(ge=0, le=1_000_000)]
 Steps = Annotated[int, Field(gt=0, le=1_000_000_000)]
 StepsOrNone = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Times = Annotated[int, Field(gt=0, le=1_000_000)]
@@ -49,6 +51,14 @@ Seconds = Annotated[int, Field(gt=0, le=100_000_000)]
 """Three years."""
 SecondsOrNone = Annotated[int, Field(ge=0, le=100_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes = Annotated[int, Field(ge=0, le=2**62)]
+"""Of memory, or of what moves."""
+Predicted = Annotated[int, Field(ge=0, le=10**30)]
+"""Of bytes and layouts, of what may be far too large."""
+Rate = Annotated[float, Field(ge=0.0, le=1e30)]
+"""Per second, and seconds."""
+Speed = Annotated[float, Field(ge=1.0, le=1e30)]
+"""Operations or bytes per second: what is divided by."""
 Figure = Annotated[float, Field(gt=0.0, le=1e6)]
 """Of hardware, in the unit that its name says."""
 Factor = Annotated[float, Field(gt=0.0, le=1e12)]

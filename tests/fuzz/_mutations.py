@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ SEEDS: dict[str, Node] = {
         "data": "python-stdlib",
     },
     "tensor": {
-        "model": {"layers": 2, "hidden": 96, "heads": 6, "vocab": 256, "position": "learned", "norm": "layernorm"},
+        "model": {"layers": 2, "hidden": 96, "heads": 8, "vocab": 256, "position": "learned", "norm": "layernorm"},
         "hardware": {"accelerator": "cpu", "per_node": 4, "memory_gib": 16},
         "training": {"sequence_length": 64, "global_batch": 8, "precision": "fp64"},
         "parallel": {"tensor": {"shape": [2, 2], "patterns": {"layers.*.ffn.up": "column"}}},
@@ -89,7 +90,7 @@ SEEDS: dict[str, Node] = {
         "data": "python-stdlib",
     },
     "own device": {
-        "model": {"layers": 3, "hidden": 60, "heads": 3, "vocab": 99, "attention": {"window": 16}},
+        "model": {"layers": 3, "hidden": 60, "heads": 3, "vocab": 300, "attention": {"window": 16}},
         "hardware": {
             "accelerator": "mine", "nodes": 3, "per_node": 5, "memory_gib": 8, "peak_tflops": 50,
             "memory_gb_per_s": 500, "topology": "mesh", "link_gb_per_s": 20, "host_link_gb_per_s": 900,
@@ -101,7 +102,7 @@ SEEDS: dict[str, Node] = {
     },
     "configuration": {
         "model": {"config": str(ROOT / "specs" / "qwen2-small.json")},
-        "hardware": {"accelerator": "cpu", "per_node": 2, "memory_gib": 16},
+        "hardware": {"accelerator": "cpu", "per_node": 2, "memory_gib": 256},
         "training": {"sequence_length": 128, "global_batch": 4, "precision": "bf16"},
         "data": "python-stdlib",
     },
@@ -109,9 +110,10 @@ SEEDS: dict[str, Node] = {
 """Small ones that are planned in a fraction of a second, of every kind."""
 
 
+@cache
 def documents() -> dict[str, Node]:
     """Return the specs that attacks start from: the small ones above, those of partool, and its templates."""
-    found = copy.deepcopy(SEEDS)
+    found = dict(SEEDS)
     for path in sorted((ROOT / "specs").glob("*.yaml")):
         found[path.name] = yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in sorted((ROOT / "templates").glob("*.yaml")):
@@ -276,7 +278,7 @@ def mutated(rng: random.Random) -> tuple[str, Node]:
     known = documents()
     # Small ones are tried more often: they are planned in less time.
     name = rng.choice(list(SEEDS) if rng.random() < 0.85 else list(known))
-    document = known[name]
+    document = copy.deepcopy(known[name])
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
         if document:
             rng.choice(MUTATIONS)(rng, document)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from partool.cli.main import run
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS, glossary
 from partool.planner import make_plan
 from partool.report import render_plan
@@ -134,3 +136,35 @@ def test_units() -> None:
     assert [seconds(s) for s in (4.3e-5, 1.2e-3, 3.4, 1234.0)] == ["43 us", "1.2 ms", "3.4 s", "1234 s"]
     assert [duration(s) for s in (0.2, 105, 12000, 1051200)] == ["0 s", "1 min 45 s", "3 h 20 min", "12 d 4 h"]
     assert [amount(n) for n in (952, 1.77e6, 8.03e9)] == ["952", "1.77 M", "8.03 B"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("layout", "mesh", "dp_shard"), 0), (("devices", "per_node"), -1), (("layout", "micro_batch"), 10**30),
+        (("layout", "mesh", "tp"), 10**9), (("devices", "fabric_bytes_per_s"), 5e-324),
+        (("prediction", "memory", "total_bytes"), 10**400), (("prediction", "time", "step_time_s"), float("nan")),
+        (("devices", "nodes"), 7), (("layout", "stages"), [[0, 1]]), (("layout", "recompute"), []),
+    ],
+)  # fmt: skip
+def test_numbers_of_an_edited_plan_are_refused(
+    place: tuple[str, ...], value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As those of a spec: by their size, and where two of them cannot both be true."""
+    spec = load_text(
+        "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: cpu, per_node: 2}\n"
+        "data: python-stdlib\ntraining: {sequence_length: 64, global_batch: 8}\n"
+    ).spec
+    assert spec is not None
+    plan = make_plan(spec, base_dir=tmp_path, default_name="edited").plan
+    assert plan is not None
+    document = json.loads(plan.to_json())
+    inner = document
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (tmp_path / "plan.json").write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        run(["--debug", "plan", str(tmp_path / "plan.json")])
+    assert ended.value.code == 1
+    assert "error[PT503]" in capsys.readouterr().err
