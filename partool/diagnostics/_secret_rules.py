@@ -54,11 +54,15 @@ FORMS: tuple[Form, ...] = (
     _token("a key of Stripe", "sk_live_ sk_test_ rk_live_ rk_test_ sk_prod_ rk_prod_ whsec_", _ALNUM, 10),
     _token("a token of Slack", "xoxa- xoxb- xoxe- xoxo- xoxp- xoxr- xoxs- xapp-", "A-Za-z0-9-", 10),
     _token("a key of OpenAI or Anthropic", "sk-proj- sk-svcacct- sk-admin- sk-ant- sk-or-", _DASHED, 16),
-    _token("a key of OpenAI", "sk-", _ALNUM, 16),
+    _token("a key of OpenAI", "sk-", _ALNUM, 32),
     _token("a token of Vault", "hvs. hvb. hvr.", _DASHED, 20),
     _token("a token of Google", "ya29.", _DASHED + ".", 20, "vendor"),
     _token("a key of Google", "AIza GOCSPX-", _DASHED, 24),
-    _token("a key id of AWS", "AKIA ASIA ABIA ACCA", _CAPITAL, 16),
+    Form(
+        "a key id of AWS",
+        ("akia", "asia", "abia", "acca"),
+        r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}(?![A-Za-z0-9])",
+    ),
     _token("a key of AWS Bedrock", "ABSK", "A-Za-z0-9+/", 100),
     _token("a token of DigitalOcean", "dop_v1_ doo_v1_ dor_v1_", _HEX, 40),
     _token("a token of Databricks", "dapi", _HEX, 32),
@@ -88,7 +92,9 @@ FORMS: tuple[Form, ...] = (
     Form(
         "a bearer token",
         ("bearer", "basic"),
-        r"(?i)\b(?:bearer|basic)[ \t]{1,3}(?=[a-z.~+/_-]{0,200}[0-9=])(?P<secret>[a-z0-9.~+/_-]{12,}=*)",
+        r"(?i)\b(?:bearer[ \t]{1,3}(?=[a-z.~+/_-]{0,200}[0-9=])|basic[ \t]{1,3}(?=[a-z+/]{0,200}[0-9=])"
+        r"(?-i:(?=[a-z0-9+/]{0,200}[A-Z])))"
+        r"(?P<secret>[a-z0-9.~+/_-]{12,}=*)",
         "rfc6750",
     ),
     Form(
@@ -106,7 +112,9 @@ FORMS: tuple[Form, ...] = (
     Form(
         "a password in an address",
         ("@",),
-        r"(?<=[A-Za-z0-9_%+.-]):(?![0-9]{1,2}@)(?P<secret>[^/@:\s\"'{}$]{1,256})@[A-Za-z0-9][A-Za-z0-9.-]{0,253}(?::[0-9]{1,5})?/",
+        # The host has a dot, as package@1.2/x has after a version, or a port, or is this machine.
+        r"(?<=[A-Za-z0-9_%+.-]):(?![0-9]{1,2}@)(?P<secret>[^/@:\s\"'{}$]{1,256})"
+        r"@(?=localhost|[0-9.]{7,15}[:/]|[A-Za-z0-9-]{0,63}[A-Za-z][A-Za-z0-9-]{0,63}[.:])[A-Za-z0-9][A-Za-z0-9.-]{0,253}(?::[0-9]{1,5})?/",
         "detect-secrets",
     ),
     Form(

@@ -94,7 +94,13 @@ def _recorded_vocab(format: str, path: str) -> int | None:
     if format in ("text", "jsonl", "parquet") or path == STDLIB:
         return None
     if os.path.isdir(path):
-        names: Iterator[str] = (os.path.join(root, name) for root, _, files in os.walk(path) for name in files)
+        # Hidden files and folders are no data, as for the ranks.
+        names: Iterator[str] = (
+            os.path.join(root, name)
+            for root, _, files in os.walk(path)
+            for name in files
+            if not any(part.startswith(".") for part in os.path.relpath(os.path.join(root, name), path).split(os.sep))
+        )
     else:
         names = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])
     tokens, found = format != "auto" or path.endswith(".bin"), 0

@@ -55,7 +55,8 @@ def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow
         f"{1e3 * best.time.step_time_s:.3g}: {row.summary}"
     )
     nodes, part = divmod(row.devices, devices.per_node)
-    help = f"write hardware: {{nodes: {nodes}}}" if nodes else f"write hardware: {{per_node: {part}}}"
+    one = "nodes: 1, " if devices.nodes > 1 else ""
+    help = f"write hardware: {{nodes: {nodes}}}" if nodes else f"write hardware: {{{one}per_node: {part}}}"
     path = ("hardware", "nodes" if nodes else "per_node")
     return [Diagnostic("PT276", message, severity="warning", path=path, help=f"{help}, or a larger global_batch")]
 

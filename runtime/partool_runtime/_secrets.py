@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from partool_runtime.errors import ConfigurationError
 _MOST_BYTES = 100_000
 """The kernel takes 128 KiB per variable (execve(2), MAX_ARG_STRLEN)."""
 _LEAST_KEY_BYTES = 16
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Of file systems without hard links, as those are that stand for object stores."""
+_SETTLED_S = 1.0
 
 
 def read_secrets(launch: LaunchSpec) -> dict[str, str]:
@@ -95,5 +100,11 @@ def _make_key(file: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, file)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if not file.exists():  # of several nodes that come here at once, the last one wins before any has read it
+            os.replace(temporary, file)
+            time.sleep(_SETTLED_S)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)

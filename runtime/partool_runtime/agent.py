@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
-from partool.plan.run import lock_file
+from partool.plan.run import KEY_VARIABLE, lock_file
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime import _report
@@ -71,7 +71,9 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
             end_with_parent(int(launcher), signal.SIGTERM)
         options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
         try:
-            with lasting_refusals(options.run_dir), _lock(options):
+            with contextlib.ExitStack() as held:
+                with lasting_refusals(options.run_dir):
+                    held.enter_context(_lock(options))
                 verdict = _run(options, worker, timing or Timing(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
@@ -87,16 +89,17 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
 def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
-        with lasting_refusals(options.run_dir):
+        with lasting_refusals(options.run_dir):  # a refusal while ranks run may pass
             plan = _prepare(options)
-            supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
-            if options.place.several:
-                with _loading_torch():
-                    from partool_runtime._together import Together
+        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+        if options.place.several:
+            with _loading_torch():
+                from partool_runtime._together import Together
 
-                return Together(options, timing, worker, supervision, keeper).run(plan)
-            assert keeper is not None
-            return _run_alone(plan, options, worker, supervision, keeper)
+            return Together(options, timing, worker, supervision, keeper).run(plan)
+        os.environ.pop(KEY_VARIABLE, None)  # one agent has nobody to talk to, and ranks do not get it
+        assert keeper is not None
+        return _run_alone(plan, options, worker, supervision, keeper)
     except ConfigurationError as error:
         if keeper is not None:
             keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])

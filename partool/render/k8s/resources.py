@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from partool.plan.types import Plan
+from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE, within
 from partool.spec.launch_units import quantity
 
 _GIB = 1 << 30
@@ -39,13 +40,20 @@ def ephemeral_storage(plan: Plan) -> str:
     if k8s.ephemeral_storage is not None:
         return k8s.ephemeral_storage
     gib = _SCRATCH_GIB
-    if k8s.storage is None and plan.checkpoint.dir is None:
+    if _on_disk(plan, plan.checkpoint.dir or POD_STORAGE):
         memory = plan.prediction.memory
         state = [memory.terms_bytes.get(name, 0) for name in ("parameters", "optimizer")]
         state += [memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")]
         kept = plan.checkpoint.keep + 1  # an older one goes once a newer one is complete
         gib += math.ceil(sum(state) * plan.devices.per_node * kept * _ROOM / _GIB)
     return f"{gib}Gi"
+
+
+def _on_disk(plan: Plan, path: str) -> bool:
+    """Return whether what a pod writes there lies on its node's disk, and in no mount or claim."""
+    if any(within(path, mount.target) for mount in plan.launch.mounts):
+        return False
+    return within(path, POD_SCRATCH) or (within(path, POD_STORAGE) and plan.launch.k8s.storage is None)
 
 
 def resources(plan: Plan) -> dict[str, Any]:
