@@ -10,7 +10,7 @@ import typer
 from partool.cli._runs import fail
 from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
 from partool.launch.describe import display, last_step
-from partool.launch.local import LocalTarget
+from partool.launch.local import LocalTarget, stops_held_back
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
 from partool.plan.terminal import say
@@ -73,18 +73,19 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
     target, current = LocalTarget(), None
     try:
         target.check()
-        current = previous or RunStore().create(plan.name)
-        replaced = current.write_plan(plan, spec_text)
-        if options.step is not None:
-            set_aside(current, plan, options.step)
-        say(f"partool: run {current.id} in {display(current.path)}", err=True)
-        if options.resume and previous is not None:
-            say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
-        before = last_step(current)
-        code = target.launch(current, plan, resume=options.resume, detach=options.detach)
-        if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
-            current.take_back(replaced)
-            say(f"partool: {current.id} keeps the plan it had", err=True)
+        with stops_held_back():
+            current = previous or RunStore().create(plan.name)
+            replaced = current.write_plan(plan, spec_text)
+            if options.step is not None:
+                set_aside(current, plan, options.step)
+            say(f"partool: run {current.id} in {display(current.path)}", err=True)
+            if options.resume and previous is not None:
+                say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
+            before = last_step(current)
+            code = target.launch(current, plan, resume=options.resume, detach=options.detach)
+            if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
+                current.take_back(replaced)
+                say(f"partool: {current.id} keeps the plan it had", err=True)
         return current, code
     except LaunchError as error:
         if current is not None:

@@ -169,6 +169,16 @@ class _Forwarder:
 
 
 @contextmanager
+def stops_held_back() -> Iterator[None]:
+    """Let stop signals wait while a run is made and announced: the agent that is then started takes them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+
+
+@contextmanager
 def _forwarding() -> Iterator[_Forwarder]:
     """Block the stop signals until a process is there to take them, then forward them.
 

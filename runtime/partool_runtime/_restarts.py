@@ -41,13 +41,15 @@ class Restarts:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"partool: {what}\n", encoding="utf-8")
 
-    def help(self) -> str:
-        """Return how a run that has failed may go on; empty where a scheduler sees to that."""
+    def help(self, *, asked: bool = False) -> str:
+        """Return how a run that has failed, or was ``asked`` to stop, may go on; empty where a scheduler sees to it."""
         if self._launch.target != "local":
             return ""
         step, ways = self._failures.saved_step, []
         if step:
             ways.append(f"partool launch --resume {self._run_dir.name} goes on from step {step}")
-        if not self._launch.restarts:
+        elif asked:
+            ways.append("there is no checkpoint: a new start begins anew")
+        if not self._launch.restarts and not asked:
             ways.append("with launch: {restarts: 1} the agent starts the ranks again by itself")
         return f"  help: {'; '.join(ways)}" if ways else ""

@@ -171,10 +171,11 @@ def _run_alone(
     run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
     summary = _report.summarise(run_dir, keeper.status.attempt, supervision)
     code, reason, text = supervision.exit_code, summary.reason, summary.text
-    if code == 1 and (count := equal_failures()) >= launch.same_failure:
+    # Somebody who interrupts a run has not seen it fail.
+    if code == 1 and not supervision.asked and (count := equal_failures()) >= launch.same_failure:
         code, reason = EXIT_CONFIGURATION, _report.repeated(count, reason)
         text += f"\npartool: {reason}"
-    elif code == 1 and (help := restarts.help()):
+    elif code == 1 and (help := restarts.help(asked=supervision.asked)):
         text += f"\n{help}"
     keeper.end(code, reason)
     return Verdict(code, reason, text)

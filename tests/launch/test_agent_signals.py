@@ -120,6 +120,8 @@ def test_terminal(tmp_path: Path) -> None:
     assert hasty.finish() == 1
     assert time.monotonic() - before < 10  # far less than the 60 s allowed for a checkpoint
     assert "interrupted a second time" in hasty.text
+    assert "there is no checkpoint: a new start begins anew" in hasty.text
+    assert "restarts: 1" not in hasty.text  # nobody who ends a run wants it back by itself
     assert "Traceback" not in patient.text + hasty.text
     assert all((tmp_path / f"patient/checkpoint-{rank}").read_text().endswith("SIGINT") for rank in (0, 1))
     assert "rank 0 attempt 1 begins" in patient.text

@@ -293,3 +293,24 @@ def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monke
     start = "partool: goes on from step 4; the layout is another: schedule none -> hanayo, pp 1 -> 2, "
     assert line.startswith(start)
     assert zero in line
+
+
+def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it ends the launcher, and the run is left behind as one whose agent is gone."""
+    from partool.cli import _local
+
+    pending: list[set[signal.Signals]] = []
+
+    def announced(text: str, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def started(*arguments: Any, **options: Any) -> int:
+        pending.append(signal.sigpending())
+        signal.sigwait({signal.SIGINT})
+        return 75
+
+    monkeypatch.setattr(_local, "say", announced)
+    monkeypatch.setattr(_local.LocalTarget, "launch", started)
+    current, code = _local._start(make_plan(), "spec: 1\n", None, _local.Options())
+    assert (pending, code) == ([{signal.SIGINT}], 75)
+    assert current.path.is_dir()
