@@ -22,8 +22,16 @@ class DataError(ValueError):
         self.help = help
 
 
+_SIDECAR = 'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}'
+
+
 def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
     """Return how a file is read: as ``data.format`` says, else by its ending; raises DataError for what is not read."""
+    if wanted in ("tokens", "megatron"):
+        beside = path.with_suffix(".json" if wanted == "tokens" else ".idx")
+        if not beside.is_file():
+            help = _SIDECAR if wanted == "tokens" else "Megatron's data are pairs of a .bin and its .idx"
+            raise DataError(f"{path} has no {beside.name} beside it, which data.format: {wanted} needs", help)
     if wanted != "auto":
         return wanted
     ending = path.suffix.lower()
@@ -36,7 +44,7 @@ def format_of(path: Path, wanted: Format | Literal["auto"]) -> Format:
             return "tokens"
         raise DataError(
             f"{path} has neither a sidecar {path.stem}.json nor a Megatron index {path.stem}.idx beside it",
-            'write a sidecar such as {"dtype": "uint16", "count": 1000000, "vocab": 50257}',
+            _SIDECAR,
         )
     if ending in _PACKED_AWAY:
         help = "unpack it to text or JSONL, or set data.format: text to read its bytes as they are"

@@ -30,16 +30,18 @@ def sample(source: str, data: DataSpec) -> None:
     Raises NoFilesError for a folder or a pattern without files, DataError for what the ranks would refuse, OSError for
     what cannot be read. Folders are looked through as the runtime does: hidden files and linked folders are left out.
     """
-    found = 0
+    found = read_bytes = 0
     for path in islice(_files(source), _NAMES):
         if path.suffix in (".idx", ".json") and path.with_suffix(".bin").is_file() and data.format != "jsonl":
             continue
         _read(path, data)
-        found += 1
+        found, read_bytes = found + 1, read_bytes + path.stat().st_size
         if found == _FILES:
             return
     if not found:
         raise NoFilesError(f"there are no files to read in {source}")
+    if not read_bytes:
+        raise NoFilesError(f"{source} is empty" if os.path.isfile(source) else f"all files in {source} are empty")
 
 
 def _files(source: str) -> Iterator[Path]:

@@ -39,6 +39,7 @@ def record(**fields: object) -> str:
         ("d/a.bin", "0000", "PT602", "has neither a sidecar a.json nor a Megatron index"),
         ("d/a.txt.gz", "0000", "PT602", ".gz files are not read"),
         ("d/.hidden", "text", "PT601", "there are no files to read in"),
+        ("d/a.jsonl", "", "PT601", "all files in"),
         ("d/a.parquet", "no such file", "PT602", "is no Parquet file"),
     ],
 )
@@ -53,6 +54,13 @@ def test_what_ranks_would_stop_at_is_found(tmp_path: Path, name: str, content: s
         assert [(d.code, d.severity, d.path) for d in one] == [(code, "error", place)]
         assert said in one[0].message
     assert [d.severity for d in found(tmp_path, "{source: d}", CLUSTER)] == ["warning"]
+
+
+def test_token_files_need_what_lies_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(record(text="a"), encoding="utf-8")
+    for format, beside in (("tokens", "a.json"), ("megatron", "a.idx")):
+        (one,) = found(tmp_path, f"{{source: a.jsonl, format: {format}}}")
+        assert (one.code, f"has no {beside} beside it" in one.message) == ("PT602", True)
 
 
 def test_sound_data_are_none_of_it(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_broken_megatron_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert "7 bytes where 8" in refused("PT602", data)
     index.unlink()
-    assert "m.idx cannot be read" in refused("PT602", data)
+    assert "has no m.idx beside it" in refused("PT602", data)
 
 
 # Samples
