@@ -244,6 +244,7 @@ def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: st
         from partool.report.html import render_html
 
         write_or_exit(render_html(plan, source), html)
+        say(f"partool: wrote {html}", err=True)
     if timeline is not None:
         from partool.report.trace import plan_trace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MEMORY_TERMS: dict[str, str] = {
     "parameters": "master copy and, where kept, low-precision copy of the weights this rank holds",
-    "gathered": "parameters gathered from other ranks for the forward and backward pass, at the peak",
+    "gathered": "parameters as passes read them, gathered from other ranks where they are shared, at the peak",
     "gradients": "gradients this rank holds at the peak",
     "optimizer": "moments of the optimizer this rank holds",
     "activations": "tensors saved for the backward pass, at the peak",

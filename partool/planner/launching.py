@@ -197,9 +197,9 @@ def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
     """Warn of a job whose end the cluster decides on: it may be cut off, and it is not backfilled."""
     message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
     needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # in hours, which fit into a slot
-    help = f"add time: {_hours(needed)}, for {total_s:,.0f} s of training as predicted"
+    help = f"add {_limit(needed)}, for {total_s:,.0f} s of training as predicted"
     if needed > _LONGEST_HOURS:
-        help = f"add time: {_hours(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
+        help = f"add {_limit(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
     return Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
 
 
@@ -207,9 +207,11 @@ def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
     slurm = launch.slurm
     if slurm.partition is None and slurm.reservation is None and slurm.qos is None:
         message = "no partition is named: the cluster's default one decides on machines and limits"
-        help = "add partition: NAME; sinfo lists them, and partool doctor --target slurm checks it"
+        help = "add launch: {slurm: {partition: NAME}}; sinfo lists them, and partool doctor --target slurm checks it"
         yield Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
 
 
-def _hours(hours: int) -> str:
-    return f"'{hours // 24}-{hours % 24:02}:00:00'" if hours >= 24 else f"'{hours:02}:00:00'"
+def _limit(hours: int) -> str:
+    """Return what a spec says for a limit of so many hours."""
+    time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
+    return f"launch: {{slurm: {{time: '{time}'}}}}"

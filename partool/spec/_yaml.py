@@ -175,7 +175,7 @@ def _syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
             problem = "found undefined alias"
         context = getattr(error, "context", None)
         message = f"not valid YAML: {problem}" + (f" ({context})" if context else "")
-        return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(problem))
+        return Diagnostic("PT006", message, span=_mark_span(source, mark), help=_syntax_help(f"{problem} {context}"))
     position = getattr(error, "position", 0) or 0
     return _finding_at(source, position, "PT006", f"not valid YAML: {getattr(error, 'reason', 'it cannot be read')}")
 
@@ -185,6 +185,8 @@ def _syntax_help(problem: str) -> str:
         return "indent with spaces"
     if "mapping values are not allowed" in problem:
         return "quote a value that holds `: `, or check the indentation"
+    if "scanning an alias" in problem:
+        return "quote a value that begins with `*`, such as a glob: '*.jsonl'"
     if "expected <block end>" in problem or "did not find expected" in problem:
         return "check the indentation and the brackets above this line"
     return ""

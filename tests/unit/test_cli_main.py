@@ -93,7 +93,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "kv_heads: 3" in out
     code, out, _ = call(capsys, "explain", "gathered")
-    assert (code, out.startswith("gathered (memory per rank, bytes): parameters gathered")) == (0, True)
+    assert (code, out.startswith("gathered (memory per rank, bytes): parameters as passes")) == (0, True)
     assert "did you mean gathered?" in call(capsys, "explain", "gatherd")[2]
     code, out, _ = call(capsys, "explain")
     assert code == 0

@@ -92,6 +92,11 @@ def test_a_bound_is_said_in_full() -> None:
     assert [one.message for one in found] == ["`model.heads` must be at most 10,000, not 2147483647"]
 
 
+def test_a_glob_without_quotes_is_told_of_them() -> None:
+    (one,) = load_text("model: {layers: 2}\ndata: {source: *.jsonl}\n").diagnostics
+    assert (one.code, one.help) == ("PT006", "quote a value that begins with `*`, such as a glob: '*.jsonl'")
+
+
 def test_an_alias_bomb_is_refused_and_an_honest_alias_is_not() -> None:
     assert [code for code, *_ in codes(BOMB)] == ["PT009"]
     loaded = load_text(
