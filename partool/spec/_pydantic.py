@@ -208,6 +208,7 @@ def _least(path: SpecPath) -> int | None:
 def _bounds_below(annotation: Any) -> Iterator[int]:
     if get_origin(annotation) is Annotated:
         kind, *notes = get_args(annotation)
+        notes = [bound for note in notes for bound in getattr(note, "metadata", [note])]  # within a Field
         if kind is int:
             yield from (note.gt + 1 for note in notes if getattr(note, "gt", None) is not None)
             yield from (note.ge for note in notes if getattr(note, "ge", None) is not None)

@@ -228,12 +228,15 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), total.tolist())
 """
 ENDED_EARLY = """
 import threading, time, torch
-from partool_kernels.host import Pool, accumulate
+from partool_kernels.host import Pool, native
+from partool_kernels.host.update import _library
 
 def begun(pool, total, turns):
+    # The library alone: Python ends a daemon thread where it waits for the GIL, which torch's functions do not outlive.
+    lib, told = _library("native"), native.spans([total], [one])
     def call():
         for turn in range(turns):
-            accumulate([total], [one], first=False, pool=pool)
+            native.accumulate(lib, told, first=False, pool=pool)
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread

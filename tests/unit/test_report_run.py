@@ -256,8 +256,9 @@ def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_pa
     assert "error[PT515]" in err
     (folder / "summary.json").write_text("{")
     assert "No terms: the run has not ended yet" in home()[1]
-    mesh = plan.layout.mesh.model_copy(update={"pp": 1})
-    flat = plan.model_copy(update={"layout": plan.layout.model_copy(update={"mesh": mesh})})
+    mesh = plan.layout.mesh.model_copy(update={"pp": 1, "dp_shard": plan.layout.mesh.dp_shard * plan.layout.mesh.pp})
+    whole = {"mesh": mesh, "stages": ((0, plan.model.layers),)}
+    flat = plan.model_copy(update={"layout": plan.layout.model_copy(update=whole)})
     (folder / "plan.json").write_text(flat.to_json())
     assert "No timeline: the run has no pipeline." in home()[1]
     assert home("nothing")[0] == 1

@@ -53,6 +53,8 @@ def read_metadata(data: bytes, files: Mapping[str, int]) -> Metadata:
     for name, entry in _pairs(fields, "state_dict_metadata"):
         tensors[_is(name, str)] = _tensor(entry, room_bytes, blocks)
         blocks -= len(tensors[name].chunks)
+        if any(MetadataIndex(name, chunk.offsets) not in storage for chunk in tensors[name].chunks):
+            raise PickleError("a tensor has blocks that lie nowhere")
     if fields.get("planner_data") is not None:
         raise PickleError("it describes more than tensors")
     version = fields.get("version")
