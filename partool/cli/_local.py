@@ -73,7 +73,7 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
     target, current = LocalTarget(), None
     try:
         target.check()
-        with stops_held_back():
+        with stops_held_back() as stops:
             current = previous or RunStore().create(plan.name)
             replaced = current.write_plan(plan, spec_text)
             if options.step is not None:
@@ -82,7 +82,7 @@ def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Opt
             if options.resume and previous is not None:
                 say(f"partool: {_goes_on(current, plan, replaced)}", err=True)
             before = last_step(current)
-            code = target.launch(current, plan, resume=options.resume, detach=options.detach)
+            code = target.launch(current, plan, stops, resume=options.resume, detach=options.detach)
             if code == _REFUSED and replaced and last_step(current) == before:  # not one step with the new plan
                 current.take_back(replaced)
                 say(f"partool: {current.id} keeps the plan it had", err=True)

@@ -73,18 +73,17 @@ class LocalTarget:
             ]
         )
 
-    def launch(self, run: Run, plan: Plan, *, resume: bool, detach: bool) -> int | None:
-        """Start the agent and, unless detached, wait for it; signals go on to the agent."""
+    def launch(self, run: Run, plan: Plan, stops: Stops, *, resume: bool, detach: bool) -> int | None:
+        """Start the agent and, unless detached, wait for it, which is given the stop signals meanwhile."""
         command = agent_command(None, run.plan_file, run.path, resume=resume)
         if detach:
             self._detach(run, command)
             return None
         environment = os.environ | {"PARTOOL_LAUNCHER_PID": str(os.getpid())}
-        with _forwarding() as forward_to:
-            # In a process group of its own, so that a terminal's Ctrl-C reaches it once, from here.
-            agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
-            forward_to(agent)
-            code = agent.wait()
+        # In a process group of its own, so that a terminal's Ctrl-C reaches it once, from here.
+        agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+        stops.go_to(agent)
+        code = agent.wait()
         _settle(run, code)
         return code
 
@@ -152,49 +151,48 @@ def _settle(run: Run, code: int) -> None:
         write_status(run.path, status.model_copy(update=ended))
 
 
-class _Forwarder:
-    """Hands signals on to a process; those that come before there is one wait."""
+class Stops:
+    """Hands stop signals on to a process; those that come before there is one wait for it."""
 
     def __init__(self) -> None:
+        self.waiting: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, process: subprocess.Popen[bytes]) -> None:
+    def go_to(self, process: subprocess.Popen[bytes]) -> None:
+        """Send the process what has come so far, and what comes from now on."""
         self._process = process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        while self.waiting:
+            self.handle(self.waiting.pop(0), None)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Signal handler."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is None:
+            self.waiting.append(number)
+        elif self._process.returncode is None:
             self._process.send_signal(number)
 
 
 @contextmanager
-def stops_held_back() -> Iterator[None]:
-    """Let stop signals wait while a run is made and announced: the agent that is then started takes them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+def stops_held_back() -> Iterator[Stops]:
+    """Keep stop signals for the process that is to take them: from the moment a run is made and announced.
 
-
-@contextmanager
-def _forwarding() -> Iterator[_Forwarder]:
-    """Block the stop signals until a process is there to take them, then forward them.
-
-    The process inherits the block, so that none reaches it before it can handle them; the agent lifts it.
+    They are blocked as well: the process inherits that, so that none reaches it before it can handle them; the agent
+    lifts the block. What nobody has taken in the end comes to this process.
     """
-    forwarder = _Forwarder()
+    stops = Stops()
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
-    before = {number: signal.signal(number, forwarder.handle) for number in numbers}
+    before = {number: signal.signal(number, stops.handle) for number in numbers}
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
-        yield forwarder
+        yield stops
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         for number, handler in before.items():
             signal.signal(number, handler)
+        for number in stops.waiting:
+            os.kill(os.getpid(), number)
 
 
 def _shell(command: list[str]) -> str:

@@ -18,5 +18,6 @@ if __name__ == "__main__":
     local.agent_command = dummy_agent
     run = Run(Path(sys.argv[1]))
     plan = Plan.from_json(run.plan_file.read_text())
-    code = local.LocalTarget().launch(run, plan, resume=False, detach="--detach" in sys.argv)
+    with local.stops_held_back() as stops:
+        code = local.LocalTarget().launch(run, plan, stops, resume=False, detach="--detach" in sys.argv)
     sys.exit(code if code is None or code >= 0 else 100)

@@ -63,10 +63,14 @@ def test_kubectl_takes_what_is_rendered(here: Case, program: Path, kind: str) ->
     resource = {"job": "jobs.batch", "volcano": "jobs.batch.volcano.sh"}.get(kind, f"{kind}s")
     found = json.loads(run(program, "get", resource, name, "-o", "json"))
     assert found["metadata"]["labels"]["partool.dev/run"] == name
-    head = [
-        line for line in printed.stdout.splitlines() if line.startswith("#   ")
-    ]  # how the job comes to own the rest
-    lines = [f'kubectl() {{ "{program}" "$@"; }}', *(line.removeprefix("# ") for line in head)]
+    # How the agents' key is made, and then how the job comes to own it and the rest.
+    comments = [line.removeprefix("# ") for line in printed.stdout.splitlines() if line.startswith("# ")]
+    (key,) = (line.split() for line in comments if "create secret generic" in line)
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": key[key.index("generic") + 1]}}
+    Path("key.yaml").write_text(yaml.safe_dump(secret))
+    run(program, "create", "-f", "key.yaml")  # `create secret` speaks protobuf, which this server does not
+    head = [line for line in comments if line.startswith("  ")]
+    lines = [f'kubectl() {{ "{program}" "$@"; }}', *head]
     subprocess.run(["bash", "-ceu", "\n".join(lines)], check=True, timeout=60)
     owners = here.cluster.find("configmaps", config)["metadata"]["ownerReferences"]
     assert [(each["name"], each["uid"]) for each in owners] == [(name, found["metadata"]["uid"])]

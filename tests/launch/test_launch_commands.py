@@ -255,7 +255,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_exit_codes_of_launch(monkeypatch: pytest.MonkeyPatch, code: int | None, wanted: int) -> None:
     seen: list[Any] = []
 
-    def launch(self: object, run: Run, plan: object, *, resume: bool, detach: bool) -> int | None:
+    def launch(self: object, run: Run, plan: object, stops: object, *, resume: bool, detach: bool) -> int | None:
         seen.append((run.id, resume, detach, read_status(run.path).state))
         return code
 
@@ -299,18 +299,19 @@ def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: 
     """Otherwise it ends the launcher, and the run is left behind as one whose agent is gone."""
     from partool.cli import _local
 
-    pending: list[set[signal.Signals]] = []
+    waiting: list[list[int]] = []
 
     def announced(text: str, **options: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    def started(*arguments: Any, **options: Any) -> int:
-        pending.append(signal.sigpending())
-        signal.sigwait({signal.SIGINT})
+    def started(target: Any, run: Run, plan: Any, stops: Any, **options: Any) -> int:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as an agent is there to take it
+        waiting.append(list(stops.waiting))
+        stops.waiting.clear()
         return 75
 
     monkeypatch.setattr(_local, "say", announced)
     monkeypatch.setattr(_local.LocalTarget, "launch", started)
     current, code = _local._start(make_plan(), "spec: 1\n", None, _local.Options())
-    assert (pending, code) == ([{signal.SIGINT}], 75)
+    assert (waiting, code) == ([[signal.SIGINT]], 75)
     assert current.path.is_dir()
