@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ def main() -> None:
         for round_ in range(asked.rounds):
             for kind in kinds:
                 found[kind].append(measure(kind, plans[kind], Path(name) / str(round_) / kind))
+                print(kind, found[kind][-1], file=sys.stderr, flush=True)
     medians = {
         kind: {clock: statistics.median(one[clock] for one in runs) for clock in ("step_s", "cpu_s")}
         for kind, runs in found.items()
