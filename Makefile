@@ -82,6 +82,7 @@ test-slurm: venv slurm
 bench: venv
 	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/cli_time.py
+	$(BIN)/python tests/bench/data_parallel.py
 
 bench-pipeline: venv
 	$(BIN)/python tests/bench/pipeline.py

@@ -7,6 +7,7 @@ which a busy machine disturbs less. ``--only ddp,partool zero-1`` measures some 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -71,6 +72,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS))
     asked = parser.parse_args()
     kinds = [kind.strip() for kind in asked.only.split(",")]
+    whole = kinds == list(KINDS)
+    if importlib.util.find_spec("accelerate") is None:  # which transformers' Trainer needs
+        print("accelerate is not installed: without transformers' Trainer", file=sys.stderr)
+        kinds = [kind for kind in kinds if not kind.startswith("hf")]
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as name:
         plans = {kind: make_plan(Path(name) / "plans" / kind, KINDS[kind]) for kind in kinds}
@@ -92,8 +97,8 @@ def main() -> None:
                 }
                 for kind, runs in found.items()
             }
-    if asked.only == ",".join(KINDS):
-        write("data_parallel", result, "torch", "transformers", "accelerate")
+    if whole:
+        write("data_parallel", result, "torch", *(["transformers", "accelerate"] if "hf-ddp" in kinds else []))
     else:
         print(json.dumps(result, indent=2))
 
