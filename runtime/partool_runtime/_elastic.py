@@ -91,8 +91,7 @@ def run_ranks(
         local_addr=_LOOPBACK,
     )
     try:
-        with lasting_refusals(options.run_dir):
-            _Agent(spec, logs, supervision, hooks, several=place.several).run()
+        _Agent(spec, logs, supervision, hooks, run_dir=options.run_dir, several=place.several).run()
     except _AttemptEndedError:
         pass
     finally:
@@ -198,9 +197,17 @@ class _Agent(LocalElasticAgent):
     """Torch's agent with our decisions: who is asked to stop, who is killed, when another attempt is worth it."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: RankLogs, supervision: Supervision, hooks: Hooks, *, several: bool
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        supervision: Supervision,
+        hooks: Hooks,
+        *,
+        run_dir: Path,
+        several: bool,
     ) -> None:
         super().__init__(spec, logs)
+        self._run_dir = run_dir
         self._logs = logs
         self._supervision = supervision
         self._hooks = hooks
@@ -211,14 +218,16 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._supervision.begin_attempt()
-        self._logs.attempt = self._hooks.next_attempt()
+        with lasting_refusals(self._run_dir):
+            self._logs.attempt = self._hooks.next_attempt()
         # torch puts its own signal handlers in place as it starts processes, so signals wait until ours are back. The
         # ranks inherit the block and lift it when they can handle a signal: none is killed by one while it is still
         # importing.
         handlers = {number: signal.getsignal(number) for number in _BLOCKED}
         signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            started: dict[int, Any] = super()._start_workers(worker_group)
+            with lasting_refusals(self._run_dir):  # one that comes while ranks run may pass
+                started: dict[int, Any] = super()._start_workers(worker_group)
             return started
         finally:
             for number, handler in handlers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from partool.planner.layouts import layout_of
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.space import build
+from partool.planner.table import fewer_are_faster
 from partool.spec import load_text
 from partool.spec.spec import Spec
 
@@ -407,5 +409,12 @@ data: python-stdlib
     assert smaller.plan is not None
     assert 1e3 * smaller.plan.prediction.time.step_time_s <= 1.01 * float(said[1])
     assert "PT276" not in codes(smaller)
+    # Less than a node of several: the line names both numbers.
+    rows = [SimpleNamespace(devices=2, step_time_s=0.1, runnable=True, verdict="green", summary="one layout")]
+    best = SimpleNamespace(time=SimpleNamespace(step_time_s=1.0))
+    devices = SimpleNamespace(per_node=4, nodes=2)
+    problem = SimpleNamespace(world_size=8, devices=devices, spec=load_text(text).spec)
+    (one,) = fewer_are_faster(problem, best, rows, 0.25)  # type: ignore[arg-type]
+    assert one.help.startswith("write hardware: {nodes: 1, per_node: 2}")
     # A run that is to go on with as many nodes as that at least cannot follow the advice.
     assert "PT276" not in codes(plan_of(text, ["launch.target=slurm", "launch.min_nodes=2"]))

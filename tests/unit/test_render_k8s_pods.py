@@ -74,8 +74,13 @@ def test_without_a_claim_there_is_room_for_the_checkpoints() -> None:
     large = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
     # 20 + 8 ranks × 10 GiB × (3 + 1 checkpoints) × 1.1
     assert containers(launch_job(large))[0]["resources"]["requests"]["ephemeral-storage"] == "372Gi"
-    elsewhere = large.model_copy(update={"checkpoint": CheckpointSpec(dir="/data/checkpoints")})
-    assert containers(launch_job(elsewhere))[0]["resources"]["requests"]["ephemeral-storage"] == "20Gi"
+    for folder, size in (("/data/checkpoints", "20Gi"), ("/tmp/checkpoints", "372Gi"), ("/partool/mine", "372Gi")):
+        elsewhere = large.model_copy(update={"checkpoint": CheckpointSpec(dir=folder)})
+        assert containers(launch_job(elsewhere))[0]["resources"]["requests"]["ephemeral-storage"] == size, folder
+    claimed = k8s_plan(k8s={"storage": "pvc:runs"}).model_copy(update={"prediction": large.prediction})
+    for folder, size in (("/partool/mine", "20Gi"), ("/tmp/checkpoints", "372Gi")):
+        elsewhere = claimed.model_copy(update={"checkpoint": CheckpointSpec(dir=folder)})
+        assert containers(launch_job(elsewhere))[0]["resources"]["requests"]["ephemeral-storage"] == size, folder
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from partool_runtime._failures import FailureLog, is_lost_peer, reached_step, si
 from partool_runtime._options import Place, check_plan, parse, place
 from partool_runtime._rank_logs import RankLogs
 from partool_runtime._report import shortened
-from partool_runtime._secrets import read_secrets
+from partool_runtime._secrets import _make_key, agents_key, read_secrets
 from partool_runtime.agent import main
 from partool_runtime.errors import ConfigurationError
 
@@ -256,3 +257,20 @@ def test_long_summaries_keep_both_ends() -> None:
     assert short.startswith("headline\n")
     assert short.endswith("\nlast line")
     assert shortened("short", 4000) == "short"
+
+
+def test_a_key_is_made_where_a_file_system_has_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems that stand for object stores have none; a key that is there already is never replaced."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.delenv("PARTOOL_AGENT_KEY", raising=False)
+    monkeypatch.setattr("partool_runtime._secrets.os.link", refused)
+    monkeypatch.setattr("partool_runtime._secrets._SETTLED_S", 0.0)
+    made = agents_key(tmp_path, print)
+    assert len(made) == 64
+    assert agents_key(tmp_path, print) == made
+    _make_key(tmp_path / "agents.key")  # of another node, a moment later
+    assert agents_key(tmp_path, print) == made
+    assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir()] == [("agents.key", 0o600)]
