@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """Name, the module that holds ``command``, and one line of help."""
 
 _USAGE = 2
+_INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
@@ -65,6 +66,9 @@ def _guarded(name: str, words: list[str], *, debug: bool) -> None:
         # The reader, head say, has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
+    except KeyboardInterrupt:  # while modules are loaded: later, typer ends a command so
+        _say("partool: interrupted\n", err=True)
+        sys.exit(_INTERRUPTED)
     except Exception as error:
         if (usage := _usage(name, error)) is not None:
             _say(usage, err=True)

@@ -33,6 +33,16 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], name: str) -
     assert f"partool {name}" in out
 
 
+def test_an_interrupt_while_a_command_is_loaded_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("partool.cli.main.importlib.import_module", interrupted)
+    assert call(capsys, "plan", "x.yaml") == (130, "", "partool: interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [["plann"], ["--nope"], ["plan"], ["plan", "--nope"], ["explain", "PT9999"]])
 def test_usage_errors_are_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, out, err = call(capsys, *arguments)
