@@ -20,7 +20,8 @@ _FABRIC_SHARE = {"cpu": 0.8, "cuda": 0.85, "rocm": 0.75}
 _HOP = 0.4
 """Time of one hop of a ring against the start of a collective: NCCL's tuning table has 3.4 us per NVLink hop."""
 _REDUCE_SLOWDOWN = {"cpu": 1.7, "cuda": 1.0, "rocm": 1.0}
-"""Of reductions against gathers of the same bytes: gloo adds on the core that also sends (1.7 to 1.9 measured)."""
+"""Of a backend's own reductions against gathers of the same bytes: gloo adds on the core that also sends, and its
+reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 measured)."""
 
 
 @dataclass(frozen=True)

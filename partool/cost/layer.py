@@ -127,8 +127,10 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
         expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
         host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
     )
+    computed = done.matmul_s + done.attention_s + done.elementwise_s
+    waits = np.where(np.asarray(layouts.tp) > 1, stack.tensor_wait_share * computed, 0.0)
     done.exposed = {
-        "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed,
+        "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed + waits,
         "sequence_parallel": shared.exposed(job, done.attention_s),
         "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
     }

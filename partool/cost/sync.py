@@ -48,7 +48,8 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     owners = _expert_group(job, layouts)
     reduce_bytes, gather_bytes = _wire_bytes(job)
     reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
-    scatter = _groups_s(job, collective.reduce_scatter_s, held, reduce_bytes, (shards, owners))
+    # Between CPUs, too: partool's own reduce-scatter sends each part once, gloo's is an all-reduce.
+    scatter = _groups_s(job, collective.gather_s, held, reduce_bytes, (shards, owners))
     gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
     between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
     around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
@@ -70,12 +71,23 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     part = gradient / np.maximum(gradient + behind, 1e-30)
     exposed, shown = part * after, before + (1.0 - part) * after + refresh
     gathered = gathered + refresh
-    wait = np.where(layouts.dp > 1, stack.wait_share, 0.0)
+    wait = _wait_share(job, layouts)
     forward, backward = m * passes.forward_s, m * passes.backward_s
     exposed = exposed + wait * np.where(zero == 0, forward + backward, backward)
     shown = shown + wait * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
+
+
+def _wait_share(job: Job, layouts: Layouts) -> Column:
+    """Return the share of its passes that a data-parallel rank waits for others on its cores.
+
+    Pipelines, replicas of shards and optimizers in host memory wait for each sum before they go on.
+    """
+    copies = (layouts.zero == 0) | (layouts.replicas == 1)
+    overlapped = copies & (layouts.pp == 1) & (layouts.host_optimizer == 0.0)
+    share = np.where(overlapped, job.stack.overlapped_wait_share, job.stack.wait_share)
+    return np.where(layouts.dp > 1, share, 0.0)
 
 
 def pipeline_wait(job: Job, layouts: Layouts) -> Column:

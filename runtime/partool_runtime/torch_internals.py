@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # no
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -140,6 +141,18 @@ def gather_in_background(root: FSDPModule) -> None:
     for. On a GPU those are on a stream of their own anyway.
     """
     root._set_unshard_async_op(True)
+
+
+def sum_replicas_by(module: FSDPModule, add_up: Callable[[torch.Tensor], None]) -> None:
+    """Let ``add_up`` sum a unit's gradients over the replicas, in place of FSDP2's all-reduce, which returns when done.
+
+    ``add_up`` gets this rank's gradients as one flat tensor. The public hook is called behind FSDP2's own all-reduce
+    and not in its place; the mesh of the unit's group is what decides whether there is one.
+    """
+    for group in _own_groups(module):
+        mesh = group.mesh_info
+        group.mesh_info = FSDPMeshInfo(mesh=mesh.mesh, shard_mesh_dim=mesh.shard_mesh_dim)
+    module.set_all_reduce_hook(add_up)
 
 
 def process_group(handle: Any) -> torch.distributed.ProcessGroup:

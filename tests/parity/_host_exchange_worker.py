@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.parallel.host_exchange import AHEAD, Gather, ScatterSum
+from partool_runtime.parallel.host_exchange import AHEAD, Gather, ReplicaSum, ScatterSum
 
 SIZE = 7
 UNITS = 4
@@ -55,6 +55,18 @@ def main() -> None:
         assert traffic["reduce_scatter"].calls == UNITS
         assert traffic["reduce_scatter"].sent_bytes == UNITS * 8 * SIZE * (ranks - 1)
         assert not any("reduce" in name for name in seen.names), f"gloo reduces by an all-reduce: {seen.names}"
+    for overlap in (False, True):
+        replicas, held = ReplicaSum(group), [drawn(rank, unit, 1) for unit in range(UNITS)]
+        replicas.overlap = overlap
+        with CommCounter() as counter:
+            for unit, gradients in enumerate(held):
+                replicas(gradients)
+                assert len(replicas._started) == (min(unit + 1, AHEAD) if overlap else 0)
+            replicas.finish()
+        for unit, gradients in enumerate(held):
+            want = sum(drawn(other, unit, 1) for other in range(ranks))
+            torch.testing.assert_close(gradients, want, rtol=1e-15, atol=1e-15)
+        assert counter.snapshot()["all_reduce"].calls == UNITS
     gather = Gather()
     for background in (False, True):
         whole = torch.empty(SIZE * ranks, dtype=torch.float64)

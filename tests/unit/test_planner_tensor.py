@@ -56,6 +56,21 @@ def reason(plan: Plan, start: str) -> str:
     return found
 
 
+def test_two_cpu_ranks_share_a_small_model_by_data_not_by_matrices() -> None:
+    """Measured (tests/bench/data_parallel.py): two tensor ranks take 1.2 of ZeRO-1's step here."""
+    text = """
+model: {layers: 8, hidden: 384, ffn_hidden: 1024, heads: 6, kv_heads: 6, vocab: 6144, max_position: 256}
+hardware: {accelerator: cpu, per_node: 2, memory_gib: 16}
+training: {sequence_length: 256, global_batch: 8, precision: fp32}
+data: python-stdlib
+parallel: {recompute: none, pipeline: 1}
+"""
+    chosen = plan_of(text)
+    assert (chosen.layout.mesh.dp, chosen.layout.mesh.tp) == (2, 1)
+    pinned = plan_of(text.replace("pipeline: 1", "pipeline: 1, tensor: 2"))
+    assert 1.05 < pinned.prediction.time.step_time_s / chosen.prediction.time.step_time_s < 1.4
+
+
 def test_pinned_degree_that_does_not_divide_is_planned_and_runs() -> None:
     plan = plan_of(cpu(3, 3))
     assert plan.runnable

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch.distributed.fsdp import FSDPModule
 
 from partool.spec.parallel import ZeroStage
-from partool_runtime.parallel.host_exchange import ScatterSum
+from partool_runtime.parallel.host_exchange import HostSum
 from partool_runtime.parallel.persistent import Persistent
 
 
@@ -36,7 +36,7 @@ class GradSync:
         replicas: int,
         persistent: Persistent | None = None,
         reduce_each: bool = False,
-        overlapped: ScatterSum | None = None,
+        overlapped: HostSum | None = None,
     ) -> None:
         self._modules = modules
         self._persistent = persistent or Persistent([])

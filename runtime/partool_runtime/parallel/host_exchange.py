@@ -7,6 +7,7 @@ streams. And gloo's reduce-scatter is an all-reduce of which each rank keeps its
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,20 +17,43 @@ from partool_runtime.parallel.comm import counted_as
 from partool_runtime.torch_internals import gather_into, waiting
 
 AHEAD = 1
-"""Reductions that may be on their way while a backward pass goes on: each keeps a unit's whole gradients twice."""
+"""Reductions that may be in flight while a backward pass goes on: each keeps a unit's whole gradients twice."""
 
 
-class ScatterSum:
-    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``, shared by all units of a model.
+class HostSum:
+    """Sums of gradients between CPUs that a model's units share.
 
-    Each rank sends the others their parts, (n − 1)/n of its gradients, and adds up what it gets in the order of the
-    ranks. While ``overlap`` is true a call returns before the sum is there, and :meth:`finish` has to be called before
-    anybody reads it.
+    While ``overlap`` is true a sum is in flight when the call that starts it returns, and :meth:`finish` has to be
+    called before anybody reads it.
     """
 
     def __init__(self) -> None:
         self.overlap = False
-        self._started: deque[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]] = deque()
+        self._started: deque[tuple[Any, Callable[[], object]]] = deque()
+
+    def finish(self) -> None:
+        """Wait for all sums that were started."""
+        self._finish(0)
+
+    def _start(self, work: Any, then: Callable[[], object]) -> None:
+        """Note a collective in flight, and the call that completes its sum (which keeps the tensors alive)."""
+        self._started.append((work, then))
+        self._finish(AHEAD if self.overlap else 0)
+
+    def _finish(self, left: int) -> None:
+        while len(self._started) > left:
+            work, then = self._started.popleft()
+            with waiting("gradient_sync"):
+                work.wait()
+                then()
+
+
+class ScatterSum(HostSum):
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
+
+    Each rank sends the others their parts, (n − 1)/n of its gradients, and adds up the parts that it receives in the
+    order of the ranks.
+    """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor; FSDP2 asks for those it exchanges."""
@@ -48,19 +72,24 @@ class ScatterSum:
         received = torch.empty_like(input_tensor)
         with counted_as("reduce_scatter"):
             work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-        self._started.append((work, output_tensor, received, input_tensor))
-        self._finish(AHEAD if self.overlap else 0)
 
-    def finish(self) -> None:
-        """Wait for all sums that were started."""
-        self._finish(0)
+        def add_up(_sent: torch.Tensor = input_tensor) -> None:
+            torch.sum(received.view(-1, output_tensor.numel()), 0, out=output_tensor)
 
-    def _finish(self, left: int) -> None:
-        while len(self._started) > left:
-            work, output, received, _ = self._started.popleft()
-            with waiting("gradient_sync"):
-                work.wait()
-                torch.sum(received.view(-1, output.numel()), 0, out=output)
+        self._start(work, add_up)
+
+
+class ReplicaSum(HostSum):
+    """An all-reduce of replicas' gradients for :func:`~partool_runtime.torch_internals.sum_replicas_by`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+
+    def __call__(self, gradients: torch.Tensor) -> None:
+        """Start to sum ``gradients`` [N] over the replicas, in place."""
+        work = dist.all_reduce(gradients, group=self._group, async_op=True)
+        self._start(work, lambda: gradients)
 
 
 class _Gather(dist.Work):

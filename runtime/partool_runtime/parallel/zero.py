@@ -20,12 +20,12 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.gathering import Layer, prefetch
 from partool_runtime.parallel.grad_sync import GradSync
-from partool_runtime.parallel.host_exchange import Gather, ScatterSum
+from partool_runtime.parallel.host_exchange import Gather, HostSum, ReplicaSum, ScatterSum
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
 from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
-from partool_runtime.torch_internals import gather_in_background, gather_in_order, gather_otherwise
+from partool_runtime.torch_internals import gather_in_background, gather_in_order, gather_otherwise, sum_replicas_by
 
 
 def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:
@@ -51,8 +51,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
         replicas=ranks.replicas,
         persistent=sharding.tune(layers, root),
         reduce_each=layout.offload_optimizer != "none" and reduces_alone(layout),
-        # Replicas add up what a reduction leaves at once, and an optimizer in host memory takes it at once.
-        overlapped=sums if ranks.replicas == 1 and layout.offload_optimizer == "none" else None,
+        overlapped=sums if _overlaps(layout, ranks) else None,
     )
 
 
@@ -63,7 +62,9 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     :class:`ConfigurationError` (PT464) for a leaf pattern that names a module which cannot be a leaf.
     """
     leaves = _leaves(parts, layout, everywhere=False)
-    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, _host_sums(ranks))
+    # FSDP2 itself sums over replicas here: its pipelines put that off by a switch of its own.
+    sums = _host_sums(ranks) if layout.zero else None
+    sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
     units = []
     for number, stage in parts.stages.items():
         layers = [sharding.layer(group) for group in stage.groups()]
@@ -84,8 +85,8 @@ class _Sharding:
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     leaves: dict[str, nn.Module]
-    sums: ScatterSum | None
-    """Between CPUs, what reduces gradients."""
+    sums: HostSum | None
+    """Between CPUs, how gradients are summed."""
 
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and the leaves within it as units of their own."""
@@ -98,12 +99,19 @@ class _Sharding:
         root = self._unit([module], release=False)
         for each in module.modules():
             if isinstance(each, FSDPModule):
-                each.set_gradient_divide_factor(1.0)
-                # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
-                each.set_force_sum_reduction_for_comms(True)
-                if self.sums is not None:
-                    each.set_custom_reduce_scatter(cast(Any, self.sums))  # its type has no public name
+                self._sum(each)
         return root
+
+    def _sum(self, unit: FSDPModule) -> None:
+        """Set that a unit's gradients are summed, and how."""
+        # Without this, a factor of 1 is a pre-multiplied sum, which gloo lacks.
+        unit.set_force_sum_reduction_for_comms(True)
+        if isinstance(self.sums, ReplicaSum):
+            sum_replicas_by(unit, self.sums)
+        elif self.mesh.size() > 1:  # alone, FSDP2 would divide by 1, in a copy of all gradients
+            unit.set_gradient_divide_factor(1.0)
+        if isinstance(self.sums, ScatterSum):
+            unit.set_custom_reduce_scatter(cast(Any, self.sums))  # its type has no public name
 
     def tune(self, layers: Sequence[Layer], root: FSDPModule, *, in_turns: bool = False) -> Persistent:
         """Set how the units under a root are gathered, and how far ahead.
@@ -134,7 +142,7 @@ class _Sharding:
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:
         """Let CPUs gather while they compute, where a gather is of a whole unit; return whether they do."""
         ahead = self.layout.prefetch > 0 or self.layout.zero < 3
-        if self.sums is None or not ahead or self.layout.offload_parameters != "none":
+        if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload_parameters != "none":
             return False
         for unit in units:
             unit.set_custom_all_gather(cast(Any, Gather()))
@@ -184,9 +192,19 @@ def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str,
 _LEAF_HELP = "name the module inside of a layer that calls the experts, such as '*.experts' or '*.mlp'"
 
 
-def _host_sums(ranks: Ranks) -> ScatterSum | None:
-    shared = _mesh(ranks).size(-1) > 1
-    return ScatterSum() if shared and ranks.device.type == "cpu" else None
+def _host_sums(ranks: Ranks) -> HostSum | None:
+    """Return how CPUs sum gradients over their ranks; None for one rank, and where torch does it on a device."""
+    if ranks.device.type != "cpu":
+        return None
+    if _mesh(ranks).size(-1) > 1:
+        return ScatterSum()
+    return ReplicaSum(ranks.state.get_group("dp_replicate")) if ranks.replicas > 1 else None
+
+
+def _overlaps(layout: Layout, ranks: Ranks) -> bool:
+    """Return whether nobody needs a sum at once: replicas of shards do, and an optimizer in host memory does."""
+    one_sum = ranks.replicas == 1 or ranks.state.size(-1) == 1
+    return one_sum and layout.offload_optimizer == "none"
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
