@@ -1,0 +1,67 @@
+"""Records plans of awkward specs in ``golden/plans.json``: ``python tests/unit/_golden.py`` writes it anew.
+
+Layouts, predicted bytes and seconds, and the codes and places of findings; wording is not recorded. The machine that
+plans is fixed: two cores of memory and speed that stand here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _golden_specs import names, text_of
+
+from partool.catalog import devices, hardware, profile
+from partool.catalog.machine import Machine
+from partool.planner import make_plan
+from partool.spec import load_text
+
+RECORD = Path(__file__).parent / "golden" / "plans.json"
+
+
+@contextmanager
+def fixed_machine() -> Iterator[None]:
+    """Plan for one machine, whatever this one has, and without its calibration."""
+    fixed = Machine("cpu", 0, 2, 16 * 2**30)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (devices, hardware, profile):
+            patch.setattr(module, "this_machine", lambda: fixed)
+        patch.setattr(devices, "cpu_gflops_per_core", lambda: 50.0)
+        patch.setenv("PARTOOL_HOME", "/nonexistent")
+        yield
+
+
+def record_of(name: str) -> dict[str, Any]:
+    """Plan one spec; return what is held to stay."""
+    text, folder = text_of(name)
+    loaded = load_text(text)
+    found = [(one.code, ".".join(map(str, one.path))) for one in loaded.diagnostics]
+    if loaded.spec is None:
+        return {"findings": sorted(found)}
+    result = make_plan(loaded.spec, base_dir=folder, default_name="spec")
+    found += [(one.code, ".".join(map(str, one.path))) for one in result.diagnostics]
+    record: dict[str, Any] = {"findings": sorted(found)}
+    if result.plan is not None:
+        plan = json.loads(result.plan.to_json())
+        memory, time = plan["prediction"]["memory"], plan["prediction"]["time"]
+        record |= {
+            "layout": plan["layout"],
+            "memory_bytes": memory["terms_bytes"],
+            "host_bytes": memory["host_terms_bytes"],
+            "time_s": time["terms_s"],
+            "traffic_bytes": time["traffic_bytes"],
+            "others": [[one["step_time_s"], one["memory_bytes"]] for one in plan["prediction"].get("alternatives", [])],
+        }
+    return record
+
+
+if __name__ == "__main__":
+    with fixed_machine(), ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        every = dict(zip(names(), pool.map(record_of, names()), strict=True))
+    RECORD.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")

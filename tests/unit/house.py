@@ -1,0 +1,139 @@
+"""How the code stands: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files and import cycles.
+
+FOLDER is another checkout to compare with, such as a git worktree of an older commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "partool": "partool",
+    "partool_runtime": "runtime/partool_runtime",
+    "partool_kernels": "kernels/partool_kernels",
+}
+SMALL = 60
+"""Lines below which a file is small."""
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Return the files of all packages by the name of their module."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            name = ".".join((package, *path.relative_to(root / folder).with_suffix("").parts))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield every name that a file imports, in functions and type-checking blocks too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def graph(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Return which modules each module imports; a name in a package counts as its module, else as the package."""
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        wanted = ((full, full.rpartition(".")[0]) for full in imported(path))
+        edges[name] = {next((one for one in pair if one in files), "") for pair in wanted} - {"", name}
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other, directly or not (Tarjan, SIAM J. Comput. 1 (1972))."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    sys.setrecursionlimit(10_000)
+    for name in sorted(edges):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def logical_lines(path: Path) -> int:
+    """Count the logical lines of a file, docstrings and comments left out."""
+    text = path.read_text(encoding="utf-8")
+    lines = sum(token.type == tokenize.NEWLINE for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    alone = (
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    return lines - sum(1 for _ in alone)
+
+
+def shared_names(files: dict[str, Path]) -> dict[str, int]:
+    """Return the public names that classes of several files have, and how many."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].add(name)
+    return {name: len(of) for name, of in sorted(places.items()) if len(of) > 1}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How one checkout stands."""
+
+    files: int
+    lines: int
+    logical: int
+    small: int
+    cycles: list[list[str]]
+    shared: dict[str, int]
+
+    @classmethod
+    def of(cls, root: Path) -> Figures:
+        """Read a checkout."""
+        files = modules(root)
+        lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
+        small = [name for name, path in files.items() if lengths[name] < SMALL and path.name != "__init__.py"]
+        logical = sum(map(logical_lines, files.values()))
+        found = cycles(graph(files))
+        return cls(len(files), sum(lengths.values()), logical, len(small), found, shared_names(files))
+
+
+def main() -> None:
+    """Print the figures of this checkout, and of another one before them."""
+    for root in (*map(Path, sys.argv[1:]), ROOT):
+        own = Figures.of(root)
+        print(f"{root}: {own.files} files, {own.small} of them below {SMALL} lines")
+        print(f"  {own.lines} lines, {own.logical} of them logical, without docstrings")
+        print(f"  {len(own.cycles)} cycles of imports: {own.cycles}")
+        print(f"  {len(own.shared)} names that several classes have: {own.shared}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Plans of awkward specs and of all of ``specs/`` stay what they were: layouts, bytes, seconds and findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import isclose
+from typing import Any
+
+import pytest
+from _golden import RECORD, fixed_machine, record_of
+from _golden_specs import names
+
+RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[None]:
+    with fixed_machine():
+        yield
+
+
+def differences(place: str, was: Any, now: Any) -> Iterator[str]:
+    """Yield what differs; figures may by 1e-9 of themselves."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in sorted(was.keys() | now.keys()):
+            yield from differences(f"{place}.{key}", was.get(key), now.get(key))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for number, pair in enumerate(zip(was, now, strict=True)):
+            yield from differences(f"{place}[{number}]", *pair)
+    elif isinstance(was, float) and isinstance(now, (int, float)):
+        if not isclose(was, now, rel_tol=1e-9, abs_tol=1e-15):
+            yield f"{place}: {was} -> {now}"
+    elif was != now:
+        yield f"{place}: {was} -> {now}"
+
+
+def test_every_spec_is_recorded() -> None:
+    assert RECORDED.keys() == set(names())
+    assert sum("layout" not in record for record in RECORDED.values()) >= 6  # some are refused
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_plan_stays(name: str) -> None:
+    now = json.loads(json.dumps(record_of(name)))
+    assert not list(differences(name, RECORDED[name], now))
