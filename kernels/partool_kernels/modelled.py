@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from partool_kernels.compiled import Compiled
 from partool_kernels.device import triton_version
-from partool_kernels.offline import Compiled
 from partool_kernels.proof import Job, Proof, faults, program_of, prove, prove_all
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.source import source_hash

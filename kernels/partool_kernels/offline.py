@@ -1,96 +1,98 @@
-"""Compile kernels for GPUs that are not there, and read what they need: the proof that a configuration can run.
+"""``python -m partool_kernels.offline``: prove kernels without a GPU, print what was found as JSON, exit 1 on a fault.
 
-Triton's compiler needs no device; shared memory beyond a block's limit is not its error, so it is compared here.
+What a program needs differs with Triton's version, so it is run once with each version that is supported.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
-from dataclasses import dataclass
-from typing import Any
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
 
-from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What a kernel needs on an architecture."""
-
-    shared_bytes: int
-    registers: int
-    """Per thread; on AMD vector registers."""
-    spilled_bytes: int
-    """Per thread, registers that did not fit."""
-    matrix: bool
-    """Whether it uses matrix units of this architecture."""
-    emulates_fp8: bool
-    """Whether 8-bit products were turned into wider ones."""
+from partool_kernels.device import triton_version
+from partool_kernels.proof import Job, Proof, jobs, prove_all
+from partool_kernels.registry import ARCHITECTURES, KERNELS
 
 
-def compile_for(request: Request, config: Config) -> Compiled:
-    """Compile the request's kernel for its architecture; raises what Triton's compiler raises."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]
-    module = importlib.import_module("partool_kernels." + kernel.source.removesuffix(".py").replace("/", "."))
-    signature = kernel.signature(request, config)
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, (name, type_) in enumerate(signature.arguments.items())
-        if type_.startswith("*") or name in signature.divisible
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    asked = _parser().parse_args(arguments)
+    if asked.write:
+        return _write(asked)
+    start_s = time.monotonic()
+    work = [
+        job
+        for kernel in asked.kernels or KERNELS
+        for architecture in asked.architectures or ARCHITECTURES
+        for job in islice(jobs(kernel, architecture, all_types=asked.all), None if asked.all else asked.most)
+    ]
+    found = []
+    for proof in prove_all(work, asked.processes):
+        found.append(proof)
+        for fault in proof.faults:
+            print(f"{_named(proof.job)}: {fault}", file=sys.stderr, flush=True)
+    record = {
+        "triton": triton_version(),
+        "programs": len(found),
+        "faults": sum(len(proof.faults) for proof in found),
+        "seconds": round(time.monotonic() - start_s, 1),
+        "results": [_result(proof) for proof in found],
     }
-    source = ASTSource(
-        getattr(module, kernel.function), dict(signature.arguments), dict(signature.constants), attributes
-    )
-    target = GPUTarget(architecture.backend, architecture.target, architecture.lanes)
-    compiled = triton.compile(source, target=target, options=config.options(architecture.backend))
-    read = _of_amd if architecture.backend == "hip" else _of_nvidia
-    registers, spilled, text = read(compiled)
-    eight_bits = any(dtype.startswith("float8") for dtype in request.dtypes)
-    return Compiled(
-        shared_bytes=int(compiled.metadata.shared),
-        registers=registers,
-        spilled_bytes=spilled,
-        matrix=any(name in text for name in architecture.matrix),
-        emulates_fp8=eight_bits and not _multiplies_fp8(text),
-    )
+    print(json.dumps(record, indent=None if asked.short_output else 1))
+    return 1 if record["faults"] else 0
 
 
-def _of_amd(compiled: Any) -> tuple[int, int, str]:
-    text = str(compiled.asm["amdgcn"])
-    counts = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
-    return counts.get("vgpr_count", 0), 4 * counts.get("vgpr_spill_count", 0), text
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m partool_kernels.offline", description=__doc__)
+    parser.add_argument("kernels", nargs="*", choices=[[], *KERNELS], metavar="KERNEL", help="all unless named")
+    parser.add_argument("--architectures", nargs="+", choices=ARCHITECTURES, metavar="NAME", help="all unless named")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--most", type=int, default=1, help="programs per kernel and architecture (default: 1)")
+    parser.add_argument("--all", action="store_true", help="all programs, in float16 and float32 too")
+    parser.add_argument("--write", action="store_true", help="write modelled entries of typical requests into tables")
+    parser.add_argument("--short-output", action="store_true", help="JSON in one line")
+    return parser
 
 
-def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
-    """Return registers, spilled bytes and the assembly; the first two as the bundled cuobjdump tells of the binary."""
-    import subprocess
-    import tempfile
+def _write(asked: argparse.Namespace) -> int:
+    from partool_kernels.modelled import NothingRunsError, model
 
-    from triton.backends import nvidia
-
-    (folder,) = nvidia.__path__
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [f"{folder}/bin/cuobjdump", "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = dict(re.findall(r"(REG|STACK):(\d+)", told))
-    return int(found.get("REG", 0)), int(found.get("STACK", 0)), str(compiled.asm["ptx"])
+    try:
+        for kernel, architecture, entries in model(
+            asked.kernels or KERNELS, asked.architectures or ARCHITECTURES, asked.processes
+        ):
+            print(f"{kernel} {architecture}: {entries} modelled")
+    except NothingRunsError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
-def _multiplies_fp8(text: str) -> bool:
-    return (
-        re.search(r"(wgmma|tcgen05\.mma|mma\.sync)[^\n]*(e4m3|e5m2|f8f6f4)|v_mfma\w*(fp8|bf8|f8f6f4)", text) is not None
-    )
+def _named(job: Job) -> str:
+    request = job.request
+    words = (request.kernel, request.architecture, *request.dtypes, *request.flags)
+    return " ".join((*words, *(f"{name}={value}" for name, value in (*request.shape, *job.config.blocks))))
+
+
+def _result(proof: Proof) -> dict[str, object]:
+    request, config = proof.job.request, proof.job.config
+    return {
+        "kernel": request.kernel,
+        "architecture": request.architecture,
+        "dtypes": request.dtypes,
+        "shape": request.width,
+        "rows": request.rows,
+        "flags": request.flags,
+        "config": {**config.constants, "num_warps": config.num_warps, "num_stages": config.num_stages},
+        "needs": None if proof.compiled is None else asdict(proof.compiled),
+        "faults": proof.faults,
+    }
 
 
 if __name__ == "__main__":
-    import sys
-
-    from partool_kernels.proof_command import main
-
     sys.exit(main())

@@ -15,8 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from partool_kernels.compiled import Compiled, compile_for
 from partool_kernels.device import triton_version
-from partool_kernels.offline import Compiled, compile_for
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
 from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.tables import stored

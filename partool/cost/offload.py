@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost.case import Column, Job, Layouts
-from partool.cost.tiers import accumulates, bucket_elements, state_bytes, wire_bytes
+from partool.cost.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
 
 _LINK_SHARE = 0.8
 """Of the host link's rate that copies from pinned memory reach."""

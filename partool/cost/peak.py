@@ -20,6 +20,7 @@ from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
+from partool.cost.host_state import pinned_terms
 from partool.cost.memory_stacks import MemoryStack, memory_stack
 from partool.cost.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
 from partool.cost.saved import (
@@ -31,7 +32,6 @@ from partool.cost.saved import (
     widths,
 )
 from partool.cost.states import States, states
-from partool.cost.tiers import pinned_terms
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import Layout, MemoryPrediction, RankMemory

@@ -9,8 +9,8 @@ import numpy as np
 from partool.cost.case import Column, Job, Layouts
 from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
+from partool.cost.host_state import accumulates, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.memory_stacks import MemoryStack
-from partool.cost.tiers import accumulates, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.zero_controls import kept_elements
 
 HOST_FACTOR = 1.5

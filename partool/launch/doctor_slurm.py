@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from partool.launch.doctor_slurm_plan import plan_checks
-from partool.launch.slurm import defaults_in_use, tried
 from partool.launch.slurm_client import Answer, call
 from partool.launch.slurm_refusal import estimate, refusal_of_script
+from partool.launch.slurm_script import defaults_in_use, tried
 from partool.launch.store import RunStore
 from partool.launch.target import Check, LaunchError
 from partool.plan.types import Plan

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -16,7 +16,8 @@ from partool.diagnostics.record import Diagnostic
 from partool.launch import slurm_logs
 from partool.launch.describe import errors_as_text
 from partool.launch.slurm_client import Slurm, call, missing_command
-from partool.launch.slurm_refusal import estimate, refusal
+from partool.launch.slurm_refusal import refusal
+from partool.launch.slurm_script import environment_of, test_only
 from partool.launch.slurm_status import run_status
 from partool.launch.slurm_text import SlurmJob, parse_submission
 from partool.launch.store import Run, RunStore
@@ -35,13 +36,6 @@ _CLOCKS_S = 2.0
 _NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
 """Errors after which the controller cannot have taken the job."""
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-# What a site's profile sets for everybody, used where the script has no word of its own. All other SBATCH_ variables
-# would override the script in silence (sbatch(1), input environment variables), and SLURM_ ones are of another job.
-_DEFAULTS = {
-    "SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
-    "SBATCH_RESERVATION": "reservation", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CLUSTERS": "clusters",
-}  # fmt: skip
-_KEPT = ("SLURM_CONF", "SLURM_ROOT", "SLURM_JWT")
 
 
 class SlurmTarget:
@@ -60,7 +54,7 @@ class SlurmTarget:
         from partool.render.slurm_lint import lint
 
         own = Level("own rules", True, findings=(*lint(rendered.text), *_where(job)))
-        return [own] if offline else [own, _on_cluster(job.plan), _test_only(job, rendered)]
+        return [own] if offline else [own, _on_cluster(job.plan), test_only(job, rendered)]
 
     def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
         """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
@@ -72,7 +66,7 @@ class SlurmTarget:
         slurm = Slurm(_cluster_of(rendered.text))
         command = ["sbatch", "--parsable", str(run.path / rendered.main)]
         try:
-            answer = call(command, environment=_environment(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
+            answer = call(command, environment=environment_of(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
             if answer.code == 0:
                 return _details(*parse_submission(answer.out))
         except (LaunchError, ValueError) as error:
@@ -163,7 +157,7 @@ class SlurmTarget:
 
 def _on_cluster(plan: Plan) -> Level:
     """Compare a plan with what the cluster has and allows."""
-    from partool.launch.doctor_slurm import configuration  # which needs this module
+    from partool.launch.doctor_slurm import configuration
     from partool.launch.doctor_slurm_plan import plan_checks
 
     name = "doctor's checks of the plan"
@@ -171,17 +165,6 @@ def _on_cluster(plan: Plan) -> Level:
         return level_of(name, plan_checks(plan, configuration()))
     except LaunchError as error:
         return Level(name, False, error.message)
-
-
-def _test_only(job: Job, rendered: Rendered) -> Level:
-    name = "sbatch --test-only"
-    try:
-        answer = call(["sbatch", "--test-only"], text=rendered.text, environment=_environment(rendered.text))
-    except LaunchError as error:
-        return Level(name, False, error.message)
-    if answer.code:
-        return Level(name, True, findings=(refusal(answer.err, job.plan),))
-    return Level(name, True, estimate(answer.err))
 
 
 def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list[str]:
@@ -201,13 +184,6 @@ def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list
         time.sleep(_POLL_S)  # it may be on its way back to the queue, where no signal reaches it
         ids = {job.id for job in jobs}
         jobs = [job for job in slurm.jobs([job_id]) if job.id in ids]
-
-
-def tried(plan: Plan) -> Level:
-    """Let sbatch check the job that a plan would be."""
-    run = RunStore().next_submitted(plan.name, plan.hash)
-    job = Job(plan, run.id, PurePosixPath(run.path))
-    return _test_only(job, render("slurm", job))
 
 
 def _where(job: Job) -> list[Diagnostic]:
@@ -261,11 +237,6 @@ def _submitted(run: Run) -> tuple[str, str]:
     return details.get(JOB_ID, ""), details.get(CLUSTER, "")
 
 
-def defaults_in_use(given: Set[str]) -> dict[str, str]:
-    """Return the variables of this process that stand in for options that a script does not have."""
-    return {name: os.environ[name] for name, option in _DEFAULTS.items() if name in os.environ and option not in given}
-
-
 def _details(job_id: str, cluster: str) -> dict[str, str]:
     return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
 
@@ -274,14 +245,6 @@ def _cluster_of(script: str) -> str:
     """Return the cluster that a job goes to where it is not the commands' own."""
     match = re.search(r"^#SBATCH --clusters=(\S+)", script, re.MULTILINE)
     return match[1] if match else os.environ.get("SBATCH_CLUSTERS", "")
-
-
-def _environment(script: str) -> dict[str, str]:
-    """Return this process' environment without what would change the job behind the script's back."""
-    given = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH --" in line}
-    others = ("SBATCH_", "SLURM_", "SLURMD_", "SRUN_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(others) or name in _KEPT}
-    return kept | defaults_in_use(given)
 
 
 def _is_ours(run: Run) -> bool:

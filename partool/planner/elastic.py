@@ -18,7 +18,8 @@ from partool.plan.schedule import refuses, sealed
 from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
 from partool.planner.launching import environment
 from partool.planner.price import host_room
-from partool.planner.problem import divisors, needs_of
+from partool.planner.problem import divisors
+from partool.planner.runnable import needs_of
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.spec.training import MOMENTS
 

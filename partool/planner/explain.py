@@ -14,7 +14,7 @@ from partool.plan.types import Alternative
 from partool.planner import fused, offload, tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
 from partool.planner.price import Priced
-from partool.planner.problem import runnable
+from partool.planner.runnable import runnable
 from partool.planner.search import SLACK, firsts
 from partool.planner.sequence_words import sequence_reasons
 from partool.planner.solve import Solution

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from partool.diagnostics import Diagnostic
+from partool.plan.types import Layout
+from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused
 from partool_kernels.registry import ARCHITECTURES
-
-if TYPE_CHECKING:
-    from partool.plan.types import Layout
-    from partool.planner.problem import Problem
 
 PARTS: tuple[Fused, ...] = get_args(Fused)
 _OF_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")

@@ -1,69 +1,23 @@
-"""Models that transformers builds: what the runtime said of one, and which layouts that rules out."""
+"""Models that transformers builds: what the plan records of one, and which layouts it rules out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from typing import Any
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import count, parameters
-from partool.layout.tensor import Decided, decide
-from partool.layout.tensor.patterns import Patterns
-from partool.layout.tensor.structure import Structure
 from partool.plan.types import HfModel
+from partool.planner.described import Description
+from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
-
-if TYPE_CHECKING:
-    from partool.planner.problem import Problem
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
 """Share of the parameters that may be missed without a word."""
-
-
-class Description(BaseModel):
-    """What ``partool_runtime.hf.structure`` says of a model."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
-
-    structure: Structure
-    head_problem: str
-    """Why the loss cannot be computed from the hidden state and the output matrix; empty: it can."""
-    pipeline_problem: str
-    """Why pipeline stages cannot be cut; empty: they can."""
-    draws: bool
-    """Whether training draws random numbers."""
-    tiles_problem: str = ""
-    """Why its networks cannot work on tiles of a sequence; empty: they can."""
-    auxiliary_loss: bool
-    """Whether its configuration asks for a loss that balances experts."""
-    attention_problem: str = ""
-    """Why its attention cannot go through partool's seam; empty: it can."""
-    code_hash: str = ""
-    """Of the folder's own code, which builds the model; empty: transformers does without."""
-    attention_dropout: float = 0.0
-    """Share of attention weights that training drops."""
-    _decided: dict[tuple[int, str], Decided] = PrivateAttr(default_factory=dict)
-
-    def decided(self, ranks: int, patterns: Patterns) -> Decided:
-        """Return how so many tensor ranks share the parameters; a second call with the same costs nothing."""
-        key = (ranks, repr(patterns))
-        if key not in self._decided:
-            self._decided[key] = decide(self.structure, ranks, patterns)
-        return self._decided[key]
-
-    def method_problem(self, method: str) -> str | None:
-        """Return what keeps a method of sequence parallelism from the model; None: nothing does."""
-        if self.attention_problem:
-            return self.attention_problem
-        if self.attention_dropout > 0.0 and method != "ulysses":
-            return f"{method} adds up attention over parts of the keys, whose weights cannot be dropped part by part"
-        return None
 
 
 def hf_model(spec: Spec, described: Description | None, base_dir: Path) -> HfModel | None:

@@ -21,7 +21,8 @@ from partool.planner.kernel_parts import parts
 from partool.planner.kernel_requests import Asked, asked
 from partool.spec.hardware import Devices
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
-from partool_kernels.registry.look_up import MODELLED, Registry
+from partool_kernels.registry.distance import MODELLED
+from partool_kernels.registry.look_up import Registry
 
 State = Literal["tuned", "nearest", "untuned", "library"]
 STATES: tuple[State, ...] = ("tuned", "nearest", "untuned", "library")

@@ -16,6 +16,7 @@ from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
 from partool.plan.types import Layout, Mesh
 from partool.planner import offload
+from partool.planner.cost_job import cost_job
 from partool.planner.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.sequence_rules import PREFERENCE
@@ -103,7 +104,7 @@ def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
 
 def job_of_rows(problem: Problem, rows: Layouts) -> Job:
     """Return what rows are priced from that are all compiled, or all not."""
-    return problem.job_of("block" if np.all(rows.compiled) else "none")
+    return cost_job(problem, "block" if np.all(rows.compiled) else "none")
 
 
 def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:

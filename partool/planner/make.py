@@ -21,11 +21,13 @@ from partool.plan.types import Finding, Generation, Plan, Prediction
 from partool.planner import fp8, tensor_rules, zero_controls
 from partool.planner.checks import check
 from partool.planner.data import resolve_data
-from partool.planner.hf import Description, hf_model, narrowed, unused_weights
+from partool.planner.described import Description
+from partool.planner.hf import hf_model, narrowed, unused_weights
 from partool.planner.kernel_checks import absolute, check_kernels, table_hashes, without_missing
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.offload_checks import with_folder
-from partool.planner.problem import Problem, needs
+from partool.planner.problem import Problem
+from partool.planner.runnable import needs
 from partool.planner.schedule_file import read_schedule
 from partool.planner.tensor_checks import partition, without_tensor
 from partool.spec.launch import LaunchSpec

@@ -11,12 +11,13 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from partool.cost import tiers
+from partool.cost import host_state, tiers
 from partool.cost.bound import hidden_share
 from partool.cost.case import Layouts
 from partool.cost.columns import columns
 from partool.cost.time import predict_time
 from partool.plan.types import HostWork
+from partool.planner.cost_job import cost_job
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.words import GIB, TIE
@@ -44,7 +45,7 @@ def fields(problem: Problem, row: Layouts) -> dict[str, Any]:
 
 def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
     """Return how the host's part of the work is done, where ``moved`` says what leaves the device."""
-    offload, asked, job = problem.spec.parallel.offload, problem.tiers, problem.job
+    offload, asked, job = problem.spec.parallel.offload, problem.tiers, cost_job(problem)
     found: dict[str, Any] = {}
     if offload.pinned_gib != "auto":
         found["pinned_bytes"] = int(offload.pinned_gib * tiers.GIB)
@@ -53,15 +54,15 @@ def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
     if moved["offload_optimizer"] == "none":
         return HostWork(**found)
     elements = owned(problem, row) * (1.0 - moved["gpu_fraction"])
-    wire = int(tiers.wire_bytes(job, row))
-    bucket = float(tiers.bucket_elements(job, row, elements)) if not asked.bucket_bytes else 0.0
+    wire = int(host_state.wire_bytes(job, row))
+    bucket = float(host_state.bucket_elements(job, row, elements)) if not asked.bucket_bytes else 0.0
     return HostWork(
         **found,
         speculate=asked.speculate,
-        undo_bytes=int(tiers.undo_bytes(job, row, elements)),
+        undo_bytes=int(host_state.undo_bytes(job, row, elements)),
         gradients="compute" if asked.gradients == "compute" or wire == job.compute_bytes else "master",
         moments="bf16" if asked.narrow_moments else "master",
-        bucket_bytes=asked.bucket_bytes or max(tiers.smallest_bucket(asked), int(wire * bucket)),
+        bucket_bytes=asked.bucket_bytes or max(host_state.smallest_bucket(asked), int(wire * bucket)),
         threads=threads(problem),
     )
 
@@ -91,14 +92,14 @@ def in_parts(problem: Problem) -> Problem | None:
     """Return the problem with state on both sides where it has to leave the device; None where that changes nothing."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
-    return replace(problem, split=True) if may and not problem.split else None
+    return problem.relax("split") if may and "split" not in problem.relaxed else None
 
 
 def to_disks(problem: Problem) -> Problem | None:
     """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
-    return replace(problem, on_disks=True) if may and not problem.on_disks else None
+    return problem.relax("disks") if may and "disks" not in problem.relaxed else None
 
 
 def refined(priced: Priced) -> Priced:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from math import ceil, floor, log10
 from pathlib import Path
 
-from partool.cost import tiers
+from partool.cost import host_state, tiers
 from partool.cost.columns import columns
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.launching import trains_here
 from partool.planner.offload import owned, sharing
 from partool.planner.price import Priced
@@ -110,7 +111,7 @@ def _state_bytes(problem: Problem, priced: Priced) -> float:
     """Return what a rank's files of masters and moments take."""
     row = columns(priced.layout)
     there = priced.layout.offload_optimizer == "nvme"
-    return tiers.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) if there else 0.0
+    return host_state.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) if there else 0.0
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
@@ -136,9 +137,9 @@ def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
     """Find an arena that not even one bucket's state fits into."""
-    work, job = layout.host, problem.job_of(layout.compile)
+    work, job = layout.host, cost_job(problem, layout.compile)
     wire = job.compute_bytes if work.gradients == "compute" else job.master_bytes
-    bucket = min(work.bucket_bytes / wire, owned(problem, columns(layout))) * tiers.state_bytes(job)
+    bucket = min(work.bucket_bytes / wire, owned(problem, columns(layout))) * host_state.state_bytes(job)
     if work.undo_bytes >= bucket:
         return
     message = (

@@ -9,7 +9,8 @@ import numpy as np
 
 from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
 from partool.layout.capabilities import runs
-from partool.planner.problem import Problem, nothing_runs
+from partool.planner.problem import Problem
+from partool.planner.runnable import nothing_runs
 from partool.spec.parallel import Recompute
 
 SHARES = (0.25, 0.5, 1.0)
@@ -53,7 +54,7 @@ def policies_of(problem: Problem) -> Policies:
     may = problem.host_link
     # Where the state has to leave, all of it does, but for what hides the host's last work once a layout is found,
     # and for what host memory has no room for.
-    several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or problem.split) else (0.0,)
+    several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     host = sorted(round(1.0 - fraction, 6) for fraction in fractions)

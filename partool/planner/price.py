@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from partool.cost import tiers
+from partool.cost import host_state, tiers
 from partool.cost.case import RECOMPUTE, Job, Layouts
 from partool.cost.fit import fit_probability
 from partool.cost.peak import Memory, host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
 from partool.plan.types import Layout, MemoryPrediction, TimePrediction
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
 from partool.spec.hardware import Devices
 
@@ -34,7 +35,7 @@ class Priced:
     @property
     def job(self) -> Job:
         """What its price is computed from."""
-        return self.problem.job_of(self.layout.compile)
+        return cost_job(self.problem, self.layout.compile)
 
     @cached_property
     def time(self) -> TimePrediction:
@@ -62,9 +63,9 @@ class Priced:
     def pinned_parts(self) -> dict[str, int]:
         """Terms of host memory that a rank has to pin, in bytes; spare buffers of gradients may wait."""
         terms = self.memory.host_terms_bytes
-        parts = {name: size for name, size in terms.items() if name in tiers.pinned_terms(self.job)}
+        parts = {name: size for name, size in terms.items() if name in host_state.pinned_terms(self.job)}
         if "gradients" in parts and self.layout.offload_optimizer != "none":
-            parts["gradients"] = max(0, parts["gradients"] - tiers.SPARE * self.layout.host.bucket_bytes)
+            parts["gradients"] = max(0, parts["gradients"] - host_state.SPARE * self.layout.host.bucket_bytes)
         return parts
 
     @property
@@ -88,7 +89,7 @@ def room(problem: Problem, layouts: Layouts) -> Room:
     if isinstance(pinned, list):
         frugal = max(RECOMPUTE.index(policy) for policy in pinned)
         layouts = replace(layouts, recompute=0 * layouts.recompute + frugal)
-    memory = peak_memory(problem.job, layouts)
+    memory = peak_memory(cost_job(problem), layouts)
     total = memory.total_bytes
     likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
     return Room(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
@@ -99,11 +100,11 @@ def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Any:
     limit = pinned_limit(problem)
     if limit == float("inf"):
         return False
-    job = problem.job
+    job = cost_job(problem)
     elements = problem.trained / (layouts.pp * layouts.tp * np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1))
-    bucket = tiers.bucket_elements(job, layouts, elements * layouts.host_optimizer)
-    spare = tiers.SPARE * tiers.wire_bytes(job, layouts) * bucket
-    parts = {name: size for name, size in memory.host_terms.items() if name in tiers.pinned_terms(job)}
+    bucket = host_state.bucket_elements(job, layouts, elements * layouts.host_optimizer)
+    spare = host_state.SPARE * host_state.wire_bytes(job, layouts) * bucket
+    parts = {name: size for name, size in memory.host_terms.items() if name in host_state.pinned_terms(job)}
     least = sum(np.maximum(0.0, size - spare) if name == "gradients" else size for name, size in parts.items())
     return least > limit * _PINNED_SLACK
 
@@ -111,7 +112,7 @@ def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Any:
 def pinned_limit(problem: Problem) -> float:
     """Return the bytes that a rank may pin; infinite where the spec says nothing, or nothing does with as few."""
     asked = problem.spec.parallel.offload.pinned_gib
-    return float("inf") if asked == "auto" or problem.any_pinned else float(int(asked * tiers.GIB))
+    return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * tiers.GIB))
 
 
 def bounds_s(problem: Problem, layouts: Layouts) -> Any:
@@ -119,11 +120,11 @@ def bounds_s(problem: Problem, layouts: Layouts) -> Any:
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)
     if compiled.all() or not compiled.any():
-        job = problem.job_of("block" if compiled.all() else "none")
+        job = cost_job(problem, "block" if compiled.all() else "none")
         return np.broadcast_to(bound_s(job, layouts), shape)
     found = np.zeros(shape)
     for choice, rows in (("block", compiled), ("none", ~compiled)):
-        found[rows] = bound_s(problem.job_of(choice), layouts.take(rows))  # type: ignore[arg-type]
+        found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
     return found
 
 

@@ -13,22 +13,25 @@ from partool.catalog.profile import Applied
 from partool.cost.case import EAGER, SCHEDULES, Column, Job
 from partool.cost.kinds import Kind, kinds
 from partool.cost.micro import layer_elements
-from partool.cost.stacks import own_stack
 from partool.cost.tiers import Tiers, tiers_of
 from partool.cost.zero_controls import Controls, controls_of
-from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
-from partool.plan.types import Layout
-from partool.planner.fused import fused
-from partool.planner.hf import Description
+from partool.planner.described import Description
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile
 from partool.spec.spec import Spec
-from partool.spec.training import MOMENTS
+
+Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
+"""What is relaxed where memory is short.
+
+gathers: what is open about gathers is chosen to need the least memory; tiles: open tiles of sequences are taken; split:
+a part of an optimizer's state that has to leave may stay on the device; disks: an open optimizer's state goes to the
+disks that the spec names; pinned: layouts may pin more than the spec allows, so that a finding can say how much.
+"""
 
 
 @dataclass
@@ -53,33 +56,22 @@ class Problem:
     """The schedule in the file that the spec names."""
     described: Description | None = None
     """What the runtime says of a model that transformers builds; None for partool's own decoder."""
-    pressed: bool = False
-    """Memory is short: what is open about gathers is chosen to need least of it."""
-    tiled: bool = False
-    """Memory is so short that open tiles of sequences are taken."""
-    split: bool = False
-    """Host memory is so short that a part of an optimizer's state that has to leave may stay on the device."""
-    on_disks: bool = False
-    """Host memory is so short that an open optimizer's state goes to the disks that the spec names."""
-    any_pinned: bool = False
-    """Layouts may pin more than the spec allows: none that pins less fits, and a finding is to say what is needed."""
+    relaxed: frozenset[Relaxation] = frozenset()
+    """What was relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Shared by the problems that are made of this one; the same problem takes the same work on every machine."""
+    jobs: dict[Compile, Job] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What :func:`partool.planner.cost_job.cost_job` has made of this problem."""
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.devices.nodes * self.devices.per_node
 
-    @property
-    def job(self) -> Job:
-        """What the cost functions read of layouts that compile as most do."""
-        return self.job_of(self.compile)
-
     @cached_property
     def controls(self) -> Controls:
         """How ranks that share parameters bring them together."""
-        return controls_of(self.spec.parallel.data, self.model, pressed=self.pressed)
+        return controls_of(self.spec.parallel.data, self.model, pressed="gathers" in self.relaxed)
 
     @cached_property
     def tiles_problem(self) -> str:
@@ -95,7 +87,9 @@ class Problem:
         if pinned != "auto":
             return pinned if pinned < length else 0
         held = self.spec.parallel.compile == "block" or self.spec.parallel.tensor.sequence_norms is True
-        return network_tile(self.model, length) if self.tiled and not held and not self.tiles_problem else 0
+        return (
+            network_tile(self.model, length) if "tiles" in self.relaxed and not held and not self.tiles_problem else 0
+        )
 
     @cached_property
     def loss_tile(self) -> int:
@@ -103,42 +97,7 @@ class Problem:
         pinned, length = self.spec.parallel.tiles.loss, self.spec.training.sequence_length
         if pinned != "auto":
             return pinned
-        return loss_tile(self.model, length) if self.tiled else 0
-
-    def job_of(self, compile: Compile) -> Job:
-        """Return what the cost functions read of layouts whose blocks are compiled, or not."""
-        return self._eager if compile == "none" else self._compiled
-
-    @cached_property
-    def _eager(self) -> Job:
-        return self._job("none")
-
-    @cached_property
-    def _compiled(self) -> Job:
-        return self._job("block")
-
-    def _job(self, compile: Compile) -> Job:
-        training, measured = self.spec.training, self.measured
-        if measured is None or measured.devices.accelerator != self.devices.accelerator:
-            measured = Applied(self.devices)
-        return Job(
-            model=self.model,
-            devices=self.devices,
-            sequence_length=training.sequence_length,
-            global_batch=training.global_batch,
-            precision=training.precision,
-            stack=own_stack(self.devices.backend, compile, fused(self, compile)),
-            frozen=tuple(self.spec.model.frozen),
-            time_scalar=measured.time_scalar,
-            memory_scalar=measured.memory_scalar,
-            memory_runs=measured.memory.n if measured.memory else 0,
-            memory_spread=measured.memory.spread if measured.memory else 0.0,
-            lists=self.lists,
-            stage_layers=self.stage_layers,
-            controls=self.controls,
-            moments=MOMENTS[self.spec.optimizer.name],
-            tiers=self.tiers,
-        )
+        return loss_tile(self.model, length) if "tiles" in self.relaxed else 0
 
     @cached_property
     def lists_text(self) -> str:
@@ -178,12 +137,12 @@ class Problem:
     @property
     def domain(self) -> int:
         """Ranks that the fast link joins."""
-        return self.job.domain
+        return self.devices.domain or self.devices.per_node
 
     @cached_property
     def tiers(self) -> Tiers:
         """How what leaves the devices is kept and updated."""
-        return tiers_of(self.spec.parallel.offload, on_disks=self.on_disks)
+        return tiers_of(self.spec.parallel.offload, on_disks="disks" in self.relaxed)
 
     @cached_property
     def parameters(self) -> int:
@@ -240,6 +199,10 @@ class Problem:
         """Device memory less the headroom."""
         return int(self.devices.memory_bytes * (1.0 - self.spec.limits.memory_headroom))
 
+    def relax(self, *names: Relaxation) -> Problem:
+        """Return the same problem with more of it relaxed."""
+        return replace(self, relaxed=self.relaxed.union(names))
+
     def on(self, **figures: object) -> Problem:
         """Return the same problem on machines with other figures."""
         return replace(self, devices=self.devices.model_copy(update=figures))
@@ -271,90 +234,3 @@ def nearest(wanted: int, legal: list[int], count: int = 2) -> str:
     """Return the legal values nearest to the wanted one, as ``4 or 8``, or ``1, 2 or 4``."""
     chosen = [str(n) for n in sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:count])]
     return " or ".join([", ".join(chosen[:-1]), chosen[-1]] if len(chosen) > 1 else chosen)
-
-
-def needs(problem: Problem, layout: Layout) -> Needs:
-    """Return what a layout of a problem asks of the runtime."""
-    precision = problem.spec.training.precision
-    frozen, hf = bool(problem.spec.model.frozen), problem.described is not None
-    return needs_of(layout, problem.model, problem.devices, precision, frozen=frozen, hf=hf)
-
-
-def needs_of(
-    layout: Layout, model: ModelConfig, devices: Devices, precision: str, *, frozen: bool, hf: bool = False
-) -> Needs:
-    """Return what a layout asks of the runtime; ``hf``: transformers builds the model."""
-    mesh = layout.mesh
-    return Needs(
-        model=model,
-        frozen=frozen,
-        backend=devices.backend,
-        nodes=devices.nodes,
-        zero=layout.zero,
-        replicas=mesh.dp_replicate,
-        tensor=mesh.tp,
-        tensor_inner=layout.tensor_inner,
-        sequence_norms=layout.sequence_norms,
-        tensor_overlap=layout.tensor_overlap,
-        stages=mesh.pp,
-        schedule=layout.schedule,
-        sequence=mesh.cp,
-        sequence_method=layout.sequence_method,
-        expert=layout.expert,
-        offload_optimizer=layout.offload_optimizer,
-        offload_parameters=layout.offload_parameters,
-        offload_activations=layout.offload_activations,
-        accumulation=layout.accumulation,
-        recompute=frozenset(layout.recompute),
-        compile=layout.compile,
-        precision=precision,
-        architecture=devices.architecture,
-        hf=hf,
-        gathers=_gathers(layout),
-        mlp_tile=layout.mlp_tile_tokens,
-        loss_tile=layout.loss_tile_tokens,
-    )
-
-
-def _gathers(layout: Layout) -> frozenset[str]:
-    asked = (layout.gather != "coalesced", layout.prefetch != 1, layout.persistent_elements > 0, bool(layout.leaves))
-    return frozenset(name for name, applies in zip(GATHERS, asked, strict=True) if applies)
-
-
-def runnable(problem: Problem, layout: Layout) -> bool:
-    """Return True if the runtime can run a layout."""
-    return not gaps(needs(problem, layout))
-
-
-def plain_needs(problem: Problem) -> Needs:
-    """Return what every layout of a problem asks of the runtime, whatever is left open."""
-    return Needs(
-        model=problem.model,
-        frozen=bool(problem.spec.model.frozen),
-        backend=problem.devices.backend,
-        nodes=problem.devices.nodes,
-        zero=0,
-        replicas=1,
-        tensor=1,
-        tensor_inner=1,
-        sequence_norms=False,
-        tensor_overlap="none",
-        stages=1,
-        schedule="1f1b",
-        sequence=1,
-        expert=1,
-        offload_optimizer="none",
-        offload_parameters="none",
-        offload_activations="none",
-        accumulation=1,
-        recompute=frozenset({"none"}),
-        compile=problem.compile,
-        precision=problem.spec.training.precision,
-        architecture=problem.devices.architecture,
-        hf=problem.described is not None,
-    )
-
-
-def nothing_runs(problem: Problem) -> bool:
-    """Return True if no layout of a problem can be run, for its model or its machines."""
-    return any(not runs(aspect) for aspect in aspects(plain_needs(problem)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from partool.plan.types import SearchSummary
 from partool.planner.offload import in_parts, refined, to_disks
 from partool.planner.price import Priced
-from partool.planner.problem import Problem, runnable
+from partool.planner.problem import Problem
+from partool.planner.runnable import runnable
 from partool.planner.search import Found, Search, firsts
 from partool.planner.space import Space, build
 from partool.planner.tiles import in_tiles
@@ -85,8 +86,12 @@ def solve(problem: Problem) -> Solution:
     none does with the pinned memory that the spec allows, this is left out, for a finding that says what is needed.
     """
     solution = _solved(problem)
-    if solution.chosen is None and problem.spec.parallel.offload.pinned_gib != "auto" and not problem.any_pinned:
-        return _solved(replace(problem, any_pinned=True))
+    if (
+        solution.chosen is None
+        and problem.spec.parallel.offload.pinned_gib != "auto"
+        and "pinned" not in problem.relaxed
+    ):
+        return _solved(problem.relax("pinned"))
     return solution
 
 

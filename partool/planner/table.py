@@ -11,7 +11,8 @@ from partool.cost.case import SCHEDULES
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
 from partool.planner.price import Priced
-from partool.planner.problem import Problem, runnable
+from partool.planner.problem import Problem
+from partool.planner.runnable import runnable
 from partool.planner.search import Search
 from partool.planner.solve import Solution
 from partool.planner.space import build

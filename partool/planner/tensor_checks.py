@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import Decided, Partition, apply_patterns, own_partition
 from partool.plan.types import Layout
-from partool.planner.hf import Description
+from partool.planner.described import Description
 from partool.planner.problem import Problem
 from partool.spec.spec import Spec
 

@@ -14,6 +14,7 @@ from partool.cost.layer import layer
 from partool.cost.tensor import halves_passes
 from partool.cost.tensor_time import layer_seconds
 from partool.layout.tensor import head_ranges
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
 
@@ -80,7 +81,7 @@ def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
 def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
     """Return the seconds of a layer's collectives, both passes, in the shape (ranks / inner) × inner."""
     layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
-    found = layer_seconds(problem.job, layouts)
+    found = layer_seconds(cost_job(problem), layouts)
     return float(found.forward.total + found.backward.total)
 
 
@@ -134,8 +135,8 @@ def overlap_of(problem: Problem, groups: Layouts) -> Any:
     many = np.asarray(groups.tp) > 1
     if pinned != "auto":
         return np.where(many, OVERLAPS.index(pinned), 0)
-    gains = problem.job.stack.overlap_products > 0
-    able = many & (np.asarray(groups.compiled) == 0) & (halves_passes(problem.job, groups) == 0)
+    gains = cost_job(problem).stack.overlap_products > 0
+    able = many & (np.asarray(groups.compiled) == 0) & (halves_passes(cost_job(problem), groups) == 0)
     return np.where(able & gains, OVERLAPS.index("backward"), 0)
 
 
@@ -145,7 +146,7 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
     many = np.asarray(groups.tp) > 1
     many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")
     fused = problem.spec.parallel.tensor.overlap == "symmetric"
-    if pinned != "auto" or fused or problem.job.stack.overlap_products == 0 or not np.any(many):
+    if pinned != "auto" or fused or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
         return np.where(many, 1 if pinned == "auto" else pinned, 1)
     columns = np.stack([groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp])
     different, where = np.unique(columns, axis=1, return_inverse=True)
@@ -155,7 +156,7 @@ def pieces_of(problem: Problem, groups: Layouts) -> Any:
         tp=tp, tensor_inner=inner, sequence_norms=norms, micro_batch=micro_batch, cp=cp, tensor_chunks=pieces,
         compiled=0,
     )  # fmt: skip
-    forward = layer(problem.job_of("none"), rows, kinds(problem.model)[0]).forward
+    forward = layer(cost_job(problem, "none"), rows, kinds(problem.model)[0]).forward
     times = np.reshape(forward.device_s * np.ones(len(pieces)), (len(PIECES), -1))
     best = np.argmin(times * (1.0 + _GAIN * np.arange(len(PIECES)))[:, None], axis=0)
     return np.where(many, np.array(PIECES)[best][where.ravel()], 1)

@@ -8,6 +8,7 @@ from partool.cost.columns import columns
 from partool.cost.tensor import halves_passes
 from partool.layout.tensor import head_ranges
 from partool.plan.types import Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, divisors
 from partool.planner.tensor_forms import divides, sent_s, shape_problem
@@ -118,7 +119,7 @@ def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
     }
     tensor = problem.spec.parallel.tensor
     why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor_overlap]
-    if layout.tensor_overlap != "none" and halves_passes(problem.job_of(layout.compile), columns(layout)):
+    if layout.tensor_overlap != "none" and halves_passes(cost_job(problem, layout.compile), columns(layout)):
         why += ", but this schedule puts gradients of weights off, so backward passes have none to compute meanwhile"
     if layout.tensor_overlap == "none" and tensor.overlap == "auto":
         on_cores = problem.devices.backend == "cpu"

@@ -7,13 +7,13 @@ with tiles, in which blocks are not compiled: a compiler would merge the tiles' 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
 from partool.cost.case import Column, Layouts
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
 from partool.spec.pipeline_checks import WEIPIPE
 
@@ -25,7 +25,7 @@ LOGITS_AT_ONCE = 2**26
 
 def in_tiles(problem: Problem) -> Problem | None:
     """Return the problem with networks and losses in tiles, and all else that saves memory; None if there are none."""
-    tiled = replace(problem, tiled=True, pressed=problem.world_size > 1)
+    tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
     return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
 
 
@@ -80,7 +80,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     """Say which tiles there are, and why."""
     model, tiles = problem.model, problem.spec.parallel.tiles
-    size = problem.job.compute_bytes * layout.micro_batch
+    size = cost_job(problem).compute_bytes * layout.micro_batch
     short = "no layout is sure to fit without"
     if layout.mlp_tile_tokens:
         why = short if tiles.mlp == "auto" else "the spec asks for it"

@@ -8,7 +8,6 @@ message per parameter, nothing ahead. Vectors, of which a layer has many, then s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +15,7 @@ from partool.cost.zero_controls import kept_elements, messages_of_unit
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import parameters
 from partool.plan.types import Layout
+from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
 
 _PATH = ("parallel", "data")
@@ -25,7 +25,7 @@ _CONTAINERS = ("ModuleList", "ModuleDict")
 
 def under_pressure(problem: Problem) -> Problem | None:
     """Return the problem with gathers that need least memory; None if nothing is left to save."""
-    pressed = replace(problem, pressed=True)
+    pressed = problem.relax("gathers")
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 
 
@@ -143,7 +143,7 @@ def _gather(problem: Problem, layout: Layout) -> str:
         why = "the spec asks for it" if pinned else "the fewest messages"
         usual = layout.zero == 3 and layout.prefetch == 1 and problem.spec.parallel.data.prefetch == "auto"
         return f"Gather coalesced: {why}{_ahead(problem, layout) if usual else ''}."
-    saved = problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
+    saved = cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
     count = messages_of_unit(problem.model, problem.controls, layout.zero)
     why = "the spec asks for it" if pinned else "no layout is sure to fit that gathers layers as a whole"
     return f"Gather sequential: {why}; {count} messages per layer, {saved / MIB:,.0f} MiB less for a moment."
@@ -160,13 +160,13 @@ def _prefetch(problem: Problem, layout: Layout) -> str:
 
 
 def _ahead(problem: Problem, layout: Layout) -> str:
-    ahead = layout.prefetch * problem.job_of(layout.compile).compute_bytes * _layer_elements(problem, layout)
+    ahead = layout.prefetch * cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
     return f"; {ahead / MIB:,.0f} MiB gathered ahead"
 
 
 def _persistent(problem: Problem, layout: Layout) -> str:
     most = layout.persistent_elements
-    kept = problem.job_of(layout.compile).compute_bytes * kept_elements(problem.model, most)
+    kept = cost_job(problem, layout.compile).compute_bytes * kept_elements(problem.model, most)
     why = "the spec asks for it" if problem.spec.parallel.data.persistent != "auto" else "vectors cost no messages"
     return f"Persistent up to {most:,} elements: {why}; {kept / MIB:,.1f} MiB stay gathered."
 

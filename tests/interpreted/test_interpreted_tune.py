@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from partool_kernels.offline import Compiled
+from partool_kernels.compiled import Compiled
 from partool_kernels.proof import Job, Proof
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry import kernels as registered

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from house import cycles, graph, modules
 
 from partool.process import python_command
 
@@ -87,6 +88,12 @@ def test_runtime_imports_only_pure_data_from_partool() -> None:
             if parts[0] == "partool" and len(parts) > 1 and parts[1] not in RUNTIME_MAY_IMPORT | {"__version__"}:
                 found.append(f"{path.relative_to(ROOT)}:{line} imports {module}")
     assert found == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Counted over all imports, those in functions and type-checking blocks too."""
+    assert cycles(graph(modules(ROOT))) == []
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
 def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:

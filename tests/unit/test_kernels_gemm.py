@@ -10,9 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from partool_kernels.compiled import compile_for
 from partool_kernels.gemm.kernel import gemm_sum
 from partool_kernels.gemm.op import form_of, gemm
-from partool_kernels.offline import compile_for
 from partool_kernels.proof import Job, faults, prove
 from partool_kernels.registry import KERNELS, Request
 

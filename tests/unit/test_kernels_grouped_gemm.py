@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from partool_kernels.compiled import compile_for
 from partool_kernels.grouped_gemm.op import grouped_gemm
 from partool_kernels.moe.op import permute, route, unpermute
-from partool_kernels.offline import compile_for
 from partool_kernels.registry import KERNELS
 
 

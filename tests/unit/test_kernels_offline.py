@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from partool_kernels import modelled, proof
+from partool_kernels.compiled import Compiled
 from partool_kernels.device import triton_version
 from partool_kernels.modelled import missing
-from partool_kernels.offline import Compiled
+from partool_kernels.offline import main
 from partool_kernels.proof import Job, Proof, faults, jobs, prove, prove_all
-from partool_kernels.proof_command import main
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
 from partool_kernels.registry.tables import Measured, path_of, read, write
 
@@ -221,6 +221,6 @@ def test_the_command_tells_what_it_found(monkeypatch: pytest.MonkeyPatch, capfd:
     assert {one["needs"]["spilled_bytes"] for one in told["results"]} == {0}
     bad = replace(KERNELS["glu_forward"], default=lambda request: Config((("BLOCK", 1000),), num_warps=1))
     monkeypatch.setitem(KERNELS, "glu_forward", bad)
-    monkeypatch.setattr("partool_kernels.proof_command.prove_all", lambda work, processes: map(prove, work))
+    monkeypatch.setattr("partool_kernels.offline.prove_all", lambda work, processes: map(prove, work))
     assert main(arguments) == 1
     assert "does not compile" in capfd.readouterr().err

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from partool_kernels.registry import ARCHITECTURES, KERNELS, SOURCES, Config, Request, look_up
 from partool_kernels.registry import kernels as registered
 from partool_kernels.registry import source as sources
+from partool_kernels.registry.distance import HEURISTIC, same_device
 from partool_kernels.registry.feasible import obstacle
-from partool_kernels.registry.look_up import HEURISTIC, Registry, judge, same_device
+from partool_kernels.registry.look_up import Registry, judge
 from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import (
     Entry,

@@ -20,6 +20,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.cost_job import cost_job
 from partool.planner.layouts import layout_of
 from partool.planner.make import resolve
 from partool.planner.price import Priced, bounds_s, room
@@ -349,7 +350,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
     ring = planned(
         text("micro_batch: 1, pipeline: {stages: 2, schedule: weipipe}, data: {zero: 0}", batch=32), tmp_path
     )
-    job = problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)).job
+    job = cost_job(problem_of(text("pipeline: {stages: 2, schedule: weipipe}", batch=32)))
     elements = [4 * (4 * 64 * 64 + 3 * 64 * ring.model.ffn_hidden + 2 * 64)] * 2
     counted = volume(schedule_of(ring.layout), [2 * one for one in elements], [4 * one for one in elements])
     assert sent_bytes(job, ring.layout) == max(counted)
@@ -357,7 +358,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
 
 def test_the_time_of_weights_that_travel_is_that_of_the_lists(tmp_path: Path) -> None:
     spec = text("micro_batch: 1, pipeline: {stages: 4, schedule: weipipe}, data: {zero: 0}", device="h100-sxm")
-    plan, job = planned(spec, tmp_path), problem_of(spec).job_of("none")
+    plan, job = planned(spec, tmp_path), cost_job(problem_of(spec), "none")
     times = stage_times(job, plan.layout)
     line = simulate(schedule_of(plan.layout), times)
     terms = plan.prediction.time.terms_s

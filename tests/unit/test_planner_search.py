@@ -18,7 +18,8 @@ from partool.planner import changes, explain
 from partool.planner.checks import check
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s
-from partool.planner.problem import Problem, Work, divisors, runnable
+from partool.planner.problem import Problem, Work, divisors
+from partool.planner.runnable import runnable
 from partool.planner.search import Search
 from partool.planner.solve import solve
 from partool.planner.space import build

@@ -15,7 +15,7 @@ from rich.console import Console
 from partool.cli.main import run
 from partool.layout.tensor import Structure, decide
 from partool.plan.diff import differences
-from partool.planner.hf import Description
+from partool.planner.described import Description
 from partool.planner.make import make_plan, resolve
 from partool.planner.space import build
 from partool.planner.tensor_checks import check_tensor, cuttable, without_tensor

@@ -22,7 +22,7 @@ from partool.launch import tune as launching
 from partool.launch.tune import Tuning
 from partool_kernels import proof
 from partool_kernels.cases import Case
-from partool_kernels.offline import Compiled
+from partool_kernels.compiled import Compiled
 from partool_kernels.proof import Job, Proof
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry import kernels as registered

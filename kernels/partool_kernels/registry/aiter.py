@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from partool_kernels.registry.distance import MODELLED, ROWS, WIDTH
 from partool_kernels.registry.kernels import KERNELS
-from partool_kernels.registry.look_up import MODELLED, ROWS, WIDTH
 from partool_kernels.registry.tables import TableError, json_object
 from partool_kernels.registry.types import Choice, Config, Request
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from partool_kernels.registry.aiter import is_forward
-from partool_kernels.registry.look_up import ROWS
+from partool_kernels.registry.distance import ROWS
 from partool_kernels.registry.tables import TableError
 from partool_kernels.registry.types import Choice, Config, Request
 

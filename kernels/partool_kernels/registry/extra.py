@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from partool_kernels.registry import aiter, aiter_csv, tables, vllm
 
 if TYPE_CHECKING:
-    from partool_kernels.registry.look_up import Reader
     from partool_kernels.registry.tables import Table
+    from partool_kernels.registry.types import Reader
 
 _WITHIN = (".", "configs", "ops/triton/configs", "aiter/ops/triton/configs", "aiter/configs")
 """Where a folder of aiter keeps its configurations."""

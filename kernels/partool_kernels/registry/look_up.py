@@ -2,14 +2,8 @@
 
 Entries of the tables are tried from the most certain source to the least: ``exact``, ``rows``, ``shape``, ``device``,
 ``modelled``, and last the kernel's rule; within a source the nearest first, and of equals those of the user's tables.
-What cannot run for the request (see ``feasible``) is passed over. The distance is a sum:
-
-* 1 for each octave between the numbers of rows,
-* 2 for each octave between a width of the request and of the entry; more than one octave apart it is not used,
-* 4 for another device of the architecture, and 1 for each octave between the numbers of their units,
-* 1 for each minor version between those of Triton, 8 for another major one,
-* 2 for a change of the kernel's code since, which makes a measurement a guess,
-* 8 for an entry that was not measured, 16 for the kernel's rule.
+What cannot run for the request (see ``feasible``) is passed over. Distances are those of
+:mod:`partool_kernels.registry.distance`; an entry whose width is more than one octave away is not used.
 
 An entry that was not measured is what the rule says of its request, known to compile: for others the rule is asked.
 
@@ -19,32 +13,27 @@ Types, flags and the architecture have to be the request's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from partool_kernels.registry.distance import (
+    DEVICE,
+    HEURISTIC,
+    MODELLED,
+    ROWS,
+    STALE,
+    WIDTH,
+    octaves,
+    same_device,
+    versions_apart,
+)
 from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.kernels import KERNELS
 from partool_kernels.registry.types import SOURCES, Choice, Request, Source
 
 if TYPE_CHECKING:
     from partool_kernels.registry.tables import Entry, Table
-
-ROWS, WIDTH, MINOR, MAJOR, STALE, DEVICE, MODELLED, HEURISTIC = 1.0, 2.0, 1.0, 8.0, 2.0, 4.0, 8.0, 16.0
-"""Distances, as above."""
-_VENDORS = ("nvidia ", "amd ", "instinct ", "radeon ")
-
-
-class Reader(Protocol):
-    """Another tool's files of configurations."""
-
-    def choices(self, request: Request) -> Iterable[Choice]:
-        """Yield what they hold for one of partool's kernels, the nearest first."""
-        ...
-
-    def coverage(self, request: Request) -> Iterable[Choice]:
-        """Yield what they hold for the other tool's own kernel of the same computation."""
-        ...
 
 
 class Registry:
@@ -132,10 +121,10 @@ def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
         source = "modelled"
     elif not here:
         source = "device"
-    distance = WIDTH * sum(apart) + ROWS * rows + _versions(entry.triton, request.triton)
+    distance = WIDTH * sum(apart) + ROWS * rows + versions_apart(entry.triton, request.triton)
     distance += STALE * stale + MODELLED * (entry.measured is None)
     if entry.device and not here:
-        distance += DEVICE + _octaves(entry.units, request.units)
+        distance += DEVICE + octaves(entry.units, request.units)
     known = entry.measured if source == "exact" else None
     return Choice(
         "triton",
@@ -146,30 +135,6 @@ def judge(request: Request, entry: Entry, place: str = "") -> Choice | None:
         reference_s=known.reference_s if known else None,
         table=place,
     )
-
-
-def same_device(first: str, second: str) -> bool:
-    """Tell whether two names are of the same device, however it is spelt: ``NVIDIA H200`` and ``h200``."""
-    return _plain(first) == _plain(second)
-
-
-def _plain(name: str) -> str:
-    plain = name.casefold().replace("_", " ").replace("-", " ").strip()
-    for vendor in _VENDORS:
-        plain = plain.removeprefix(vendor)
-    return plain
-
-
-def _octaves(first: int, second: int) -> float:
-    return abs(math.log2(first / second)) if first and second else 0.0
-
-
-def _versions(first: str, second: str) -> float:
-    """Return the distance of two versions of Triton, 0 where the second is of no interest."""
-    if not second:
-        return 0.0
-    (major, minor), (other, another) = (map(int, version.split(".")[:2]) for version in (first, second))
-    return MAJOR * abs(major - other) if major != other else MINOR * abs(minor - another)
 
 
 def _order(choice: Choice) -> tuple[int, float]:

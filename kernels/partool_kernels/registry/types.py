@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 Source = Literal["exact", "rows", "shape", "device", "modelled", "heuristic"]
 SOURCES: tuple[Source, ...] = ("heuristic", "modelled", "device", "shape", "rows", "exact")
@@ -133,3 +133,13 @@ class Choice:
     """Of the reference in the same run."""
     table: str = ""
     """File that holds it."""
+
+
+class Reader(Protocol):
+    """Another tool's files of configurations."""
+
+    def choices(self, request: Request) -> Iterable[Choice]:
+        """Yield what they hold for one of partool's kernels, the nearest first."""
+
+    def coverage(self, request: Request) -> Iterable[Choice]:
+        """Yield what they hold for the other tool's own kernel of the same computation."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from partool_kernels.registry.aiter import as_config, carried, is_forward
-from partool_kernels.registry.look_up import MODELLED, ROWS, same_device
+from partool_kernels.registry.distance import MODELLED, ROWS, same_device
 from partool_kernels.registry.tables import TableError, bucket, json_object
 from partool_kernels.registry.types import Choice, Request
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from partool_kernels.offline import Compiled
+from partool_kernels.compiled import Compiled
 from partool_kernels.proof import Job, Proof
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry.feasible import obstacle

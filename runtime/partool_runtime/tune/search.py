@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from partool_kernels.cases import Case, case, errors
-from partool_kernels.offline import Compiled
+from partool_kernels.compiled import Compiled
 from partool_kernels.proof import prove_all
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry.look_up import Registry

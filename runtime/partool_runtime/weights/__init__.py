@@ -3,7 +3,8 @@
 Sharding happens between ``build`` and ``materialise``, so no rank ever holds more than its part.
 """
 
-from partool_runtime.weights.fill import fill, fill_from
+from partool_runtime.weights.blocks import fill_from
+from partool_runtime.weights.fill import fill
 from partool_runtime.weights.pipeline import (
     build,
     build_parts,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfPart
 from partool_runtime.hf.reader import open_folder
 from partool_runtime.model import AnyDecoder
-from partool_runtime.pieces import Piece, pieces
-from partool_runtime.weights.draw import BlockSource, block_rows, dummy_source, init_source
-
-_COPY_ELEMENTS = 2**20
-"""Elements in flight between a source and a parameter: bounds the memory beside the model."""
+from partool_runtime.weights.blocks import fill_from
+from partool_runtime.weights.draw import dummy_source, init_source
+from partool_runtime.weights.from_checkpoint import load_model
 
 
 def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -38,8 +35,6 @@ def fill(model: AnyDecoder, weights: Weights, *, seed: int, masters: Mapping[str
             source.check(model.whole_shapes())
             fill_from(model, source.block, masters)
     else:
-        from partool_runtime.weights.from_checkpoint import load_model
-
         load_model(model, _path(weights), masters)
 
 
@@ -48,34 +43,3 @@ def _path(weights: Weights) -> Path:
         message = f"model.weights: the source {weights.source} needs a path"
         raise ConfigurationError("PT620", message, "Set model.weights.path to the folder.")
     return Path(weights.path).expanduser()
-
-
-@torch.no_grad()
-def fill_from(model: AnyDecoder, source: BlockSource, masters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Copy each rank's blocks of every parameter from ``source``, cast to the type of the parameter or its master."""
-    for name, parameter in targets(model, masters).items():
-        placement = model.placements.get(name)
-        shape = tuple(parameter.shape) if placement is None else placement.shape
-        for piece in pieces(parameter, placement):
-            _fill_piece(piece, name, shape, source)
-
-
-def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Return what is filled, by parameter: masters where there are some, and the parameters themselves elsewhere."""
-    return {name: (masters or {}).get(name, parameter) for name, parameter in model.named_parameters()}
-
-
-def _fill_piece(piece: Piece, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
-    """Copy a block of a parameter of the whole shape ``shape``, so many rows at a time."""
-    target, offsets = piece.tensor, piece.offsets
-    if not shape:
-        target.copy_(source(name, shape, (), ()))
-        return
-    block = block_rows(shape)
-    step = block * max(1, _COPY_ELEMENTS // (block * max(1, math.prod(shape[1:]))))
-    first_row, last_row = offsets[0], offsets[0] + target.shape[0]
-    # Steps end at multiples of whole blocks, so that no block is drawn twice.
-    for first in range(first_row - first_row % step, last_row, step):
-        start, stop = max(first, first_row), min(first + step, last_row)
-        sizes = (stop - start, *target.shape[1:])
-        target[start - first_row : stop - first_row].copy_(source(name, shape, (start, *offsets[1:]), sizes))

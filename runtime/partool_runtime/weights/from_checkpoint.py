@@ -13,7 +13,7 @@ from partool_runtime.checkpoint._agreement import Ranks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import placed
-from partool_runtime.weights.fill import targets
+from partool_runtime.weights.blocks import targets
 
 _MODEL = "model."
 _TIMEOUT_S = 1800.0

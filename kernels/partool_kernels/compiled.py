@@ -1,0 +1,88 @@
+"""Compile kernels for GPUs that are not there, and read what they need: the proof that a configuration can run.
+
+Triton's compiler needs no device; shared memory beyond a block's limit is not its error, so it is compared here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a kernel needs on an architecture."""
+
+    shared_bytes: int
+    registers: int
+    """Per thread; on AMD vector registers."""
+    spilled_bytes: int
+    """Per thread, registers that did not fit."""
+    matrix: bool
+    """Whether it uses matrix units of this architecture."""
+    emulates_fp8: bool
+    """Whether 8-bit products were turned into wider ones."""
+
+
+def compile_for(request: Request, config: Config) -> Compiled:
+    """Compile the request's kernel for its architecture; raises what Triton's compiler raises."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, architecture = KERNELS[request.kernel], ARCHITECTURES[request.architecture]
+    module = importlib.import_module("partool_kernels." + kernel.source.removesuffix(".py").replace("/", "."))
+    signature = kernel.signature(request, config)
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, (name, type_) in enumerate(signature.arguments.items())
+        if type_.startswith("*") or name in signature.divisible
+    }
+    source = ASTSource(
+        getattr(module, kernel.function), dict(signature.arguments), dict(signature.constants), attributes
+    )
+    target = GPUTarget(architecture.backend, architecture.target, architecture.lanes)
+    compiled = triton.compile(source, target=target, options=config.options(architecture.backend))
+    read = _of_amd if architecture.backend == "hip" else _of_nvidia
+    registers, spilled, text = read(compiled)
+    eight_bits = any(dtype.startswith("float8") for dtype in request.dtypes)
+    return Compiled(
+        shared_bytes=int(compiled.metadata.shared),
+        registers=registers,
+        spilled_bytes=spilled,
+        matrix=any(name in text for name in architecture.matrix),
+        emulates_fp8=eight_bits and not _multiplies_fp8(text),
+    )
+
+
+def _of_amd(compiled: Any) -> tuple[int, int, str]:
+    text = str(compiled.asm["amdgcn"])
+    counts = {name: int(value) for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", text)}
+    return counts.get("vgpr_count", 0), 4 * counts.get("vgpr_spill_count", 0), text
+
+
+def _of_nvidia(compiled: Any) -> tuple[int, int, str]:
+    """Return registers, spilled bytes and the assembly; the first two as the bundled cuobjdump tells of the binary."""
+    import subprocess
+    import tempfile
+
+    from triton.backends import nvidia
+
+    (folder,) = nvidia.__path__
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [f"{folder}/bin/cuobjdump", "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK):(\d+)", told))
+    return int(found.get("REG", 0)), int(found.get("STACK", 0)), str(compiled.asm["ptx"])
+
+
+def _multiplies_fp8(text: str) -> bool:
+    return (
+        re.search(r"(wgmma|tcgen05\.mma|mma\.sync)[^\n]*(e4m3|e5m2|f8f6f4)|v_mfma\w*(fp8|bf8|f8f6f4)", text) is not None
+    )
