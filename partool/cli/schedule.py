@@ -12,7 +12,8 @@ import typer
 from partool.cli._files import printing, write_or_exit
 from partool.cli._runs import fail
 from partool.plan.terminal import say
-from partool.schedule import SCHEDULES, Schedule
+from partool.schedule import Schedule
+from partool.strategies.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from partool.report.drawing import Drawing
@@ -82,17 +83,18 @@ class _Sizes:
     def like(self, schedule: Schedule, name: str) -> _Sizes:
         """Return these sizes for a named schedule, with those that were not given taken from another one."""
         ranks, micro_batches = self.ranks or schedule.ranks, self.micro_batches or schedule.micro_batches
-        several = name in ("interleaved", "hanayo") and self.waves is None and schedule.chunks > 1
+        named = SCHEDULES.get(name)
+        several = named is not None and named.chooses_stages and self.waves is None and schedule.chunks > 1
         chunks = self.chunks or (schedule.chunks if several else None)
         return replace(self, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
     def stages_per_rank(self, name: str) -> int:
         """Return the stages per rank of a named schedule: those asked for, or the fewest that it takes."""
         if self.waves is not None:
-            if name != "hanayo" or self.chunks is not None:
+            if SCHEDULES[name].stages != "2 per wave" or self.chunks is not None:
                 raise typer.BadParameter("--waves belongs to hanayo, and goes without --chunks")
             return 2 * self.waves
-        return self.chunks or (2 if name in ("interleaved", "zb-v", "hanayo") else 1)
+        return self.chunks or SCHEDULES[name].least_stages
 
 
 def _schedule(name: str, sizes: _Sizes) -> Schedule:
@@ -140,7 +142,7 @@ def _sizes_help(name: str, chunks: int, cap: int) -> str:
     if cap and not SCHEDULES[name].capped:
         capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
         return f"leave out --in-flight; {capped} take it"
-    if name == "hanayo":
+    if SCHEDULES[name].stages == "2 per wave":
         return (
             f"--chunks {chunks - 1} or {chunks + 1}: two stages per wave, or say --waves" if chunks > 1 else "--waves 1"
         )
@@ -177,10 +179,12 @@ def _from_file(path: Path) -> Schedule:
 
 
 def _list(output: str) -> None:
-    from partool.report.schedule import KNOWN, render_known
+    from partool.report.schedule import render_known
 
     if output == "json":
-        say(json.dumps({name: vars(known) for name, known in KNOWN.items()}, indent=2))
+        words = ("stages", "micro_batches", "words", "source")
+        known = {name: {word: getattr(record, word) for word in words} for name, record in SCHEDULES.items()}
+        say(json.dumps(known, indent=2))
     else:
         with printing() as console:
             render_known(console)

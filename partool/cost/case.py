@@ -6,6 +6,7 @@ and prices one layout or a hundred thousand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,8 @@ from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.training import Precision
+from partool.strategies import schedules, sequence
+from partool.strategies.schedules import ScheduleRecord
 
 Column = Any
 """A number, or a numpy array with one entry per layout."""
@@ -27,33 +30,35 @@ RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
 """Values of ``Layouts.recompute`` by index, in the order of what they keep: nothing is computed again, the core of
 attention is, all but matrix products and attention, all but attention, whole layers."""
 ATTENTION, SELECTIVE, KEEP_ATTENTION, FULL = range(1, len(RECOMPUTE))
-SEQUENCE_METHODS = ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
+SEQUENCE_METHODS = tuple(sequence.METHODS)
 """Values of ``Layouts.sequence_method`` by index."""
-ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = range(len(SEQUENCE_METHODS))
+ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = map(
+    SEQUENCE_METHODS.index, ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
+)
 ORDERS = ("contiguous", "zigzag", "grid")
 """Values of ``Layouts.sequence_order`` by index."""
 ZIGZAG = ORDERS.index("zigzag")
 INSIDES = ("teams", "rings")
 """Values of ``Layouts.sequence_inside`` by index."""
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-v",
-    "hanayo",
-    "weipipe",
-    "weipipe-naive",
-    "weipipe-zb",
-    "file",
-)
-"""Values of ``Layouts.schedule`` by index; names of ``partool.schedule``."""
-FOLDED = tuple(SCHEDULES.index(name) for name in ("zb-v", "hanayo"))
+SCHEDULES = (*schedules.SCHEDULES, "file")
+"""Values of ``Layouts.schedule`` by index; names of schedules, and the user's own."""
+
+
+def _where(applies: Callable[[ScheduleRecord], bool]) -> tuple[int, ...]:
+    return tuple(index for index, record in enumerate(schedules.SCHEDULES.values()) if applies(record))
+
+
+FOLDED = _where(lambda record: record.folded)
 """Those whose stages go to and fro over the ranks; of the others, stage s is on rank s modulo the ranks."""
-RING = tuple(SCHEDULES.index(name) for name in ("weipipe", "weipipe-naive", "weipipe-zb"))
+RING = _where(lambda record: record.moves == "weights")
 """Those that move weights round the ranks; each micro-batch stays on one of them (Lin et al., PPoPP'25)."""
-EAGER = tuple(SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "weipipe", "weipipe-naive", "weipipe-zb"))
-"""Those whose blocks cannot be compiled: backward passes in halves, or weights that come and go."""
+EAGER = _where(lambda record: record.eager)
+"""Those whose blocks cannot be compiled."""
+HALVED = _where(lambda record: record.split)
+"""Those whose backward passes come in two halves."""
+HALVED_RING = tuple(index for index in RING if index in HALVED)
+ONE_AT_THE_END = _where(lambda record: record.one_at_the_end)
+"""Those whose last stage holds one micro-batch at a time."""
 
 OVERLAPS = ("none", "backward", "symmetric")
 """Values of ``Layouts.tensor_overlap`` by index."""

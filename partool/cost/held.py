@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Column, Job, Layouts
+from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Job, Layouts, among
 from partool.cost.cut import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.plan.types import Layout
@@ -17,7 +17,6 @@ from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
 """Kinds of layers."""
-HALVED_RING = SCHEDULES.index("weipipe-zb")
 """Keeps a whole micro-batch's tensors until the weights' half of its backward passes."""
 
 
@@ -167,7 +166,7 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
 def _ring(job: Job, layouts: Layouts, most: Column) -> Ring:
     """Return what comes with weights that travel, in stages of at most so many layers."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
-    layers = np.where(layouts.schedule == HALVED_RING, job.model.layers, most)
+    layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
     stages = layouts.pp * layouts.chunks
     return Ring(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,

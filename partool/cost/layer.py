@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from partool.cost import attention, collective, cut, dealt, sequence, tensor_time
-from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, SCHEDULES, SELECTIVE, Column, Job, Layouts
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Job, Layouts
 from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind
 from partool.cost.stacks import Stack
 from partool.cost.tiled import in_tiles, products_s
-from partool.plan.schedule import ONE_AT_THE_END
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
@@ -21,7 +20,6 @@ _STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
 """Of the memory's bandwidth that element-wise kernels reach; the CPU's figure is what they reach already."""
 _KERNEL_GAP_S = 5e-6
 """Least time of a small kernel with the gap after it."""
-_EARLY = tuple(SCHEDULES.index(name) for name in ONE_AT_THE_END)
 _FUSED_PASSES = 1.1
 """Memory traffic of a fused kernel against reading and writing all once, as of compiled blocks."""
 _IMBALANCE = 1.1
@@ -342,7 +340,7 @@ def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -
         return 0.0
     tile = np.asarray(layouts.loss_tile_tokens)
     again = np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
-    late = (np.asarray(layouts.pp) > 1) & ~np.isin(layouts.schedule, _EARLY)
+    late = (np.asarray(layouts.pp) > 1) & ~np.isin(layouts.schedule, ONE_AT_THE_END)
     return np.where(late | ("loss" not in stack.fused), again, 0.0)
 
 

@@ -12,17 +12,18 @@ from functools import lru_cache
 import numpy as np
 
 from partool.cost import cut, dealt
+from partool.cost.case import HALVED_RING, Column, Job, Layouts
 from partool.cost.case import SCHEDULES as NAMES
-from partool.cost.case import Column, Job, Layouts
 from partool.cost.columns import columns
 from partool.cost.cut import share_columns
-from partool.cost.held import HALVED_RING, Ring
+from partool.cost.held import Ring
 from partool.plan.schedule import placement_of, read, schedule_of
 from partool.plan.types import Layout
-from partool.schedule import SCHEDULES, Schedule, StageTimes, in_flight, makespan
+from partool.schedule import Schedule, StageTimes, in_flight, makespan
 from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
 from partool.schedule.weipipe import room, volume
+from partool.strategies.schedules import SCHEDULES
 
 
 def stages_of_ranks(layout: Layout) -> list[list[int]]:
@@ -142,7 +143,7 @@ def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
     schedule = _rounds(layout, min(layout.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
     moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.stages]
-    kept = [[layer for stage in moe for layer in stage]] if layout.schedule == NAMES[HALVED_RING] else moe
+    kept = [[layer for stage in moe for layer in stage]] if NAMES.index(layout.schedule) in HALVED_RING else moe
     rebuilt = max(kept, key=len).count(False), max(kept, key=len).count(True)
     largest = max(stage_elements(job, layout))
     return [

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import dealt, two_dim
-from partool.cost.case import SCHEDULES, Column, Job, Layouts, among
+from partool.cost.case import HALVED, SCHEDULES, Column, Job, Layouts, among
 from partool.cost.columns import columns
 from partool.cost.moves import Kind, Move, Moves, tokens
 from partool.cost.pipeline import stages_of_ranks
@@ -25,10 +25,7 @@ from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import Partition, by_name, chunks, own_partition
 from partool.plan.schedule import splits_backward
 from partool.plan.types import Layout
-from partool.schedule import SCHEDULES as KNOWN
 from partool.spec.model import ModelConfig
-
-_HALVED = tuple(SCHEDULES.index(name) for name, known in KNOWN.items() if known.split)
 
 
 class Call(NamedTuple):
@@ -117,7 +114,7 @@ def keeps_gathered(job: Job, layouts: Layouts) -> Column:
 def halves_passes(job: Job, layouts: Layouts) -> Column:
     """Return 1 where backward passes come in halves, gradients of inputs and of weights."""
     own = job.lists is not None and splits_backward(job.lists)
-    names = (*_HALVED, SCHEDULES.index("file")) if own else _HALVED
+    names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
     return np.where(among(layouts.schedule, names) & (np.asarray(layouts.pp) > 1), 1, 0)
 
 

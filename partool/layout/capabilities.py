@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partool.spec.model import ModelConfig
+from partool.strategies.schedules import MOVING_WEIGHTS, SCHEDULES
+from partool.strategies.sequence import METHODS
 from partool_kernels.registry import ARCHITECTURES
 
 _ZERO = "tests/parity/test_zero.py"
@@ -127,7 +129,7 @@ def _of_fp8(needs: Needs) -> Iterator[str]:
         yield "fp8 on tensor ranks in two dimensions"
     if needs.hf and needs.tensor > 1:
         yield "fp8 on tensor ranks of a model of transformers"
-    if needs.stages > 1 and needs.schedule.startswith("weipipe"):
+    if needs.stages > 1 and needs.schedule in MOVING_WEIGHTS:
         yield "fp8 with weights that travel"
 
 
@@ -157,11 +159,6 @@ _OFFLOAD = "tests/parity/test_offload.py"
 _TILES = "tests/parity/test_tiles.py"
 _PIPELINE = "tests/parity/test_pipeline_trainer.py"
 _PIPELINES = f"{_PIPELINE}::test_training_through_a_pipeline_equals_one_process"
-_ALL_PIPELINES = f"{_PIPELINE}::test_every_schedule_with_every_zero_stage_equals_one_process"
-_SHARES = "tests/parity/test_sequence_trainer.py::test_training_on_shares_equals_one_process"
-_AXES = "tests/parity/test_sequence_dsp.py::test_training_equals_one_process"
-_SEQUENCES = {**dict.fromkeys(("ulysses", "ring", "usp", "startrail", "all_gather"), _SHARES), "dsp": _AXES}
-"""Methods of sequence parallelism, and the test of each."""
 _TENSOR = "tests/parity/test_tensor.py::test_two_and_four_ranks_equal_one_process"
 
 CAPABILITIES: tuple[Capability, ...] = (
@@ -200,11 +197,8 @@ CAPABILITIES: tuple[Capability, ...] = (
         for name in ("offload of parameters", "offload of parameters to disks")
     ),
     Capability("offload of activations", "tests/parity/test_cuda.py::test_activations_in_host_memory_change_nothing"),
-    *(
-        Capability(f"schedule {name}", _PIPELINES)
-        for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "file")
-    ),
-    *(Capability(f"schedule {name}", _ALL_PIPELINES) for name in ("gpipe", "weipipe", "weipipe-naive", "weipipe-zb")),
+    *(Capability(f"schedule {name}", record.parity) for name, record in SCHEDULES.items()),
+    Capability("schedule file", _PIPELINES),
     Capability("tensor", _TENSOR),
     Capability("norms on shares of the sequence", _TENSOR),
     Capability(
@@ -214,7 +208,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "tensor in a pipeline", "tests/parity/test_tensor_trainer.py::test_training_on_tensor_ranks_equals_one_process"
     ),
-    *(Capability(f"sequence {name}", test) for name, test in _SEQUENCES.items()),
+    *(Capability(f"sequence {name}", record.parity) for name, record in METHODS.items()),
     Capability(
         "shared sequences of a model of transformers",
         "tests/parity/test_sequence_hf.py::test_models_on_shares_equal_one_process",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 from partool.plan.types import Layout
-from partool.schedule import SCHEDULES, Schedule, check, from_text, generate, schedule_hash
+from partool.schedule import Schedule, check, from_text, generate, rank_of, schedule_hash
+from partool.strategies.schedules import SCHEDULES
 
-ONE_AT_THE_END = frozenset({"1f1b", "interleaved", "hanayo", "weipipe", "weipipe-naive"})
-"""Schedules that hold one micro-batch at the last stage, with backward passes in one: gradients come with a fused
-loss. Elsewhere, and with lists of the user's own as far as prices know, they wait for passes of other micro-batches."""
+ONE_AT_THE_END = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
+"""Schedules under which gradients come with a fused loss. Elsewhere, and with lists of the user's own as far as prices
+know, they wait for passes of other micro-batches."""
 MOST_SEALED = 50_000
 """Passes of a schedule up to which plans carry its hash."""
 
@@ -66,7 +67,7 @@ def read(text: str) -> Schedule:
 
 @lru_cache(maxsize=1024)
 def _placement(name: str, ranks: int, stages: int) -> tuple[int, ...]:
-    return tuple(SCHEDULES[name].rank_of(stage, ranks) for stage in range(stages))
+    return tuple(rank_of(name, stage, ranks) for stage in range(stages))
 
 
 def _made(layout: Layout) -> Schedule:

@@ -8,7 +8,7 @@ from partool.cost.stacks import own_stack
 from partool.planner.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
-from partool.spec.training import MOMENTS
+from partool.strategies.optimizers import OPTIMIZERS
 
 
 def cost_job(problem: Problem, compile: Compile | None = None) -> Job:
@@ -38,6 +38,6 @@ def _job(problem: Problem, compile: Compile) -> Job:
         lists=problem.lists,
         stage_layers=problem.stage_layers,
         controls=problem.controls,
-        moments=MOMENTS[problem.spec.optimizer.name],
+        moments=OPTIMIZERS[problem.spec.optimizer.name].moments,
         tiers=problem.tiers,
     )

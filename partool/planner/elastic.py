@@ -21,7 +21,7 @@ from partool.planner.price import host_room
 from partool.planner.problem import divisors
 from partool.planner.runnable import needs_of
 from partool.spec.hardware import Devices, LimitsSpec
-from partool.spec.training import MOMENTS
+from partool.strategies.optimizers import OPTIMIZERS
 
 _GIB = 2**30
 _PATH = ("launch", "min_nodes")
@@ -156,7 +156,7 @@ def _job(plan: Plan, devices: Devices) -> Job:
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,
-        moments=MOMENTS[plan.optimizer.name],
+        moments=OPTIMIZERS[plan.optimizer.name].moments,
         tiers=tiers_from(plan.layout),
     )
 

@@ -14,6 +14,7 @@ from partool.planner.described import Description
 from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
+from partool.strategies.schedules import MOVING_WEIGHTS
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
@@ -115,7 +116,7 @@ def _unfit(problem: Problem, name: str) -> Iterator[Diagnostic]:
         (_inner(problem) > 1, (*_TENSOR, "shape"), "two-dimensional tensor parallelism"),
         (parallel.tensor.overlap == "symmetric", (*_TENSOR, "overlap"), "overlap: symmetric"),
         (
-            isinstance(schedule, str) and schedule.startswith("weipipe"),
+            schedule in MOVING_WEIGHTS,
             ("parallel", "pipeline", "schedule"),
             f"schedule: {schedule}",
         ),

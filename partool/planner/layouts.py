@@ -19,10 +19,10 @@ from partool.planner import offload
 from partool.planner.cost_job import cost_job
 from partool.planner.fused import fused
 from partool.planner.problem import Problem
-from partool.planner.sequence_rules import PREFERENCE
 from partool.planner.tensor_forms import divides
 from partool.planner.zero_controls import fields
 from partool.spec.parallel import Recompute, ZeroStage
+from partool.strategies.sequence import PREFERENCE
 
 _GRAINS = 20
 Bounds = tuple[tuple[int, int], ...]
@@ -54,7 +54,7 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
         chunks=int(row.chunks),
         in_flight=int(row.in_flight),
         schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
-        sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],  # type: ignore[arg-type]
+        sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],
         sequence_order=ORDERS[int(row.sequence_order)],  # type: ignore[arg-type]
         sequence_inner=int(row.sequence_inner),
         sequence_teams=int(row.sequence_teams),

@@ -11,6 +11,7 @@ from partool.planner.problem import Problem, divisors
 from partool.schedule import check, nearest
 from partool.spec.parallel import ScheduleFile
 from partool.spec.pipeline_checks import check_layers, chunks_of
+from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "pipeline")
 
@@ -169,5 +170,6 @@ def _chunks(problem: Problem) -> int | None:
 
 def _some_chunks(problem: Problem) -> int:
     """Return the chunks that the spec pins, or the least that its schedule can have."""
-    least = 2 if problem.spec.parallel.pipeline.schedule in ("interleaved", "hanayo") else 1
+    named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
+    least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least

@@ -19,7 +19,7 @@ from partool.planner.space import build
 from partool.planner.words import GIB, schedule
 from partool.schedule import check
 from partool.spec.parallel import Pipeline
-from partool.spec.pipeline_checks import WEIPIPE
+from partool.strategies.schedules import MOVING_WEIGHTS
 
 _NARROWING = ("waves", "in_flight", "chunks")
 """Sizes that some schedules have and others have not."""
@@ -193,7 +193,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
 def _pinned_away(problem: Problem) -> str:
     """Return what in a spec keeps WeiPipe from being tried."""
     parallel = problem.spec.parallel
-    if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in WEIPIPE:
+    if parallel.pipeline.schedule != "auto" and parallel.pipeline.schedule not in MOVING_WEIGHTS:
         return "schedule"
     for name in ("waves", "in_flight"):
         if (value := getattr(parallel.pipeline, name)) != "auto":

@@ -14,8 +14,8 @@ from partool.cost.micro import Micro
 from partool.cost.sync import pipeline_wait
 from partool.planner.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.planner.problem import Problem
-from partool.schedule import SCHEDULES as KNOWN
-from partool.schedule import makespan
+from partool.schedule import makespan, rank_of
+from partool.strategies.schedules import SCHEDULES as KNOWN
 
 _LOOSE = 0.96
 _MOST = 20_000
@@ -49,7 +49,7 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
         schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
     )  # fmt: skip
     both = forward + backward
-    place = np.array([KNOWN[schedule].rank_of(stage, pp) for stage in range(pp * chunks)])
+    place = np.array([rank_of(schedule, stage, pp) for stage in range(pp * chunks)])
     busiest = np.max([both[:, place == rank].sum(axis=1) for rank in range(pp)], axis=0)
     # Later rounds may fill gaps of the first one: up to 2.7 % was seen on real models.
     longer = _LOOSE * (span + (rows.accumulation - short) * busiest)

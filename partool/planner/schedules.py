@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from partool.cost.case import SCHEDULES
 from partool.planner.problem import Problem
-from partool.schedule import SCHEDULES as KNOWN
 from partool.schedule import check
-from partool.spec.pipeline_checks import WEIPIPE, chunks_of
+from partool.spec.pipeline_checks import chunks_of
+from partool.strategies.schedules import MOVING_WEIGHTS
+from partool.strategies.schedules import SCHEDULES as KNOWN
 
 CHUNKS = (2, 4, 8)
 """Chunks of layers per rank to try with interleaved schedules, beside those up to :data:`MOST_CHUNKS` that make all
@@ -40,7 +41,7 @@ class Scheduled(NamedTuple):
         name = SCHEDULES[self.schedule]
         if check(name, ranks, micro_batches, self.chunks, self.in_flight) is not None:
             return False
-        if self.pinned or name not in ("hanayo", "zb-v"):
+        if self.pinned or not KNOWN[name].capped:
             return True
         # Made for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
         if name == "hanayo" and micro_batches > ranks:
@@ -75,7 +76,7 @@ def _excluded(problem: Problem, name: str) -> bool:
     parallel = problem.spec.parallel
     if parallel.compile == "block" and problem.excludes_compile(SCHEDULES.index(name)):
         return True
-    if name not in WEIPIPE:
+    if name not in MOVING_WEIGHTS:
         return False
     if problem.described is not None or problem.mlp_tile or problem.loss_tile:
         return True
@@ -95,18 +96,18 @@ def _chunks(problem: Problem, name: str, ranks: int) -> Iterator[int]:
     """Yield the chunks per rank that a schedule is to be tried with."""
     pipeline, layers = problem.spec.parallel.pipeline, problem.model.layers
     pinned = chunks_of(pipeline.model_copy(update={"schedule": name}))
-    if pipeline.waves != "auto" and name != "hanayo":
+    if pipeline.waves != "auto" and KNOWN[name].stages != "2 per wave":
         return
     given = len(problem.stage_layers) // ranks if problem.stage_layers else 0
-    if name == "interleaved":
+    if KNOWN[name].stages == "2 or more":
         useful = [n for n in range(2, MOST_CHUNKS + 1) if n in CHUNKS or layers % (n * ranks) == 0]
         yield from (n for n in ([pinned] if pinned else [given] if given else useful) if n > 1)
-    elif name == "hanayo":
+    elif KNOWN[name].stages == "2 per wave":
         waves = [2 * n for n in WAVES]
         yield from (n for n in ([pinned] if pinned else [given] if given else waves) if n % 2 == 0)
-    elif name in WEIPIPE:
+    elif KNOWN[name].stages == "any":
         yield pinned or given or 1
-    elif pinned == (2 if name == "zb-v" else 1):
+    elif pinned == KNOWN[name].least_stages:
         yield pinned
 
 

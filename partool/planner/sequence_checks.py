@@ -15,8 +15,8 @@ from partool.planner.sequence_rules import (
     team_sizes,
     windowed,
 )
-from partool.spec.pipeline_checks import WEIPIPE
 from partool.spec.sequence_checks import methods_of
+from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "sequence")
 
@@ -130,7 +130,7 @@ def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     pipeline = problem.spec.parallel.pipeline
     schedule, stages = pipeline.schedule, pipeline.stages
     path = (*_PATH, "degree")
-    if schedule in WEIPIPE and stages != 1:
+    if schedule in MOVING_WEIGHTS and stages != 1:
         message = (
             f"schedule: {schedule} moves weights round ranks that each hold whole sequences, not shares of {degree}"
         )

@@ -9,15 +9,11 @@ from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS
 from partool.layout import startrail
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
-from partool.spec.sequence_checks import ORDERED, methods_of
+from partool.spec.sequence_checks import methods_of
+from partool.strategies.sequence import ANY_ORDER, PREFERENCE, WHOLE_AXES
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""
-PREFERENCE = ("dsp", "ulysses", "usp", "ring", "startrail", "all_gather")
-"""Of methods that take as long, which to take: the one that sends less. What a prediction hides beside attention may
-show on a network that others use as well."""
-WHOLE = ("ulysses", "dsp")
-"""Methods under which a layer that attends along an axis has all of it."""
 
 
 class SequenceForm(NamedTuple):
@@ -61,7 +57,7 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     """
     if method == "dsp":
         return ("grid",)
-    if method not in ORDERED:
+    if method not in ANY_ORDER:
         return ("contiguous",)
     pinned = problem.spec.parallel.sequence.order
     if pinned != "auto":
@@ -84,7 +80,7 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
     along = sorted(kinds & set(AXES))
     if method == "dsp" and kinds - set(AXES):
         return f"dsp changes between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
-    if along and method not in WHOLE:
+    if along and method not in WHOLE_AXES:
         return f"{method} knows full and sliding layers, not {_layers(along)}"
     return None
 

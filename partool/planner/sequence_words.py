@@ -13,19 +13,12 @@ from partool.plan.types import Layout
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.sequence_forms import seconds
-from partool.planner.sequence_rules import PREFERENCE, SequenceForm, all_forms, kinds_of, why_none, windowed
+from partool.planner.sequence_rules import SequenceForm, all_forms, kinds_of, why_none, windowed
 from partool.planner.words import GIB, TIE
 from partool.spec.parallel import Sequence
-from partool.spec.sequence_checks import ORDERED, methods_of
+from partool.spec.sequence_checks import methods_of
+from partool.strategies.sequence import ANY_ORDER, METHODS, PREFERENCE
 
-_DOES = {
-    "ulysses": "ranks trade tokens for heads, and attend to whole sequences like one device",
-    "ring": "keys and values pass from rank to rank beside the attention to those before",
-    "usp": "neighbours trade tokens for heads, and their groups form a ring",
-    "startrail": "teams share their queries, so that keys pass fewer ranks",
-    "all_gather": "one collective brings the keys and values of all ranks",
-    "dsp": "the hidden state changes the axis that is cut, and attention itself sends nothing",
-}
 _CLOSE = 5e-4
 """Share of the step time below which a difference is not worth a number."""
 
@@ -40,8 +33,9 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
     sent = best.time.traffic_bytes.get("sequence", 0)
     waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
+    words = METHODS[layout.sequence_method].words
     yield (
-        f"Sequence by {layout.sequence_form}{asked}: {_DOES[layout.sequence_method]}. A rank sends {_size(sent)} per "
+        f"Sequence by {layout.sequence_form}{asked}: {words}. A rank sends {_size(sent)} per "
         f"step for it, and waits {waits:.1%} of the step."
     )
     yield from _others(problem, best)
@@ -116,7 +110,7 @@ def _against(best: Priced, other: Priced) -> str:
 
 def _order(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
-    if layout.sequence_method not in ORDERED:
+    if layout.sequence_method not in ANY_ORDER:
         return
     mixed = windowed(problem) and "full" in kinds_of(problem.model)
     asked = ", as the spec asks" if problem.spec.parallel.sequence.order != "auto" else ""

@@ -10,7 +10,7 @@ from partool.layout.tensor import head_ranges
 from partool.plan.types import Layout
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.tensor_forms import busy, divides, inner_widths, shape_problem
-from partool.schedule import SCHEDULES
+from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "tensor")
 _UNEVEN = 0.05

@@ -15,7 +15,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.types import Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
-from partool.spec.pipeline_checks import WEIPIPE
+from partool.strategies.schedules import MOVING_WEIGHTS
 
 _TILES = ("parallel", "tiles")
 MIB = 2**20
@@ -56,7 +56,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
     parallel = problem.spec.parallel
     tiles, tensor, schedule = parallel.tiles, parallel.tensor, parallel.pipeline.schedule
     for name, tokens in (("mlp", tiles.mlp), ("loss", tiles.loss)):
-        if tokens not in ("auto", 0) and schedule in WEIPIPE:
+        if tokens not in ("auto", 0) and schedule in MOVING_WEIGHTS:
             message = f"tiles.{name}: {tokens}, but with schedule: {schedule} stages are computed again as a whole"
             yield Diagnostic(
                 "PT482", message, path=(*_TILES, name), help=f"drop tiles.{name}, or take another schedule"

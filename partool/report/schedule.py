@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -13,33 +12,7 @@ from rich.text import Text
 from partool.report.drawing import Drawing, drawn
 from partool.report.terminal_timeline import render_timeline, summary
 from partool.schedule import Schedule, StageTimes, cell, receive_depth, schedule_hash, simulate
-
-
-@dataclass(frozen=True)
-class Known:
-    """A named schedule in words."""
-
-    stages: str
-    """Per rank."""
-    micro_batches: str
-    words: str
-    source: str
-
-
-KNOWN = {
-    "gpipe": Known("1", "any", "all forward passes, then all backward passes", "arXiv 1811.06965"),
-    "1f1b": Known(
-        "1", "any", "a forward and a backward pass in turn; keeps one micro-batch per rank", "arXiv 2006.09503"
-    ),
-    "interleaved": Known("2 or more", "ranks × k", "1F1B over several distant stages per rank", "arXiv 2104.04473"),
-    "zb-h1": Known("1", "any", "1F1B; gradients of weights fill its gaps, in its memory", "arXiv 2401.10241"),
-    "zb-v": Known("2", "any", "down the ranks and up again, gradients of weights fill the gaps", "arXiv 2405.15362"),
-    "hanayo": Known("2 per wave", "any", "waves: to and fro over the ranks; best where micro-batches are few", "SC'23"),
-    "weipipe": Known("1", "ranks × k", "weights go round the ranks, activations stay; full recompute", "PPoPP'25"),
-    "weipipe-naive": Known("1", "ranks × k", "the same, all forward turns before all backward turns", "PPoPP'25"),
-    "weipipe-zb": Known("1", "ranks × k", "the same, with gradients of weights in turns of their own", "PPoPP'25"),
-}
-"""By the names of :data:`partool.schedule.SCHEDULES`."""
+from partool.strategies.schedules import SCHEDULES
 
 
 def unit_times(schedule: Schedule, backward: float, send: float) -> StageTimes:
@@ -62,7 +35,7 @@ def render_known(console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("schedule", "stages per rank", "micro-batches", "what it does"):
         table.add_column(heading, no_wrap=heading == "schedule", header_style="bold")
-    for name, known in KNOWN.items():
+    for name, known in SCHEDULES.items():
         table.add_row(name, known.stages, known.micro_batches, known.words)
     console.print(table)
 

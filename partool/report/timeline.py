@@ -10,11 +10,12 @@ from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
 from partool.report.units import seconds
 from partool.schedule import Event, StageTimes, generate, in_flight, simulate
+from partool.strategies.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from partool.cost.case import Job
 
-_REPEAT = ("gpipe", "1f1b", "interleaved", "zb-h1")
+_REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
 """Schedules whose lists of fewer micro-batches begin and end as those of more do."""
 _WARM_ROUNDS = 3
 """Rounds of micro-batches (one per rank) in which these fill, repeat and drain."""

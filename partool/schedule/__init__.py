@@ -2,7 +2,7 @@
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
 from partool.schedule.faults import Problem
-from partool.schedule.generators import SCHEDULES, check, generate, nearest, order
+from partool.schedule.generators import check, generate, nearest, order, rank_of
 from partool.schedule.makespan import in_flight, makespan, span_s
 from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
 from partool.schedule.text import (
@@ -21,7 +21,6 @@ from partool.schedule.validate import problems, receive_depth, validate
 
 __all__ = [
     "COMPUTE",
-    "SCHEDULES",
     "Action",
     "Cut",
     "Event",
@@ -46,6 +45,7 @@ __all__ = [
     "order",
     "peer",
     "problems",
+    "rank_of",
     "read_cell",
     "receive_depth",
     "remap",

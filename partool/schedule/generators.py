@@ -3,46 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 from partool.schedule.actions import Action, Order, Schedule, with_transfers
 from partool.schedule.waves import hanayo, wave_rank, zb_v
 from partool.schedule.weipipe import order_of, owner, weipipe
+from partool.strategies.schedules import MOVING_WEIGHTS, SCHEDULES, ScheduleRecord
 
-
-def _one_chunk(ranks: int, micro_batches: int, chunks: int) -> str | None:
-    return f"one stage per rank, not {chunks}" if chunks > 1 else None
-
-
-def _whole_rounds(ranks: int, micro_batches: int, chunks: int) -> str | None:
-    odd = micro_batches % ranks
-    return f"{micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks" if odd else None
-
-
-def _whole_waves(ranks: int, micro_batches: int, chunks: int) -> str | None:
-    return f"two stages per rank and wave, not {chunks} stages" if chunks % 2 else None
-
-
-def _two_chunks(ranks: int, micro_batches: int, chunks: int) -> str | None:
-    return f"two stages per rank, not {chunks}" if chunks != 2 else None
-
-
-@dataclass(frozen=True)
-class Generator:
-    """A schedule: a pure function of (ranks, micro_batches, chunks, cap), the sizes that it takes, where stages are."""
-
-    order: Callable[[int, int, int, int], Order]
-    refuses: Callable[[int, int, int], str | None] = _one_chunk
-    """Why sizes, all at least 1, cannot be."""
-    rank_of: Callable[[int, int], int] = int.__mod__
-    """Rank of (stage, ranks)."""
-    split: bool = False
-    """True if backward passes come in two halves: their stages cannot be compiled."""
-    capped: bool = False
-    """True if ``cap`` bounds the micro-batches in flight; others take 0 only."""
-    moves: Literal["activations", "weights"] = "activations"
+Orderer = Callable[[int, int, int, int], Order]
+"""A pure function of (ranks, micro_batches, chunks, cap): the compute actions of each rank."""
 
 
 def gpipe(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
@@ -90,18 +59,37 @@ def zb_h1(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
     return tuple(_put_off(rank, min(ranks - 1 - rank, micro_batches), micro_batches) for rank in range(ranks))
 
 
-SCHEDULES: dict[str, Generator] = {
-    "gpipe": Generator(gpipe),
-    "1f1b": Generator(one_forward_one_backward),
-    "interleaved": Generator(interleaved, _whole_rounds),
-    "zb-h1": Generator(zb_h1, split=True),
-    "zb-v": Generator(zb_v, _two_chunks, wave_rank, split=True, capped=True),
-    "hanayo": Generator(hanayo, _whole_waves, wave_rank, capped=True),
-    "weipipe": Generator(order_of("weipipe"), _whole_rounds, owner, moves="weights"),
-    "weipipe-naive": Generator(order_of("weipipe-naive"), _whole_rounds, owner, moves="weights"),
-    "weipipe-zb": Generator(order_of("weipipe-zb"), _whole_rounds, owner, split=True, moves="weights"),
+ORDERS: dict[str, Orderer] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+    "hanayo": hanayo,
+    **{name: order_of(name) for name in MOVING_WEIGHTS},
 }
-"""By the name that specs use."""
+"""By the name that specs use, as in :data:`partool.strategies.schedules.SCHEDULES`."""
+
+
+def rank_of(name: str, stage: int, ranks: int) -> int:
+    """Return the pipeline rank of a stage; where weights travel, that of its owner."""
+    record = SCHEDULES[name]
+    if record.moves == "weights":
+        return owner(stage, ranks)
+    return wave_rank(stage, ranks) if record.folded else stage % ranks
+
+
+def _refused(record: ScheduleRecord, ranks: int, micro_batches: int, chunks: int) -> str | None:
+    """Return why sizes, all at least 1, cannot be."""
+    if record.stages == "1" and chunks > 1:
+        return f"one stage per rank, not {chunks}"
+    if record.stages == "2" and chunks != 2:
+        return f"two stages per rank, not {chunks}"
+    if record.stages == "2 per wave" and chunks % 2:
+        return f"two stages per rank and wave, not {chunks} stages"
+    if record.whole_rounds and micro_batches % ranks:
+        return f"{micro_batches} micro-batches are no multiple of the {ranks} pipeline ranks"
+    return None
 
 
 def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) -> str | None:
@@ -114,7 +102,7 @@ def check(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
         return f"{name}: the micro-batches in flight follow from the schedule and cannot be bounded"
     if cap < 0:
         return "the bound of micro-batches in flight must be at least 1 (0: none)"
-    reason = SCHEDULES[name].refuses(ranks, micro_batches, chunks)
+    reason = _refused(SCHEDULES[name], ranks, micro_batches, chunks)
     return f"{name}: {reason}" if reason else None
 
 
@@ -138,7 +126,7 @@ def order(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int =
     """
     if reason := check(name, ranks, micro_batches, chunks, cap):
         raise ValueError(reason)
-    return SCHEDULES[name].order(ranks, micro_batches, chunks, cap)
+    return ORDERS[name](ranks, micro_batches, chunks, cap)
 
 
 def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: int = 0) -> Schedule:
@@ -146,7 +134,7 @@ def generate(name: str, ranks: int, micro_batches: int, chunks: int = 1, cap: in
     lists = order(name, ranks, micro_batches, chunks, cap)
     if SCHEDULES[name].moves == "weights":
         return weipipe(name, ranks, micro_batches, chunks)
-    placement = tuple(SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks))
+    placement = tuple(rank_of(name, stage, ranks) for stage in range(ranks * chunks))
     return Schedule(name, ranks, micro_batches, chunks, placement, with_transfers(lists, placement))
 
 

@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from partool.schedule.actions import COMPUTE, Order, Schedule, peer
-from partool.schedule.generators import SCHEDULES, check, generate, order
+from partool.schedule.generators import check, generate, order, rank_of
 from partool.schedule.steps import Link, Step, steps_of
+from partool.strategies.schedules import SCHEDULES
 
 _WARM = {True: 3, False: 4}
 """Rounds of ``ranks`` micro-batches in which the repeating stretch shows: where it is one micro-batch; a round."""
@@ -39,7 +40,7 @@ def graph(name: str, ranks: int, micro_batches: int, chunks: int, cap: int = 0) 
     """Return the whole graph, with no repeating stretch."""
     if SCHEDULES[name].moves == "weights":
         return graph_of(generate(name, ranks, micro_batches, chunks, cap))
-    places = [SCHEDULES[name].rank_of(stage, ranks) for stage in range(ranks * chunks)]
+    places = [rank_of(name, stage, ranks) for stage in range(ranks * chunks)]
     links = _links(places)
     steps, last = _sorted(order(name, ranks, micro_batches, chunks, cap), places, micro_batches, links)
     return _graph(steps, last, links)
@@ -69,12 +70,12 @@ def _links(places: Sequence[int]) -> tuple[Link, ...]:
 
 def longest(name: str, ranks: int, chunks: int) -> int:
     """Return the most micro-batches of which a schedule without a repeating pattern is made whole; 0 if it has one."""
-    generator = SCHEDULES[name]
+    record = SCHEDULES[name]
     # Only lists that a search finds can be held within a bound.
-    if not generator.capped and generator.moves == "activations":
+    if not record.capped and record.moves == "activations":
         return 0
-    each = (3 if generator.split else 2) * ranks * chunks
-    most = _WHOLE if generator.capped else _WHOLE_ROUND
+    each = (3 if record.split else 2) * ranks * chunks
+    most = _WHOLE if record.capped else _WHOLE_ROUND
     return max(6 * ranks, most // each // ranks * ranks)
 
 

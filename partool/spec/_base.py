@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import CoreSchema, core_schema
 
 Auto = Literal["auto"]
 
@@ -27,3 +29,17 @@ def shorthand(field: str, *kinds: type, none: tuple[str, ...] = ()) -> Any:
         return dict.fromkeys((field, *(none if value == "none" else ())), value)
 
     return expand
+
+
+class OneOf:
+    """An annotation of text that is one of some names: ``Annotated[str, OneOf(names)]``; in JSON Schema an enum.
+
+    It does what ``Literal`` does for names that stand elsewhere: type checkers refuse ``Literal[NAMES]``.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """Return the schema of a ``Literal`` of the names."""
+        return core_schema.literal_schema(list(self.names))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic, Severity
-from partool.spec.pipeline_checks import WEIPIPE
 from partool.spec.spec import Spec
+from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "offload")
 _OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
@@ -47,7 +47,7 @@ def _together(spec: Spec) -> Iterator[Diagnostic]:
 
 def _schedule(spec: Spec) -> Iterator[Diagnostic]:
     offload, schedule = spec.parallel.offload, spec.parallel.pipeline.schedule
-    if schedule not in WEIPIPE:
+    if schedule not in MOVING_WEIGHTS:
         return
     for name in ("optimizer", "parameters", "activations"):
         if (tier := getattr(offload, name)) not in ("auto", "none"):

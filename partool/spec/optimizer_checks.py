@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
-from partool.spec.training import READS, OptimizerGroup, OptimizerName, OptimizerSpec
+from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
+from partool.strategies.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from partool.spec.spec import Spec
@@ -39,8 +40,8 @@ def _betas(betas: list[float] | None, path: Path) -> Iterator[Diagnostic]:
 def _unread(name: OptimizerName, settings: OptimizerSpec | OptimizerGroup, path: Path) -> Iterator[Diagnostic]:
     for setting in _SETTINGS:
         default = type(settings).model_fields[setting].default
-        if setting not in READS[name] and getattr(settings, setting) != default:
-            reads = " and ".join(READS[name])
-            readers = " or ".join(other for other, read in READS.items() if setting in read)
+        if setting not in OPTIMIZERS[name].reads and getattr(settings, setting) != default:
+            reads = " and ".join(OPTIMIZERS[name].reads)
+            readers = " or ".join(other for other, record in OPTIMIZERS.items() if setting in record.reads)
             message = f"{setting} is a setting of {readers}; {name} reads {reads}"
             yield Diagnostic("PT226", message, path=(*path, setting), help=f"drop {setting}, or set {reads}")

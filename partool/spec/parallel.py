@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from partool.spec._base import Auto, Section, shorthand
+from partool.spec._base import Auto, OneOf, Section, shorthand
 from partool.spec.numbers import (
     Cores,
     Elements,
@@ -22,14 +22,14 @@ from partool.spec.numbers import (
     Width,
 )
 from partool.spec.patterns import FilePath
+from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS
 
 Recompute = Literal["none", "attention", "selective", "keep_attention", "full"]
 Compile = Literal["none", "block"]
 ZeroStage = Literal[0, 1, 2, 3]
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "hanayo", "weipipe", "weipipe-naive", "weipipe-zb"
-]  # fmt: skip
-SequenceMethod = Literal["ulysses", "ring", "usp", "startrail", "all_gather", "dsp"]
+Schedule = Annotated[str, OneOf(SCHEDULES)]
+SequenceMethod = Annotated[str, OneOf(METHODS)]
 SequenceOrder = Literal["contiguous", "zigzag"]
 Inside = Literal["teams", "rings"]
 Host = Literal["none", "cpu"]

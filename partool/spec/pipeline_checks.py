@@ -7,13 +7,8 @@ from collections.abc import Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec.parallel import Pipeline, ScheduleFile
 from partool.spec.spec import Spec
+from partool.strategies.schedules import CAPPED, MOVING_WEIGHTS, SCHEDULES, SEVERAL_STAGES, SPLIT, Stages
 
-SPLIT = ("zb-h1", "zb-v", "weipipe-zb")
-"""Schedules whose backward passes come in two halves; compiled blocks have one backward pass only."""
-WEIPIPE = ("weipipe", "weipipe-naive", "weipipe-zb")
-"""Schedules that move weights instead of activations."""
-CAPPED = ("hanayo", "zb-v")
-"""Schedules that can be made for less memory than they want."""
 _PATH = ("parallel", "pipeline")
 
 
@@ -38,34 +33,38 @@ def chunks_of(pipeline: Pipeline) -> int | None:
         return 2 * pipeline.waves
     if pipeline.chunks != "auto":
         return pipeline.chunks
-    open_ = ("auto", "interleaved", "hanayo", *WEIPIPE)
-    if isinstance(pipeline.schedule, ScheduleFile) or pipeline.schedule in open_:
-        return None
-    return 2 if pipeline.schedule == "zb-v" else 1
+    return {"1": 1, "2": 2}.get(_stages(pipeline))
+
+
+def _stages(pipeline: Pipeline) -> Stages:
+    """Return the stages per rank of the schedule; any where it is open, or a file that says so itself."""
+    if isinstance(pipeline.schedule, ScheduleFile) or pipeline.schedule == "auto":
+        return "any"
+    return SCHEDULES[pipeline.schedule].stages
 
 
 def _chunks(pipeline: Pipeline) -> Iterator[Diagnostic]:
-    chunks, schedule = pipeline.chunks, pipeline.schedule
+    chunks, schedule, stages = pipeline.chunks, pipeline.schedule, _stages(pipeline)
     path = (*_PATH, "chunks")
     if chunks == "auto":
         return
     if chunks > 1 and pipeline.stages == 1:
         message = f"chunks: {chunks} needs more than one pipeline stage"
         yield Diagnostic("PT223", message, path=path, help="use stages: 2 or more, or drop chunks")
-    elif schedule == "interleaved":
+    elif stages == "2 or more":
         if chunks == 1:
-            message = "schedule: interleaved needs more than one chunk of layers per rank"
+            message = f"schedule: {schedule} needs more than one chunk of layers per rank"
             yield Diagnostic("PT223", message, path=path, help="use chunks: 2 or more, or schedule: 1f1b")
-    elif schedule == "zb-v":
+    elif stages == "2":
         if chunks != 2:
-            message = f"schedule: zb-v has two chunks of layers per rank, not {chunks}"
+            message = f"schedule: {schedule} has two chunks of layers per rank, not {chunks}"
             yield Diagnostic("PT223", message, path=path, help="use chunks: 2, or drop it")
-    elif schedule == "hanayo":
+    elif stages == "2 per wave":
         if chunks % 2:
-            message = f"schedule: hanayo has two chunks of layers per rank and wave, not {chunks} chunks"
+            message = f"schedule: {schedule} has two chunks of layers per rank and wave, not {chunks} chunks"
             yield Diagnostic("PT223", message, path=path, help=f"use chunks: {chunks + 1}, or waves instead of chunks")
-    elif chunks > 1 and isinstance(schedule, str) and schedule not in ("auto", *WEIPIPE):
-        message = f"chunks: {chunks} belongs to interleaved, zb-v, hanayo and the WeiPipe schedules, not to {schedule}"
+    elif chunks > 1 and stages == "1":
+        message = f"chunks: {chunks} belongs to {', '.join(SEVERAL_STAGES)}, not to {schedule}"
         yield Diagnostic("PT223", message, path=path, help="set schedule: interleaved, or drop chunks")
 
 
@@ -74,7 +73,7 @@ def _waves(pipeline: Pipeline) -> Iterator[Diagnostic]:
     path = (*_PATH, "waves")
     if waves == "auto":
         return
-    if pipeline.schedule not in ("auto", "hanayo"):
+    if pipeline.schedule != "auto" and _stages(pipeline) != "2 per wave":
         message = f"waves: {waves} belongs to the schedule hanayo, not to {_name(pipeline)}"
         yield Diagnostic("PT436", message, path=path, help="set schedule: hanayo, or drop waves")
     elif pipeline.stages == 1:
@@ -104,7 +103,7 @@ def check_layers(pipeline: Pipeline, model_layers: int) -> Iterator[Diagnostic]:
         return
     count, stages = len(layers), pipeline.stages
     chunks = 1 if stages == 1 else chunks
-    least = 1 if pipeline.schedule in ("auto", *WEIPIPE) else 2
+    least = 1 if _stages(pipeline) == "any" else 2
     if chunks is None and count % stages == 0 and count >= least * stages:
         return
     if chunks is None or count != stages * chunks:
@@ -126,7 +125,7 @@ def _weights_that_travel(spec: Spec) -> Iterator[Diagnostic]:
     """Find what cannot go with weights that move round a ring: their owners hold them whole."""
     parallel = spec.parallel
     schedule, recompute = parallel.pipeline.schedule, parallel.recompute
-    if schedule not in WEIPIPE:
+    if schedule not in MOVING_WEIGHTS:
         return
     if parallel.data.zero not in ("auto", 0):
         message = f"schedule: {schedule} spreads the state over the pipeline ranks itself, zero: {parallel.data.zero}"

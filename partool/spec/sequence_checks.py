@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 from partool.diagnostics.record import Diagnostic
-from partool.spec.parallel import Sequence, SequenceMethod
+from partool.spec.parallel import Sequence
 from partool.spec.spec import Spec
+from partool.strategies.sequence import ANY_ORDER, METHODS, ON_GRIDS, OWNERS
 
-OWNERS: dict[str, tuple[str, ...]] = {"ulysses": ("usp",), "teams": ("startrail",), "inside": ("startrail",)}
-"""Fields of ``parallel.sequence``, and the methods that read them."""
-ORDERED = ("ring", "usp", "startrail", "all_gather")
-"""Methods whose keys come to the queries: each of their ranks may hold any tokens, with their places."""
 _PATH = ("parallel", "sequence")
 
 
 def methods_of(sequence: Sequence) -> tuple[str, ...]:
     """Return the methods that a spec's fields leave, in the order of the spec's own words for them."""
-    found: tuple[str, ...] = get_args(SequenceMethod) if sequence.method == "auto" else (sequence.method,)
+    found = tuple(METHODS) if sequence.method == "auto" else (sequence.method,)
     for name, owners in OWNERS.items():
         if getattr(sequence, name) != "auto":
             found = tuple(method for method in found if method in owners)
     if sequence.order == "zigzag":
-        found = tuple(method for method in found if method in ORDERED)
+        found = tuple(method for method in found if method in ANY_ORDER)
     elif sequence.order == "contiguous":
-        found = tuple(method for method in found if method != "dsp")
+        found = tuple(method for method in found if method not in ON_GRIDS)
     return found
 
 
@@ -61,7 +57,7 @@ def _foreign(sequence: Sequence) -> Iterator[Diagnostic]:
         if methods_of(alone):
             continue
         value = getattr(sequence, name)
-        owners = OWNERS.get(name) or (ORDERED if value == "zigzag" else ("any method but dsp",))
+        owners = OWNERS.get(name) or (ANY_ORDER if value == "zigzag" else ("any method but dsp",))
         message = f"{name}: {value} belongs to {_listed(owners)}"
         message += f", not to {sequence.method}" if sequence.method != "auto" else f", and {given[0]} to another method"
         help = f"drop {name}" + ("" if owners[0].startswith("any") else f", or set method: {owners[0]}")

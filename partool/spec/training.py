@@ -12,9 +12,10 @@ from pydantic import (
     WrapSerializer,
 )
 
-from partool.spec._base import Section
+from partool.spec._base import OneOf, Section
 from partool.spec.numbers import Factor, FactorOrNone, Seed, Sequences, Share, Steps, StepsOrNone, Tokens
 from partool.spec.patterns import FilePath
+from partool.strategies.optimizers import OPTIMIZERS
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 
@@ -62,16 +63,7 @@ class LrSchedule(Section):
     """wsd (warm-up, stable, decay): length of the final decay; default one fifth of the steps."""
 
 
-OptimizerName = Literal["adamw", "lion", "adagrad", "sgd"]
-MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "lion": 1, "adagrad": 1, "sgd": 1}
-"""Numbers that each optimizer keeps per trained parameter beside the weight."""
-READS: dict[OptimizerName, tuple[str, ...]] = {
-    "adamw": ("betas", "eps"),
-    "lion": ("betas",),
-    "adagrad": ("eps",),
-    "sgd": ("momentum",),
-}
-"""Which of the settings that are not every optimizer's each one reads."""
+OptimizerName = Annotated[str, OneOf(OPTIMIZERS)]
 Betas = Annotated[list[Share], Field(min_length=2, max_length=2)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from _record import write
 
-from partool.schedule import SCHEDULES, StageTimes, generate, makespan, simulate, span_s
+from partool.schedule import StageTimes, generate, makespan, simulate, span_s
 from partool.schedule.generators import order
 from partool.schedule.graph import graph, graph_of, repeating
 from partool.schedule.steps import steps_of
 from partool.schedule.weipipe import weipipe
+from partool.strategies.schedules import SCHEDULES
 
 RANKS, MICRO_BATCHES, COUNT, ROUNDS = 8, 32, 10_000, 5
 GOAL_S = 5.0

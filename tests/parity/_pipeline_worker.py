@@ -16,7 +16,6 @@ from _pipeline_parts import BOUNDARY, Alive, B, H, Part, S, close, make_part, mi
 
 from partool.schedule import (
     COMPUTE,
-    SCHEDULES,
     Action,
     Schedule,
     after,
@@ -28,6 +27,7 @@ from partool.schedule import (
     validate,
     without_backward,
 )
+from partool.strategies.schedules import SCHEDULES
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.engine import Engine
 from partool_runtime.parallel.pipeline.types import Done

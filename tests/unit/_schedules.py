@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from partool.schedule import COMPUTE, SCHEDULES, Action, Schedule, StageTimes, generate, peer
+from partool.schedule import COMPUTE, Action, Schedule, StageTimes, generate, peer
+from partool.strategies.schedules import SCHEDULES
 
 CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,), "hanayo": (2, 4), "weipipe": (1, 2)}
 """Stages per rank; 1 for the others."""

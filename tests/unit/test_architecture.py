@@ -15,6 +15,7 @@ from partool.process import python_command
 
 ROOT = Path(__file__).parents[2]
 LAYERS = [
+    ["strategies"],
     ["diagnostics"],
     ["spec"],
     ["catalog"],
@@ -27,7 +28,7 @@ LAYERS = [
     ["cli"],
 ]
 RANK = {name: level for level, names in enumerate(LAYERS) for name in names}
-RUNTIME_MAY_IMPORT = {"spec", "layout", "schedule", "plan", "process"}
+RUNTIME_MAY_IMPORT = {"strategies", "spec", "layout", "schedule", "plan", "process"}
 HEAVY = {"torch", "transformers", "safetensors", "tokenizers", "tensorboard"}
 OF_CLUSTERS = {"kubernetes", "kubernetes_validate", "jsonschema", "celpy"}
 """Imported by ``partool.launch``, inside the functions that ask a cluster or check a manifest; by nothing else."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from partool.report.schedule import in_units, messages
-from partool.schedule import SCHEDULES, StageTimes, from_text, generate, nearest, problems, simulate, to_text
+from partool.schedule import StageTimes, from_text, generate, nearest, problems, simulate, to_text
+from partool.strategies.schedules import SCHEDULES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `([a-z0-9-]+)`(?:, (\d) (?:chunks|waves?))? \|((?: [\d.]+ \|){5})$", re.MULTILINE)

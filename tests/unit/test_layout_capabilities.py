@@ -9,11 +9,12 @@ from typing import Any, get_args
 import pytest
 
 from partool.layout.capabilities import CAPABILITIES, GAPS, GATHERS, Needs, aspects, gaps
-from partool.schedule import SCHEDULES
 from partool.spec.hardware import Devices
 from partool.spec.model import Activation, AttentionKind, Mla, ModelConfig, Moe, Norm, Position, RopeScaling
-from partool.spec.parallel import Compile, Recompute, SequenceMethod, ZeroStage
+from partool.spec.parallel import Compile, Recompute, ZeroStage
 from partool.spec.training import Precision
+from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(layers=2, hidden=8, ffn_hidden=8, heads=2, kv_heads=2, head_dim=4, vocab=9)
@@ -73,7 +74,7 @@ def every_kind() -> list[Needs]:
         *(model(position=value) for value in get_args(Position)),
         *(model(layer_types=(value,) * 2, window=4) for value in get_args(AttentionKind)),
         needs(nodes=2), needs(tensor=2, stages=2), needs(expert=2),
-        *(needs(sequence=2, sequence_method=value) for value in get_args(SequenceMethod)),
+        *(needs(sequence=2, sequence_method=value) for value in METHODS),
         needs(tensor=2, tensor_inner=2), needs(tensor=2, sequence_norms=True),
         needs(tensor=2, tensor_overlap="symmetric"),
         needs(precision="fp8", tensor=2, tensor_inner=2), needs(precision="fp8", hf=True, tensor=2),

@@ -9,9 +9,10 @@ import pytest
 from partool.plan.schedule import ONE_AT_THE_END, splits_backward
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.schedule import SCHEDULES, generate
+from partool.schedule import generate
 from partool.schedule.simulate import peak_held
 from partool.spec import load_text
+from partool.strategies.schedules import SCHEDULES
 
 SPEC = """\
 model: {{layers: 2, hidden: 256, heads: 4, vocab: 1024, activation: {activation}, position: {position}}}

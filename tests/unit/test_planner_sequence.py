@@ -22,7 +22,7 @@ from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.queries import fits
 from partool.planner.sequence_forms import best_forms, every_form, seconds
-from partool.planner.sequence_rules import PREFERENCE, SequenceForm, all_forms, methods
+from partool.planner.sequence_rules import SequenceForm, all_forms, methods
 from partool.planner.sequence_words import fields_of, rivals, sequence_reasons
 from partool.planner.solve import solve
 from partool.planner.space import build
@@ -30,6 +30,7 @@ from partool.planner.words import change
 from partool.report.longest import longest_rows, render_longest
 from partool.spec import load_text
 from partool.spec.spec import Spec
+from partool.strategies.sequence import PREFERENCE
 
 ROOT = Path(__file__).parents[2]
 MODEL = "model: {layers: 4, hidden: 448, heads: 7, kv_heads: 7, vocab: 256, max_position: 1000000}\n"

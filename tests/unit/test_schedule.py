@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from partool.cost import case
 from partool.schedule import (
-    SCHEDULES,
     Action,
     Schedule,
     StageTimes,
@@ -20,10 +19,12 @@ from partool.schedule import (
     in_flight,
     nearest,
     order,
+    rank_of,
     simulate,
     validate,
 )
 from partool.schedule.actions import Kind, with_transfers
+from partool.strategies.schedules import SCHEDULES
 
 sizes = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))
 staying = st.tuples(
@@ -248,12 +249,12 @@ def test_faults_anywhere_are_found(size: tuple[str, int, int, int], fault: str, 
     assert validate(changed(schedule, rank, actions)) != []
 
 
-def test_columns_of_schedules_follow_the_generators() -> None:
-    """The search knows schedules by number; what it knows of each is what its generator says."""
-    by_name = {name: SCHEDULES[name] for name in case.SCHEDULES if name != "file"}
-    assert set(by_name) == set(SCHEDULES)
-    for index, (name, generator) in enumerate(by_name.items()):
-        assert case.SCHEDULES[index] == name
-        assert (index in case.RING) == (generator.moves == "weights"), name
-        assert (index in case.EAGER) == (generator.split or generator.moves == "weights"), name
-        assert (index in case.FOLDED) == (generator.rank_of(4, 4) == 3), name
+def test_places_of_stages_are_those_of_lists() -> None:
+    """Prices know a schedule by its record; its lists lie where that says."""
+    assert list(case.SCHEDULES) == [*SCHEDULES, "file"]
+    for index, (name, record) in enumerate(SCHEDULES.items()):
+        made = generate(name, 4, 8, 2 if record.stages != "1" else 1)
+        assert (index in case.FOLDED) == (made.placement[4:5] == (3,)), name
+        assert (index in case.RING) == (made.moves == "weights"), name
+        assert (index in case.HALVED) == any(one.kind == "W" for actions in made.lists for one in actions), name
+        assert [rank_of(name, stage, 4) for stage in range(made.stages)] == list(made.placement), name

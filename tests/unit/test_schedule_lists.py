@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.schedule import (
-    SCHEDULES,
     Schedule,
     StageTimes,
     check,
@@ -27,6 +26,7 @@ from partool.schedule import (
 from partool.schedule.actions import Order
 from partool.schedule.listing import Policy, backward_first, forward_first, in_turns, listed, paced
 from partool.schedule.waves import shortest, wave, wave_rank
+from partool.strategies.schedules import SCHEDULES
 
 FIGURE_3D = """\
 0F0 0F1 0F2 0F3 7F0 7B0 7F1 7B1 7F2 7B2 7F3 7B3 0B0 0B1 0B2 0B3

@@ -10,22 +10,12 @@ from _schedules import ACTIVATIONS, CHUNKS, NAMES, SEARCHED, WEIGHTS, changed, m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.schedule import (
-    SCHEDULES,
-    Schedule,
-    StageTimes,
-    from_text,
-    generate,
-    in_flight,
-    makespan,
-    simulate,
-    span_s,
-    to_text,
-)
+from partool.schedule import Schedule, StageTimes, from_text, generate, in_flight, makespan, simulate, span_s, to_text
 from partool.schedule import graph as graphs
 from partool.schedule.generators import order
 from partool.schedule.graph import base, graph, growth, longest, repeating
 from partool.schedule.simulate import peak_held
+from partool.strategies.schedules import SCHEDULES
 
 PATTERNED = tuple(name for name in ACTIVATIONS if name not in SEARCHED)
 """A longer list repeats a shorter one's middle."""

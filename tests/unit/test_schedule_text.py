@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.schedule import (
-    SCHEDULES,
     Action,
     Schedule,
     ScheduleTextError,
@@ -26,6 +25,7 @@ from partool.schedule import (
     validate,
     without_backward,
 )
+from partool.strategies.schedules import SCHEDULES
 
 
 def made(name: str, ranks: int, batches: int) -> Schedule:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from partool.schedule import (
     COMPUTE,
-    SCHEDULES,
     Action,
     Cut,
     Schedule,
@@ -29,6 +28,7 @@ from partool.schedule import (
     validate,
     without_backward,
 )
+from partool.strategies.schedules import SCHEDULES
 
 STAYING = sorted(name for name in SCHEDULES if SCHEDULES[name].moves == "activations")
 

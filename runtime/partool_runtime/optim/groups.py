@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from partool.layout.parameters import group_of
 from partool.spec.training import OptimizerGroup, OptimizerSpec
@@ -57,7 +58,7 @@ def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> Groups:
         for matrix in (True, False)
     }
     of = {name: by_pattern[group_of(name, spec.groups), count >= 2] for name, count in dimensions.items()}
-    return Groups(spec.name, tuple(places), of)
+    return Groups(cast(Kind, spec.name), tuple(places), of)
 
 
 def _group(spec: OptimizerSpec, settings: OptimizerGroup, *, matrix: bool) -> Group:

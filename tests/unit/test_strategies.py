@@ -1,0 +1,78 @@
+"""Records of strategies: each has the modules, the test and the page that its name stands for."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from partool.layout.capabilities import CAPABILITIES
+from partool.schedule.generators import ORDERS
+from partool.spec._base import OneOf
+from partool.strategies.optimizers import OPTIMIZERS
+from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS, PREFERENCE
+from partool_kernels.host import MOMENTS
+from partool_runtime.parallel.sequence.table import METHODS as RUN
+
+ROOT = Path(__file__).parents[2]
+
+
+def has_test(place: str) -> bool:
+    path, _, name = place.partition("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_made_tested_and_told(name: str) -> None:
+    record = SCHEDULES[name]
+    assert name in ORDERS
+    assert has_test(record.parity)
+    assert f"schedule {name}" in {capability.aspect for capability in CAPABILITIES}
+    assert f"`{name}`" in page("pipelines.md")
+    assert record.words
+    assert record.source
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_run_tested_and_told(name: str) -> None:
+    record = METHODS[name]
+    assert name in RUN
+    assert has_test(record.parity)
+    assert f"sequence {name}" in {capability.aspect for capability in CAPABILITIES}
+    assert f"`{name}`" in page("sequence.md")
+    assert record.words
+    assert record.source
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_has_a_host_kernel_and_is_told(name: str) -> None:
+    record = OPTIMIZERS[name]
+    assert len(MOMENTS[name]) == record.moments  # type: ignore[index]
+    assert f"`{name}`" in page("optimizers.md")
+    assert record.reads
+    assert record.source
+
+
+def test_nothing_runs_that_has_no_record() -> None:
+    assert ORDERS.keys() == SCHEDULES.keys()
+    assert RUN.keys() == METHODS.keys()
+    assert MOMENTS.keys() == OPTIMIZERS.keys()
+    assert sorted(record.preference for record in METHODS.values()) == list(range(len(METHODS)))
+    assert len(PREFERENCE) == len(METHODS)
+
+
+def test_names_are_an_enum_in_json_schema_and_errors_list_them() -> None:
+    adapter: TypeAdapter[str] = TypeAdapter(Annotated[str, OneOf(["a", "b"])])
+    assert adapter.json_schema() == {"enum": ["a", "b"], "type": "string"}
+    assert adapter.validate_python("a") == "a"
+    with pytest.raises(ValidationError, match="Input should be 'a' or 'b'"):
+        adapter.validate_python("c")
