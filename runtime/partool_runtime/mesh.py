@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.torch_internals import in_memory_store
+from partool_runtime.torch_internals.collectives import in_memory_store
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from partool_runtime.placement import Placement, whole
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 
 
 class Piece(NamedTuple):

@@ -31,7 +31,7 @@ from partool_runtime.parallel.weipipe.ring import open_ring
 from partool_runtime.parallel.zero import travels_narrow
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
 from partool_runtime.stepping import Passes, PlainPasses, Timer
-from partool_runtime.torch_internals import gathered_bytes, gradient_bytes, wide_gradients
+from partool_runtime.torch_internals.fsdp import gathered_bytes, gradient_bytes, wide_gradients
 from partool_runtime.weights import build, build_parts, freeze, materialise, poison
 
 

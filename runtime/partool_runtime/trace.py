@@ -40,7 +40,7 @@ from partool_runtime.model import Decoder, loss
 from partool_runtime.model.attention import Context
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import COMPUTE_DTYPE
-from partool_runtime.torch_internals import FakeTensorMode, TorchDispatchMode
+from partool_runtime.torch_internals.tensors import FakeTensorMode, TorchDispatchMode
 
 BATCH, LENGTH = 2, 96
 TOKENS = BATCH * LENGTH

@@ -28,7 +28,7 @@ from partool_runtime.saving import Saver
 from partool_runtime.stepping import Stepper, StepResult
 from partool_runtime.stop import StopRequest
 from partool_runtime.telemetry import Recorder
-from partool_runtime.torch_internals import local, local_bytes
+from partool_runtime.torch_internals.tensors import local, local_bytes
 from partool_runtime.weights import fill, post_load
 
 _UNIFORM, _STILL = 0.005, 1e-6

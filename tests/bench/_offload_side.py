@@ -29,7 +29,7 @@ from partool_runtime.optim.types import Optimizer
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import prepare
 from partool_runtime.stepping import Stepper
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 from partool_runtime.trainer import configure_process
 from partool_runtime.weights import fill, post_load
 

@@ -31,7 +31,7 @@ from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
 from partool_runtime.stepping import Stepper
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 7, 5, 4

@@ -15,7 +15,9 @@ from partool.plan.types import HostWork
 from partool_runtime.offload import HostMemory
 from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.parameters import HostParameters
-from partool_runtime.torch_internals import gather_otherwise, gathered_bytes, local
+from partool_runtime.torch_internals.fsdp import gathered_bytes
+from partool_runtime.torch_internals.group_gather import gather_otherwise
+from partool_runtime.torch_internals.tensors import local
 
 WIDTH = 7
 

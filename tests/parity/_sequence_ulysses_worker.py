@@ -34,7 +34,7 @@ from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.ring import Ring
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.ulysses import WholeSequences
-from partool_runtime.torch_internals import finished, start_exchange
+from partool_runtime.torch_internals.collectives import finished, start_exchange
 
 WORLD = 8
 KEY_DIM, VALUE_DIM = 4, 3

@@ -16,7 +16,7 @@ from torch import nn
 
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.torch_internals import gathered_bytes
+from partool_runtime.torch_internals.fsdp import gathered_bytes
 
 EXPERTS = 3
 PERSISTENT = 2 * WIDE

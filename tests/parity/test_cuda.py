@@ -18,7 +18,7 @@ from partool_runtime.offload import Activations
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
-from partool_runtime.torch_internals import in_memory_store
+from partool_runtime.torch_internals.collectives import in_memory_store
 
 CONFIG = ModelConfig(
     layers=2,

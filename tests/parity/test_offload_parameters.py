@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload import parameters
 from partool_runtime.offload.lanes import Mark, ThreadLanes
-from partool_runtime.torch_internals import in_memory_store, local, placed_like, unit_shards
+from partool_runtime.torch_internals.collectives import in_memory_store
+from partool_runtime.torch_internals.tensors import local, placed_like
+from partool_runtime.torch_internals.unit_shards import unit_shards
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from partool_runtime.model import Decoder
 from partool_runtime.model.loss import loss
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
-from partool_runtime.torch_internals import TorchDispatchMode
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 POLICIES = ("none", "attention", "selective", "keep_attention", "full")
 VOCAB = 57

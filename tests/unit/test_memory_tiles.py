@@ -22,7 +22,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
-from partool_runtime.torch_internals import TorchDispatchMode
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 GIB = 2**30
 CPU = Devices(

@@ -20,7 +20,7 @@ from partool_runtime.model.operator import WHOLE
 from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
 from partool_runtime.model.visibility import AttentionLayout, visible
 from partool_runtime.parallel.sequence.op import ExchangeAttend
-from partool_runtime.torch_internals import TorchDispatchMode
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

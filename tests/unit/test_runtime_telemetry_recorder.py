@@ -22,7 +22,7 @@ from partool_runtime.telemetry import Recorder
 from partool_runtime.telemetry._console import Lines
 from partool_runtime.telemetry._events import EventWriter
 from partool_runtime.telemetry.summary import Measurement, Measures
-from partool_runtime.torch_internals import _Waits, finished
+from partool_runtime.torch_internals.collectives import _Waits, finished
 
 CPU = torch.device("cpu")
 

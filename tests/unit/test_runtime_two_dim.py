@@ -10,7 +10,7 @@ import torch
 
 from partool_runtime.deferral import collecting
 from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, second_product
-from partool_runtime.torch_internals import TorchDispatchMode
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 TOKENS, WIDTH, OUT = (2, 3), 4, 6
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from partool_runtime.torch_internals import scaled_product
+from partool_runtime.torch_internals.tensors import scaled_product
 
 Work = Callable[[], object]
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from partool_runtime.checkpoint._manifest import Manifest
-from partool_runtime.torch_internals import StorageInfo
+from partool_runtime.torch_internals.tensors import StorageInfo
 
 _CLASSES: tuple[type, ...] = (
     Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, MetadataIndex, StorageMeta, SavePlan,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from partool_runtime.checkpoint._pickled import Call, Name, Pairs, PickleError, read
-from partool_runtime.torch_internals import StorageInfo
+from partool_runtime.torch_internals.tensors import StorageInfo
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",

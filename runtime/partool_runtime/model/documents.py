@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from partool_runtime.torch_internals import writes
+from partool_runtime.torch_internals.tensors import writes
 
 SHORT = 512
 """Tokens up to which documents are taken together, and told apart by masks: a call of a kernel for each costs more."""

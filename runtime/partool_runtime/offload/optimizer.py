@@ -22,7 +22,7 @@ from partool_runtime.offload.resident import Resident, share_note, tail
 from partool_runtime.offload.store import MemoryStore, Store
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
-from partool_runtime.torch_internals import local, placed_like
+from partool_runtime.torch_internals.tensors import local, placed_like
 
 
 @dataclass(frozen=True, slots=True)

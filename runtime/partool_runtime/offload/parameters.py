@@ -16,7 +16,7 @@ from partool.plan.types import HostWork
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.shelves import DiskShelf, MemoryShelf, Shelf
-from partool_runtime.torch_internals import UnitShards, unit_shards
+from partool_runtime.torch_internals.unit_shards import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256
 """Where shards begin: what every kernel that reads them likes."""

@@ -11,7 +11,7 @@ from partool_kernels.host import Part, Pass, Pool, Rule, accumulate, reference, 
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.lanes import Lanes, Mark
 from partool_runtime.offload.passes import Target
-from partool_runtime.torch_internals import fused_adamw
+from partool_runtime.torch_internals.tensors import fused_adamw
 
 
 def tail(shards: Sequence[tuple[str, int]], fraction: float) -> frozenset[str]:

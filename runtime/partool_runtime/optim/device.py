@@ -14,7 +14,7 @@ from partool_kernels.host import Part, Pass, Pool, Rule, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import Group, grouped
 from partool_runtime.optim.steps import Shards, step
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 
 
 class DeviceOptimizer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from partool_kernels.host import Rule
-from partool_runtime.torch_internals import fused_adamw
+from partool_runtime.torch_internals.tensors import fused_adamw
 
 PIECE_ELEMENTS = 2**24
 """What is updated at once where operators need a tensor as large beside it: 64 MiB of float32, whatever the model."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partool_runtime.torch_internals import TorchDispatchMode, process_group, run_watched
+from partool_runtime.torch_internals.collectives import process_group, run_watched
+from partool_runtime.torch_internals.tensors import TorchDispatchMode
 
 SEQUENCE = "sequence_parallel"
 """Description of process groups of ranks that share sequences, by which their traffic is told apart; and their term."""

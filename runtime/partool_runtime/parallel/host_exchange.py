@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from partool_runtime.parallel.comm import counted_as
-from partool_runtime.torch_internals import gather_into, waiting
+from partool_runtime.torch_internals.collectives import gather_into, waiting
 
 AHEAD = 1
 """Reductions that may be in flight while a backward pass goes on: each keeps a unit's whole gradients twice."""
@@ -80,7 +80,7 @@ class ScatterSum(HostSum):
 
 
 class ReplicaSum(HostSum):
-    """An all-reduce of replicas' gradients for :func:`~partool_runtime.torch_internals.sum_replicas_by`."""
+    """An all-reduce of replicas' gradients for :func:`~partool_runtime.torch_internals.fsdp.sum_replicas_by`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from partool_runtime.torch_internals import fill_before_reduction
+from partool_runtime.torch_internals.fsdp import fill_before_reduction
 
 
 def find_leaves(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

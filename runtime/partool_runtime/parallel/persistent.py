@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_runtime.torch_internals import GroupGather, gather_into, unseen_writes
+from partool_runtime.torch_internals.collectives import gather_into
+from partool_runtime.torch_internals.group_gather import GroupGather
+from partool_runtime.torch_internals.tensors import unseen_writes
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -18,7 +18,7 @@ from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
 from partool_runtime.parallel import again
-from partool_runtime.torch_internals import exchanging_operators, summing_operators
+from partool_runtime.torch_internals.collectives import exchanging_operators, summing_operators
 
 _aten = torch.ops.aten
 ATTENTION = frozenset(

@@ -25,7 +25,8 @@ from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_grap
 from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
-from partool_runtime.torch_internals import gather_in_background, gather_in_order, gather_otherwise, sum_replicas_by
+from partool_runtime.torch_internals.fsdp import gather_in_background, gather_in_order, sum_replicas_by
+from partool_runtime.torch_internals.group_gather import gather_otherwise
 
 
 def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.telemetry._timers import HostClock, Spans
-from partool_runtime.torch_internals import watch_waits
+from partool_runtime.torch_internals.collectives import watch_waits
 
 _TERMS = {
     "all_gather_single": "parameter_gather",

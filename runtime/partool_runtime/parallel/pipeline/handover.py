@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from partool.schedule import Action, Schedule
 from partool_runtime import deferral
 from partool_runtime.parallel.pipeline.wires import Wires
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 
 Key = tuple[int, int]
 """Stage, micro-batch."""

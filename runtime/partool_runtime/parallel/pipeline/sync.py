@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from partool.schedule import COMPUTE, Action
 from partool.spec.parallel import ZeroStage
 from partool_runtime.parallel.persistent import Persistent
-from partool_runtime.torch_internals import end_backward, keep_gradients
+from partool_runtime.torch_internals.fsdp import end_backward, keep_gradients
 
 Timer = Callable[[str], AbstractContextManager[object]]
 

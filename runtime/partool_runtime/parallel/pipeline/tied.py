@@ -13,7 +13,7 @@ from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import DecoderParts
 from partool_runtime.parallel.comm import sum_over
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 
 
 class TiedGradients:

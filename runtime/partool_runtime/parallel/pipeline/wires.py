@@ -17,7 +17,7 @@ import torch.distributed as dist
 from partool.schedule import Action, cell
 from partool.schedule.actions import SHIFTS
 from partool_runtime.parallel.pipeline.types import Boundary
-from partool_runtime.torch_internals import storage_users
+from partool_runtime.torch_internals.tensors import storage_users
 
 TIMEOUT_S = 600.0
 """How long a rank waits for a message unless it is told otherwise."""

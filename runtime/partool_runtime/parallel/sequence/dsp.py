@@ -24,7 +24,7 @@ from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.waits import finished
-from partool_runtime.torch_internals import start_exchange
+from partool_runtime.torch_internals.collectives import start_exchange
 
 
 class Way(NamedTuple):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from partool.layout.sequence import Deal, Spans, bounds, deal_heads, tokens
 from partool_runtime import deferral
 from partool_runtime.parallel.sequence.waits import finished
-from partool_runtime.torch_internals import start_exchange
+from partool_runtime.torch_internals.collectives import start_exchange
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q ``[B, n, L, D]``, k ``[B, m, L, D]``, v ``[B, m, L, V]``) → ``[B, n, L, V]``, n a multiple of m."""

@@ -22,7 +22,7 @@ from partool_runtime.parallel.sequence.keys import Form
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.waits import waiting
-from partool_runtime.torch_internals import gather_into, scatter_sum_into
+from partool_runtime.torch_internals.collectives import gather_into, scatter_sum_into
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:

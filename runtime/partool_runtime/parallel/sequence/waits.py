@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from partool_runtime import torch_internals
 from partool_runtime.parallel.comm import SEQUENCE
+from partool_runtime.torch_internals import collectives
 
 
 def finished(x: torch.Tensor) -> torch.Tensor:
-    """See :func:`partool_runtime.torch_internals.finished`."""
-    return torch_internals.finished(x, SEQUENCE)
+    """See :func:`partool_runtime.torch_internals.collectives.finished`."""
+    return collectives.finished(x, SEQUENCE)
 
 
 def waiting() -> AbstractContextManager[None]:
     """Return what is entered around a wait that is no functional collective's."""
-    return torch_internals.waiting(SEQUENCE)
+    return collectives.waiting(SEQUENCE)

@@ -17,7 +17,7 @@ from partool_runtime import deferral
 from partool_runtime.fp8 import Fp8Linear, products
 from partool_runtime.parallel.tensor.ops import Team, entered, start_leaving, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_columns
-from partool_runtime.torch_internals import finished
+from partool_runtime.torch_internals.collectives import finished
 
 
 def columns(x: torch.Tensor, linears: Sequence[nn.Linear], team: Team) -> tuple[torch.Tensor, ...]:

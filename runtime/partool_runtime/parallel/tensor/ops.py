@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from partool_runtime.parallel import again
-from partool_runtime.torch_internals import finished, start_gather, start_scatter_sum, start_sum
+from partool_runtime.torch_internals.collectives import finished, start_gather, start_scatter_sum, start_sum
 
 
 @dataclass(frozen=True, slots=True)

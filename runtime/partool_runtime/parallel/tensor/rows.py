@@ -14,7 +14,7 @@ from partool_runtime import deferral
 from partool_runtime.fp8 import Fp8Linear, products
 from partool_runtime.parallel.tensor.ops import Team, by_rank, left, start_tokens, tokens
 from partool_runtime.parallel.tensor.symmetric import symmetric_row
-from partool_runtime.torch_internals import finished, start_scatter_sum, start_sum
+from partool_runtime.torch_internals.collectives import finished, start_scatter_sum, start_sum
 
 
 def row(x_BSI: torch.Tensor, linear: nn.Linear, team: Team) -> torch.Tensor:

@@ -17,7 +17,7 @@ from partool.layout.tensor import Partition
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.parallel.tensor.ops import Team, start_tokens, tokens
-from partool_runtime.torch_internals import gathered_products, has_symmetric_products, scattered_product
+from partool_runtime.torch_internals.collectives import gathered_products, has_symmetric_products, scattered_product
 
 _SEQUENCE = 1
 """Dimension of the tokens in ``[B, S, H]``."""

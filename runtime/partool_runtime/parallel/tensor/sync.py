@@ -18,7 +18,7 @@ from partool.plan.types import Plan
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder
 from partool_runtime.parallel.comm import sum_over
-from partool_runtime.torch_internals import local
+from partool_runtime.torch_internals.tensors import local
 
 
 class TensorGradients:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from partool_runtime.torch_internals import finished, start_gather, start_scatter_sum, start_sum
+from partool_runtime.torch_internals.collectives import finished, start_gather, start_scatter_sum, start_sum
 
 Pending = Callable[[], torch.Tensor]
 """Waits for a collective and returns its result."""

@@ -20,7 +20,7 @@ from partool_runtime import deferral
 from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
 from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
-from partool_runtime.torch_internals import finished, start_sum
+from partool_runtime.torch_internals.collectives import finished, start_sum
 
 
 def vocabulary_rows(

@@ -1,0 +1,107 @@
+"""Tensors: a rank's part of one, its storage and version, and operators that have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import torch
+
+# Documented (docs.pytorch.org, torch.compiler_fake_tensor), under a private name still.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # noqa: PLC0414
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Documented for extension authors, under a private name still.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414
+
+StorageInfo = filesystem._StorageInfo
+"""Where a block of a checkpoint lies: file, offset and length."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor without copying, and the tensor itself where it is not a DTensor.
+
+    ``DTensor.to_local`` builds an autograd node per call, which costs as much as the optimizer on small models.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of this rank's parts of tensors."""
+    return sum(part.numel() * part.itemsize for part in map(local, tensors))
+
+
+def placed_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which this rank has ``part``, placed as a parameter is; of another type or on another device.
+
+    ``DTensor.from_local`` moves the part to the mesh's device.
+    """
+    if not isinstance(parameter, DTensor):
+        return part
+    spec = parameter._spec
+    shape = TensorMeta(spec.shape, spec.stride, part.dtype)
+    placed = DTensorSpec(spec.mesh, spec.placements, tensor_meta=shape)
+    return cast(torch.Tensor, DTensor(part, placed, requires_grad=False))  # type: ignore[no-untyped-call]
+
+
+def fused_adamw(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    step: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Update parameters and moments in place, in one fused kernel per device and type.
+
+    ``torch.optim.AdamW`` keeps one step counter per parameter and looks up its state for each; here ``step`` is one
+    float32 scalar, the same for all, already counted up.
+    """
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step] * len(parameters),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def scaled_product(m: int, n: int, k: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Return an fp8 product [m, k] × [k, n] with one scale per tensor, ready to be repeated.
+
+    ``torch.nn.functional.scaled_mm`` is younger than the oldest torch that is supported.
+    """
+    a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+    b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and handles hold a storage, in Python, in C++ and in autograd graphs."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def writes(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to, which only a private attribute tells; 0 in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def unseen_writes(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Let writes to tensors that autograd has saved go unnoticed: they bring the same values again."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]

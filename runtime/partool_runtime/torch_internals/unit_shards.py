@@ -1,0 +1,111 @@
+"""Shards of FSDP2's units that live in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from partool_runtime.torch_internals.fsdp import groups_of
+from partool_runtime.torch_internals.group_gather import GroupGather
+
+
+class UnitShards:
+    """The shards of one FSDP2 unit, which are in other memory than that of its device between gathers.
+
+    FSDP2 can keep shards in host memory (``CPUOffloadPolicy``), but reduced gradients go there, too: each waits for its
+    copy where hooks are to see them. Here shards alone do: their parameters stay tensors of the device to all that
+    looks at them, so that gradients do, and ``bring`` is asked for what is gathered. No views are taken of such a
+    parameter, ``detach()`` included, but of its :func:`local` part.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._parameters = group.fsdp_params
+        self._homes: list[torch.Tensor] = []
+        self._gather, self._wait = group.unshard, group.wait_for_unshard
+        self._bring: Callable[[], list[torch.Tensor]] = list
+        self._ready: Callable[[], None] = _nothing
+        self._done: Callable[[], None] = _nothing
+
+    @property
+    def sizes(self) -> list[tuple[int, torch.dtype]]:
+        """Elements of this rank's shards, padded as they travel, and their types."""
+        return [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self._parameters]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a gather was begun and nobody has waited for it."""
+        return self._group._all_gather_result is not None
+
+    def move(self, homes: list[torch.Tensor]) -> None:
+        """Let shards be in this memory from now on: flat, of :attr:`sizes`, and filled with what they were."""
+        self._homes = homes
+        for parameter, home in zip(self._parameters, homes, strict=True):
+            old = parameter.sharded_param
+            data = parameter._sharded_param_data
+            if not data.is_meta:
+                home.copy_(data)
+            shard = home.view(parameter.padded_sharded_param_size)
+            dim = parameter.fsdp_placement.dim
+            part = shard.narrow(dim, 0, parameter.sharded_size[dim] if parameter.sharded_size.numel() else 0)
+            like = torch.empty(0, dtype=part.dtype, device=self._device)
+            shell = DTensor(like, parameter._sharding_spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            moved = nn.Parameter(shell, requires_grad=old.requires_grad)
+            cast(Any, moved)._local_tensor = part
+            parameter.sharded_param, parameter._sharded_param_data = moved, home
+            parameter._setattr_on_modules(moved)
+
+    def watch(
+        self, bring: Callable[[], list[torch.Tensor]], ready: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """Gather from what ``bring`` returns, behind ``ready``, which is for the current stream; then call ``done``."""
+        self._bring, self._ready, self._done = bring, ready, done
+        self._group.unshard, self._group.wait_for_unshard = self._unshard, self._wait_for_unshard
+
+    def _unshard(self, async_op: bool = False) -> None:
+        group = self._group
+        busy = group._all_gather_result is not None or group.is_unsharded
+        if busy or (not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"):
+            return
+        for parameter, shard in zip(self._parameters, self._bring(), strict=True):
+            parameter._sharded_param_data = shard
+        if group._all_gather_process_group.size() > 1:
+            # A gather of one message copies shards on a stream of its own.
+            stream, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            with group.device_handle.stream(stream):
+                self._ready()
+        if isinstance(getattr(self._gather, "__self__", None), GroupGather):
+            self._ready()  # messages of single parameters start on this one, of one rank alone, too
+        self._gather(async_op)
+
+    def _wait_for_unshard(self) -> None:
+        if not self.waits:
+            return
+        self._ready()  # one rank alone copies its shards now
+        self._wait()
+        self.put_back()
+        self._done()
+
+    def put_back(self) -> None:
+        """Let FSDP2 see shards where they are kept."""
+        for parameter, home in zip(self._parameters, self._homes, strict=True):
+            parameter._sharded_param_data = home
+
+
+def _nothing() -> None:
+    pass
+
+
+def unit_shards(roots: Iterable[nn.Module], device: torch.device) -> list[UnitShards]:
+    """Return the shards of all FSDP2 units below roots, in the order of the modules."""
+    groups: dict[int, Any] = {}
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                groups |= {id(group): group for group in groups_of(module._get_fsdp_state())}
+    return [UnitShards(group, device) for group in groups.values()]
