@@ -56,7 +56,7 @@ def record_of(name: str) -> dict[str, Any]:
             "host_bytes": memory["host_terms_bytes"],
             "time_s": time["terms_s"],
             "traffic_bytes": time["traffic_bytes"],
-            "others": [[one["step_time_s"], one["memory_bytes"]] for one in plan["prediction"].get("alternatives", [])],
+            "others": [[one["step_time_s"], one["memory_bytes"]] for one in plan["alternatives"]],
         }
     return record
 

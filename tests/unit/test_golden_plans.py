@@ -38,6 +38,7 @@ def differences(place: str, was: Any, now: Any) -> Iterator[str]:
 def test_every_spec_is_recorded() -> None:
     assert RECORDED.keys() == set(names())
     assert sum("layout" not in record for record in RECORDED.values()) >= 6  # some are refused
+    assert sum(bool(record.get("others")) for record in RECORDED.values()) >= 40
 
 
 @pytest.mark.parametrize("name", names())
