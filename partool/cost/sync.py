@@ -71,23 +71,31 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     part = gradient / np.maximum(gradient + behind, 1e-30)
     exposed, shown = part * after, before + (1.0 - part) * after + refresh
     gathered = gathered + refresh
-    wait = _wait_share(job, layouts)
+    at_sums, at_gathers = _wait_shares(job, layouts)
     forward, backward = m * passes.forward_s, m * passes.backward_s
-    exposed = exposed + wait * np.where(zero == 0, forward + backward, backward)
-    shown = shown + wait * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
+    exposed = exposed + at_sums * np.where(zero == 0, forward + backward, backward)
+    shown = shown + at_gathers * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
     hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
 
 
-def _wait_share(job: Job, layouts: Layouts) -> Column:
-    """Return the share of its passes that a data-parallel rank waits for others on its cores.
+def _wait_shares(job: Job, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the shares of its passes that a data-parallel rank waits, at sums and at gathers, for others on its cores.
 
-    Pipelines, replicas of shards and optimizers in host memory wait for each sum before they go on.
+    Pipelines, replicas of shards and optimizers in host memory wait for each sum, and ZeRO-2 and 3 for those of all
+    micro-batches but the first, to which they are added. Gathers are waited for where none is asked for ahead.
     """
-    copies = (layouts.zero == 0) | (layouts.replicas == 1)
-    overlapped = copies & (layouts.pp == 1) & (layouts.host_optimizer == 0.0)
-    share = np.where(overlapped, job.stack.overlapped_wait_share, job.stack.wait_share)
-    return np.where(layouts.dp > 1, share, 0.0)
+    stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
+    several = np.asarray(layouts.dp) > 1
+    in_flight = ((zero == 0) | (layouts.replicas == 1)) & (layouts.pp == 1) & (layouts.host_optimizer == 0.0)
+    waited = np.where(zero >= 2, (m - 1) / m, 0.0)
+    sums = stack.overlapped_wait_share + waited * (stack.wait_share - stack.overlapped_wait_share)
+    in_turn = (controls.gather == "sequential") | (
+        (zero == 3) & ((controls.prefetch == 0) | (controls.persistent_elements > 0))
+    )
+    ahead = ~in_turn & (layouts.pp == 1) & (np.asarray(layouts.host_parameters) == 0)
+    gathers = np.where(ahead, stack.overlapped_wait_share, stack.wait_share)
+    return np.where(several, np.where(in_flight, sums, stack.wait_share), 0.0), np.where(several, gathers, 0.0)
 
 
 def pipeline_wait(job: Job, layouts: Layouts) -> Column:

@@ -8,7 +8,7 @@ from partool.plan.types import Layout
 from partool.schedule import Schedule, check, from_text, generate, rank_of, schedule_hash
 from partool.strategies.schedules import SCHEDULES
 
-ONE_AT_THE_END = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
+ENDS_WITH_ONE = frozenset(name for name, record in SCHEDULES.items() if record.one_at_the_end)
 """Schedules under which gradients come with a fused loss. Elsewhere, and with lists of the user's own as far as prices
 know, they wait for passes of other micro-batches."""
 MOST_SEALED = 50_000

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from partool.layout.fp8 import MULTIPLE
 from partool.layout.gemms import Gemm, Rows, gemms
-from partool.plan.schedule import ONE_AT_THE_END
+from partool.plan.schedule import ENDS_WITH_ONE
 from partool.plan.types import Plan
 from partool_kernels.registry import ARCHITECTURES, Request
 from partool_kernels.registry.chunking import chunk_rows
@@ -96,7 +96,7 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
 def early_loss(plan: Plan) -> bool:
     """Tell whether gradients are computed with the loss: not where a pipeline runs other passes between the two."""
     layout = plan.layout
-    return "loss" in layout.fused and (layout.mesh.pp == 1 or layout.schedule in ONE_AT_THE_END)
+    return "loss" in layout.fused and (layout.mesh.pp == 1 or layout.schedule in ENDS_WITH_ONE)
 
 
 def _loss_rows(plan: Plan, gemm: Gemm) -> int:

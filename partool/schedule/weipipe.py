@@ -78,9 +78,10 @@ VARIANTS: dict[str, Turns] = {"weipipe": interleave, "weipipe-naive": naive, "we
 
 def order_of(name: str) -> Callable[[int, int, int, int], Order]:
     """Return a variant's compute actions as a function of (ranks, micro_batches, chunks, cap)."""
+    variant = VARIANTS[name]
 
     def order(ranks: int, micro_batches: int, chunks: int, cap: int) -> Order:
-        return _computed(VARIANTS[name](ranks * chunks, -(-micro_batches // ranks)), ranks, micro_batches)
+        return _computed(variant(ranks * chunks, -(-micro_batches // ranks)), ranks, micro_batches)
 
     return order
 

@@ -64,7 +64,8 @@ def _chunks(pipeline: Pipeline) -> Iterator[Diagnostic]:
             message = f"schedule: {schedule} has two chunks of layers per rank and wave, not {chunks} chunks"
             yield Diagnostic("PT223", message, path=path, help=f"use chunks: {chunks + 1}, or waves instead of chunks")
     elif chunks > 1 and stages == "1":
-        message = f"chunks: {chunks} belongs to {', '.join(SEVERAL_STAGES)}, not to {schedule}"
+        *several, last = SEVERAL_STAGES
+        message = f"chunks: {chunks} belongs to {', '.join(several)} and {last}, not to {schedule}"
         yield Diagnostic("PT223", message, path=path, help="set schedule: interleaved, or drop chunks")
 
 

@@ -27,7 +27,7 @@ class SequenceRecord:
     on_grids: bool = False
     """It needs layers that attend along the axes of a grid, whose cut is its order."""
     fields: tuple[str, ...] = ()
-    """Of ``parallel.sequence``, those that no other method reads."""
+    """Of ``parallel.sequence``, those that some methods only read, it among them."""
 
 
 METHODS: dict[str, SequenceRecord] = {
@@ -61,5 +61,8 @@ PREFERENCE = tuple(sorted(METHODS, key=lambda name: METHODS[name].preference))
 ANY_ORDER = tuple(name for name, record in METHODS.items() if record.any_order)
 WHOLE_AXES = tuple(name for name, record in METHODS.items() if record.whole_axes)
 ON_GRIDS = tuple(name for name, record in METHODS.items() if record.on_grids)
-OWNERS = {field: (name,) for name, record in METHODS.items() for field in record.fields}
+OWNERS = {
+    field: tuple(name for name, record in METHODS.items() if field in record.fields)
+    for field in dict.fromkeys(field for record in METHODS.values() for field in record.fields)
+}
 """Fields of ``parallel.sequence``, and the methods that read them."""

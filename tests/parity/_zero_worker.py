@@ -211,6 +211,21 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     return out
 
 
+def in_flight(case: Case, ranks: Ranks) -> int:
+    """Sums of gradients that are on their way where the last backward pass of a step ends."""
+    with torch.device("meta"):
+        model = Model(tied=case.tied).to(MASTER_DTYPE[case.precision])
+    sync = parallelize(model, plan_of(case), ranks)
+    model.to_empty(device="cpu")
+    batch = micro_batches(0, case, ranks)
+    for index, micro in enumerate(batch):
+        sync.before_micro_batch(last=index == len(batch) - 1)
+        model(micro.tokens_BS, micro.labels_BS).backward()
+        started = 0 if sync._overlapped is None else len(sync._overlapped._started)
+        sync.after_micro_batch()
+    return started
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
@@ -275,6 +290,7 @@ def cases(world_size: int) -> dict[str, Case]:
     if world_size == 3:
         return found | {f"zero-{z} k=2": Case(z, all_ranks, accumulation=2) for z in range(4)}
     found |= {f"zero-{z} k=3": Case(z, all_ranks, accumulation=3) for z in range(4)}
+    found |= {f"zero-{z} copies": Case(z, (2, 1), accumulation=3) for z in (1, 2)}
     frozen = ("embed.weight", "layers.1.up.weight", "layers.0.norm.bias")
     found |= {f"zero-{z} frozen": Case(z, all_ranks, accumulation=3, frozen=frozen) for z in range(4)}
     found |= {f"zero-{z} tied": Case(z, all_ranks, accumulation=3, tied=True) for z in range(4)}
@@ -302,6 +318,7 @@ def main(out: str, only: str = "") -> None:
         results[name] = train(case, ranks)
         if name.endswith("k=3"):
             results[name]["live"] = live_bytes(case, ranks)
+            results[name]["in_flight"] = in_flight(case, ranks)
     if torch.distributed.get_rank() == 0:
         torch.save(results, out)
     close_ranks()

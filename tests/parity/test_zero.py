@@ -128,6 +128,20 @@ def test_hybrid_sharding_equals_one_process(tmp_path, plain):
 
 
 @pytest.mark.timeout(170)
+@pytest.mark.parametrize("zero", [1, 2])
+def test_copies_of_whole_shards_are_summed_once_a_step(two, plain, zero):
+    result = two[f"zero-{zero} copies"]
+    assert_same_run(result, plain)
+    assert result["calls"] == {"all_reduce": GROUPS + 2}  # token count, gradient norm
+
+
+@pytest.mark.timeout(170)
+def test_the_last_sum_is_in_flight_where_the_backward_pass_ends(two):
+    """But for ZeRO-2 and 3 behind the first micro-batch, whose sums are added to those before."""
+    assert [two[f"zero-{zero} k=3"]["in_flight"] for zero in range(4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.timeout(170)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_frozen_parameters_stay_and_have_no_moments(two, zero):
     result = two[f"zero-{zero} frozen"]

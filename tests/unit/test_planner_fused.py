@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from partool.plan.schedule import ONE_AT_THE_END, splits_backward
+from partool.plan.schedule import ENDS_WITH_ONE, splits_backward
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.schedule import generate
@@ -118,4 +118,4 @@ def test_gradients_come_with_the_loss_where_schedules_hold_one_micro_batch_at_th
         held = (peak_held([action for action in actions if action.stage == last]) for actions in schedule.lists)
         if max(held) == 1 and not splits_backward(schedule):
             found.add(name)
-    assert found == ONE_AT_THE_END
+    assert found == ENDS_WITH_ONE

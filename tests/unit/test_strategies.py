@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from partool.layout.capabilities import CAPABILITIES
+from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
 from partool.spec._base import OneOf
 from partool.strategies.optimizers import OPTIMIZERS
@@ -34,10 +34,16 @@ def page(name: str) -> str:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_made_tested_and_told(name: str) -> None:
     record = SCHEDULES[name]
-    assert name in ORDERS
+    stages = {"1": 1, "any": 1}.get(record.stages, 2)
+    assert problems(generate(name, 2, 4, stages)) == []
     assert has_test(record.parity)
-    assert f"schedule {name}" in {capability.aspect for capability in CAPABILITIES}
-    assert f"`{name}`" in page("pipelines.md")
+    row = next(line for line in page("pipelines.md").splitlines() if line.startswith("|") and f"`{name}`" in line)
+    told = row.split("|")
+    assert ("multiple" in told[3]) == record.whole_rounds
+    assert ("halved" in told[4]) == record.split
+    assert {"1": "1", "2": "2", "any": "any", "2 or more": "`chunks`", "2 per wave": "2 × `waves`"}[
+        record.stages
+    ] == told[2].strip()
     assert record.words
     assert record.source
 
@@ -47,7 +53,6 @@ def test_a_method_is_run_tested_and_told(name: str) -> None:
     record = METHODS[name]
     assert name in RUN
     assert has_test(record.parity)
-    assert f"sequence {name}" in {capability.aspect for capability in CAPABILITIES}
     assert f"`{name}`" in page("sequence.md")
     assert record.words
     assert record.source

@@ -40,7 +40,7 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     Raises :class:`ConfigurationError` (PT464) for a leaf pattern that names no module, or one that cannot be a leaf.
     """
     policy = _policy(precision, narrow=travels_narrow(layout))
-    sums = _host_sums(ranks)
+    sums = _host_sums(layout, ranks)
     sharding = _Sharding(layout, _mesh(ranks), policy, _leaves(model, layout, everywhere=True), sums)
     layers = [sharding.layer(group) for group in _own_groups(model.groups())]
     # The root holds what runs last, which the backward pass needs at once.
@@ -64,7 +64,7 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     """
     leaves = _leaves(parts, layout, everywhere=False)
     # FSDP2 itself sums over replicas here: its pipelines put that off by a switch of its own.
-    sums = _host_sums(ranks) if layout.zero else None
+    sums = _host_sums(layout, ranks) if layout.zero else None
     sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
     units = []
     for number, stage in parts.stages.items():
@@ -193,19 +193,20 @@ def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str,
 _LEAF_HELP = "name the module inside of a layer that calls the experts, such as '*.experts' or '*.mlp'"
 
 
-def _host_sums(ranks: Ranks) -> HostSum | None:
-    """Return how CPUs sum gradients over their ranks; None for one rank, and where torch does it on a device."""
+def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
+    """Return how CPUs sum gradients over their ranks; None where FSDP2 does it: on devices, and of copies of shards."""
     if ranks.device.type != "cpu":
         return None
     if _mesh(ranks).size(-1) > 1:
         return ScatterSum()
-    return ReplicaSum(ranks.state.get_group("dp_replicate")) if ranks.replicas > 1 else None
+    # Other stages put the sum over replicas off to the last micro-batch, by a switch of FSDP2's own.
+    alone = layout.zero == 0 and ranks.replicas > 1
+    return ReplicaSum(ranks.state.get_group("dp_replicate")) if alone else None
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
     """Return whether nobody needs a sum at once: replicas of shards do, and an optimizer in host memory does."""
-    one_sum = ranks.replicas == 1 or ranks.state.size(-1) == 1
-    return one_sum and layout.offload_optimizer == "none"
+    return (ranks.replicas == 1 or layout.zero == 0) and layout.offload_optimizer == "none"
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
