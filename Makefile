@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `make venv` builds once and refreshes when pyproject.toml or constraints.txt change.
+# Everything runs in .venv, which `make venv` builds once and refreshes when pyproject.toml, constraints.txt or the list of modules change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,8 +23,13 @@ help:
 	@echo "make kernel-tables  writes what nobody has measured into the kernels' tables, after a change of a kernel"
 	@echo "make format       ruff format and import order"
 
+# An editable install knows the place of each module, so that modules that come, go or move need it anew.
+MODULES := $(VENV)/.modules
+$(shell mkdir -p $(VENV); find partool runtime kernels -name '*.py' | sort > $(MODULES).new; \
+	cmp -s $(MODULES).new $(MODULES) && rm $(MODULES).new || mv $(MODULES).new $(MODULES))
+
 # torch goes first and pinned, so that no other requirement can choose another build of it.
-$(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(wildcard kernels/partool_kernels/cpu/*)
+$(STAMP): pyproject.toml CMakeLists.txt constraints.txt $(MODULES) $(wildcard kernels/partool_kernels/cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt triton
