@@ -181,11 +181,6 @@ def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     return [_memory(job, layouts, each, layers) for each in held]
 
 
-def largest_term(prediction: MemoryPrediction) -> str:
-    """Return the name of the term that takes most."""
-    return max(MEMORY_TERMS, key=lambda name: prediction.terms_bytes[name])
-
-
 def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     terms = {name: round(float(memory.terms[name])) for name in MEMORY_TERMS}
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))

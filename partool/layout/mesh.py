@@ -55,23 +55,6 @@ def ranks_on_a_node(axis: str, sizes: Sequence[int], per_node: int) -> int:
     return max(1, min(sizes[index], per_node // stride))
 
 
-def split_layers(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Split layers over pipeline stages as evenly as possible; the first stages get the odd ones.
-
-    Raises ``ValueError`` if there are fewer layers than stages.
-    """
-    if layers < stages:
-        raise ValueError(f"{layers} layers cannot fill {stages} stages")
-    each, odd = divmod(layers, stages)
-    bounds = []
-    start = 0
-    for stage in range(stages):
-        stop = start + each + (1 if stage < odd else 0)
-        bounds.append((start, stop))
-        start = stop
-    return tuple(bounds)
-
-
 def shard_rows(rows: int, ranks: int, rank: int) -> RowRange:
     """Return the rows of dimension 0 that a rank holds, as ``torch.chunk`` cuts them.
 

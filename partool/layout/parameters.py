@@ -91,17 +91,6 @@ def count(infos: Iterable[ParameterInfo]) -> int:
     return sum(info.elements for info in infos)
 
 
-def count_active(config: ModelConfig) -> int:
-    """Return the number of elements one token passes through: of the experts, only ``top_k`` per layer."""
-    total = 0
-    for info in parameters(config):
-        if info.kind == "expert" and config.moe is not None:
-            total += info.elements * config.moe.top_k // config.moe.experts
-        else:
-            total += info.elements
-    return total
-
-
 def _info(name: str, shape: tuple[int, ...], layer: int | None, kind: ParameterKind) -> ParameterInfo:
     return ParameterInfo(name, shape, layer, kind, decay=len(shape) > 1)
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _active import count_active
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.huggingface import convert, read_config, read_generation
 from partool.catalog.lookup import table
 from partool.catalog.models import resolve_model
-from partool.layout.parameters import count, count_active, parameters
+from partool.layout.parameters import count, parameters
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import Attention, LayerPattern, ModelSpec
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
+from _active import count_active
 
 from partool.catalog.lookup import Table, table
 from partool.catalog.models import resolve_model
-from partool.layout.parameters import count_active
 from partool.spec.model import ModelSpec
 from partool_kernels.registry import ARCHITECTURES
 

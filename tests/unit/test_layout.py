@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partool.layout.mesh import AXES, coordinates, group_of, rank_of, shard_rows, split_layers
+from partool.layout.mesh import AXES, coordinates, group_of, rank_of, shard_rows
 from partool.layout.parameters import count, groups, is_frozen, parameters
 from partool.spec.model import ModelConfig
 
@@ -42,17 +42,6 @@ def test_shards_cover_every_row_once(rows: int, ranks: int) -> None:
     held = [shard_rows(rows, ranks, rank) for rank in range(ranks)]
     assert [row for part in held for row in range(part.start, part.stop)] == list(range(rows))
     assert held[0].stop - held[0].start == -(-rows // ranks)
-
-
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_stages_cover_every_layer_once(layers: int, stages: int) -> None:
-    if layers < stages:
-        with pytest.raises(ValueError, match="cannot fill"):
-            split_layers(layers, stages)
-        return
-    parts = split_layers(layers, stages)
-    assert [layer for start, stop in parts for layer in range(start, stop)] == list(range(layers))
-    assert max(stop - start for start, stop in parts) - min(stop - start for start, stop in parts) <= 1
 
 
 def test_groups_hold_every_parameter_once_and_patterns_match_names() -> None:

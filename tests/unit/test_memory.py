@@ -19,7 +19,6 @@ from partool.cost.in_flight import in_flight as closed
 from partool.cost.memory_stacks import MEMORY_STACKS, memory_stack
 from partool.cost.peak import (
     host_bytes,
-    largest_term,
     peak_memory,
     predict_memory,
 )
@@ -27,7 +26,6 @@ from partool.cost.saved import saved_by_layer
 from partool.cost.stacks import STACKS
 from partool.cost.states import States, states
 from partool.cost.traced import Kind, coefficients
-from partool.layout.mesh import split_layers
 from partool.layout.parameters import count, groups, parameters
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Layout, Mesh
@@ -202,6 +200,10 @@ CLOSED = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Schedules whose micro-batches in flight follow from a formula, exactly."""
 
 
+def evenly(layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    return tuple((layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages))
+
+
 @st.composite
 def layouts(draw: st.DrawFn, model: ModelConfig = LLAMA) -> Layout:
     pp, zero = draw(SIZES), draw(st.integers(0, 3))
@@ -220,7 +222,7 @@ def layouts(draw: st.DrawFn, model: ModelConfig = LLAMA) -> Layout:
         accumulation=draw(st.sampled_from([pp, 4 * pp])),
         recompute=(policy,) * model.layers,  # type: ignore[arg-type]
         compile=draw(st.sampled_from(["none", "block"])),
-        stages=split_layers(model.layers, pp * chunks),
+        stages=evenly(model.layers, pp * chunks),
         schedule=schedule,
         chunks=chunks,
         offload_optimizer=offload,
@@ -459,8 +461,3 @@ def test_empty_blocks_do_not_stand_in_the_way() -> None:
     assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
     assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes
     assert peak_memory(Job(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0
-
-
-def test_largest_term() -> None:
-    long = predict_memory(Job(LLAMA, GPU, 131072, 64, "bf16"), plain(), 0.1)
-    assert largest_term(long) == "activations"

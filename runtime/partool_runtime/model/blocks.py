@@ -36,10 +36,6 @@ class Meeting(NamedTuple):
     documents: torch.Tensor | None = None
     """Their numbers, of the tokens of the whole sequence, ``[B, L]``; None: all are of one."""
 
-    def sees_nothing(self) -> bool:
-        """Tell whether no query sees any key."""
-        return not rectangles(self.queries, self.keys, self.layout.window)
-
 
 class Seen:
     """What queries ``[B, N, Q, D]`` have seen so far of keys with K heads."""
@@ -85,10 +81,6 @@ class Seen:
         out, lse = (self._out, self._lse) if self._out is not None else self._wide()
         assert lse is not None
         return out.to(self._q.dtype), lse
-
-    def wide_result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both in float32 or wider."""
-        return self._wide()
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what has been merged, in a type and memory of its own."""
