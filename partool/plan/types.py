@@ -386,10 +386,19 @@ class Plan(Record):
 
     @property
     def contradiction(self) -> str:
-        """What an edited plan says in two ways: the ranks, or the layers; empty: nothing."""
+        """What an edited plan says in two ways: the ranks, their groups, or the layers; empty: nothing."""
+        mesh, layout = self.layout.mesh, self.layout
         ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
         if ranks != there:
             return f"layout.mesh is of {ranks} ranks, devices of {there}"
+        groups = (
+            ("tensor_inner", layout.tensor_inner, mesh.tp),
+            ("sequence_inner", layout.sequence_inner, mesh.cp),
+            ("sequence_teams", layout.sequence_teams**2, mesh.cp),
+        )
+        for name, size, among in groups:
+            if among % size:
+                return f"layout.{name} makes groups of {size} ranks among {among}"
         layers, named = self.model.layers, len(self.layout.recompute)
         if named != layers:
             return f"layout.recompute names {named} layers, the model has {layers}"

@@ -214,3 +214,15 @@ def test_every_way_to_call_is_refused(number: int, target: Target) -> None:
         tensor_shapes(target.path)
     assert refused.value.code == "PT685"
     assert not target.canary.exists()
+
+
+def test_a_block_that_lies_elsewhere_is_refused(target: Target) -> None:
+    """Whatever torch's reader raises of bytes that begin within a block."""
+    for moved in (1, 5, 60, 105):
+        metadata = target.metadata()
+        for info in metadata.storage_data.values():
+            info.offset, info.length = info.offset + moved, info.length - moved
+        target.put(pickle.dumps(metadata))
+        with pytest.raises(ConfigurationError, match="lies where") as refused:
+            load_folder(target.path, {name: torch.zeros_like(value) for name, value in target.state.items()})
+        assert refused.value.code == "PT685"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,14 @@ def test_edited_plans_are_shown_or_refused(tmp_path: Path, monkeypatch: pytest.M
                 assert plan.layout.mesh.world_size == plan.devices.nodes * plan.devices.per_node
     print(f"{readable} of {attack.tried} were rendered")
     attack.judge()
+
+
+def test_groups_that_do_not_divide_their_ranks_are_refused() -> None:
+    """Also those of ranks that there are none of: it once was a division by zero."""
+    for name in ("tensor_inner", "sequence_inner", "sequence_teams"):
+        for document in plans().values():
+            edited_ = deepcopy(document)
+            edited_["layout"][name] = 7
+            plan = Plan.from_json(json.dumps(edited_))
+            assert name in plan.contradiction
+            assert not Plan.from_json(json.dumps(document)).contradiction

@@ -197,8 +197,14 @@ def _read(path: Path, metadata: Metadata, state: State) -> None:
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     plan = planner.create_local_plan()
     items = [item for name, blocks in parts.items() for item in _read_items(name, metadata, blocks)]
-    with torch.no_grad():
-        reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
+    try:
+        with torch.no_grad():
+            reader.read_data(dataclasses.replace(plan, items=[*plan.items, *items]), planner).wait()
+    except (ConfigurationError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever torch makes of bytes that are no block of a tensor
+        message = f"{path}: no block of a tensor lies where {METADATA} says ({type(error).__name__})"
+        raise ConfigurationError("PT685", message, _REFUSED) from error
 
 
 def _read_items(name: str, metadata: Metadata, blocks: Mapping[MetadataIndex, Tensor]) -> list[ReadItem]:
