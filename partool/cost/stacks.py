@@ -110,9 +110,10 @@ PARTOOL_CPU = replace(
 )
 """The same on CPU ranks: gloo works on the cores that also compute (checked on two cores of a 2.3 GHz Xeon).
 
-The shares of waits are the difference of measured and predicted terms (``tests/bench/data_parallel.py``): for a Llama
-of 18.9M parameters on two ranks, 87 ms with ZeRO-1 and 331 ms with two tensor ranks, in passes of 1.5 s. Transfers in
-flight beside compute take time from the same cores, so they are priced as exposed.
+The shares of waits of data and tensor ranks make up for what one report each (``partool launch``, two cores of an AMD
+EPYC) measured beyond transfers, for the spec of ``tests/bench/data_parallel.py``: exchanges took 87 ms with ZeRO-1 and
+331 ms with two tensor ranks, beside passes of 1.5 s. Transfers in flight beside compute take time from the same cores,
+so they are priced as exposed.
 """
 
 

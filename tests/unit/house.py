@@ -128,6 +128,8 @@ class Figures:
 def main() -> None:
     """Print the figures of this checkout, and of another one before them."""
     for root in (*map(Path, sys.argv[1:]), ROOT):
+        if not modules(root):
+            sys.exit(f"{root} is no checkout of partool")
         own = Figures.of(root)
         print(f"{root}: {own.files} files, {own.small} of them below {SMALL} lines")
         print(f"  {own.lines} lines, {own.logical} of them logical, without docstrings")

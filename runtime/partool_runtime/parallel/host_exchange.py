@@ -24,8 +24,8 @@ class HostSum:
     """Sums of gradients between CPUs that a model's units share.
 
     While ``overlap`` is true a sum is in flight when the call that starts it returns, and :meth:`finish` has to be
-    called before anybody reads it. FSDP2 must not read it either: gradients are reduced in the type of the sharded
-    parameters, which spares a cast, and once per step, so that there is no gradient to add it to.
+    called before anybody reads it. FSDP2 must not read it either. So ``overlap`` may be true only where gradients are
+    reduced in the type of the sharded parameters (no cast follows), and in a step's first reduction (no sum follows).
     """
 
     def __init__(self) -> None:
