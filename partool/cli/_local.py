@@ -113,12 +113,18 @@ def layout_changes(old: Plan, new: Plan) -> list[str]:
 
     def facts(plan: Plan) -> dict[str, object]:
         layout, mesh = plan.layout, plan.layout.mesh
-        schedule = layout.schedule if mesh.pp > 1 else "none"
-        sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "zero": layout.zero}
-        batches = {"micro_batch": layout.micro_batch, "micro-batches": layout.accumulation}
-        return {"schedule": schedule, "stages": len(layout.stages), **sizes, **batches, "compile": layout.compile}
+        schedule = layout.pipeline.schedule if mesh.pp > 1 else "none"
+        sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp, "zero": layout.data.zero}
+        batches = {"micro_batch": layout.micro_batch, "micro-batches": layout.derived.accumulation}
+        return {
+            "schedule": schedule,
+            "stages": len(layout.pipeline.bounds),
+            **sizes,
+            **batches,
+            "compile": layout.compile,
+        }
 
     before, after = facts(old), facts(new)
     found = [f"{name} {before[name]} -> {value}" for name, value in after.items() if before[name] != value]
-    hashes = (old.layout.schedule_hash, new.layout.schedule_hash)
+    hashes = (old.layout.derived.schedule_hash, new.layout.derived.schedule_hash)
     return found or (["other lists of the schedule"] if hashes[0] != hashes[1] else [])

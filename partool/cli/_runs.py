@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from partool.launch.store import Run, RunNotFoundError, RunStore
 from partool.launch.target import LaunchError, LogLine
+from partool.plan.outline import outline
 from partool.plan.terminal import of_ranks, say
-from partool.plan.types import Plan
 
 
 def find_run_or_exit(query: str) -> Run:
@@ -67,6 +67,6 @@ def _mark(line: LogLine, *, prefixed: bool) -> bytes:
 
 def _several_ranks(run: Run) -> bool:
     try:
-        return Plan.from_json(run.plan_file.read_text("utf-8")).layout.mesh.world_size > 1
+        return outline(run.plan_file).ranks > 1
     except (OSError, ValueError):
         return True

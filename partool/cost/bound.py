@@ -57,7 +57,7 @@ def step(job: Job, layouts: Layouts) -> Step:
         passes_s=m * passes.both_s,
         last_s=passes.backward_s,
     )
-    optimizer = device_update_s(job, owned * (1.0 - layouts.host_optimizer)) + 50e-6
+    optimizer = device_update_s(job, owned * layouts.gpu_fraction) + 50e-6
     boundary = boundary_elements(job, layouts) * job.compute_bytes
     stride = layouts.tp * layouts.cp * layouts.dp
     send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
@@ -100,9 +100,9 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     stages = layouts.pp * layouts.chunks
     largest, final, ahead = _largest_stage(job, costs, stages, total)
     several = (layouts.chunks > 1) | (layouts.schedule == SCHEDULES.index("file"))
-    busiest = np.where(several, total / layouts.pp, largest)
+    busiest: Column = np.where(several, total / layouts.pp, largest)
     fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
-    through = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
+    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
     # Whatever the order, a micro-batch passes all stages twice; only the weights' halves are not waited for.
     path = total - costs.total("weight_s")
     through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
@@ -110,7 +110,8 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
         busiest, through = total / layouts.pp, path
     if np.any(layouts.ring):
         # Every rank runs all stages on its own micro-batches; the last stage is not run again.
-        again = _last_layers(job, stages) * np.max([unit.forward_s for unit in costs.layers.values()], axis=0)
+        slowest = np.maximum.reduce([np.asarray(unit.forward_s) for unit in costs.layers.values()])
+        again = _last_layers(job, stages) * slowest
         busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
         through = np.where(layouts.ring, _travelling_s(job, layouts, costs), through)
     bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
@@ -127,7 +128,8 @@ def _travelling_s(job: Job, layouts: Layouts, costs: Micro) -> Column:
     pp, stages = layouts.pp, layouts.pp * layouts.chunks
     each = [unit.dense + unit.expert for unit in costs.layers.values()]
     whole = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
-    largest = (np.ceil(job.model.layers / stages) + 1) * np.max([0.0 * pp + size for size in each], axis=0)
+    fullest = np.maximum.reduce([np.asarray(0.0 * pp + size) for size in each])
+    largest = (np.ceil(job.model.layers / stages) + 1) * fullest
     moved = 2 * np.maximum(whole - largest, 0.0) * job.compute_bytes + whole * job.master_bytes
     share = (pp - 2) / np.maximum(pp - 1, 1)
     sent = layouts.accumulation / pp * share * moved
@@ -153,12 +155,12 @@ def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> C
     each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
     stages = layouts.pp * layouts.chunks
     least = np.floor(job.model.layers / stages) * each
-    bound = m * total / layouts.pp + 0.5 * before * least
+    bound: Column = m * total / layouts.pp + 0.5 * before * least
     if len(costs.layers) > 1:
         return bound
-    even = (job.model.layers % stages == 0) & (costs.last.both_s < each) & ~layouts.folded
+    even = (job.model.layers % stages == 0) & (costs.last.both_s < each) & np.logical_not(layouts.folded)
     exact = m * (layouts.chunks * least + costs.last.both_s) + before * least
-    return np.where(even, np.maximum(exact, bound), bound)
+    return np.asarray(np.where(even, np.maximum(exact, bound), bound))
 
 
 def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:

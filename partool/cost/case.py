@@ -7,24 +7,28 @@ and prices one layout or a hundred thousand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partool.cost.stacks import PARTOOL, Stack
-from partool.cost.tiers import USUAL, Tiers
 from partool.cost.zero_controls import COALESCED, Controls
+from partool.plan.layout import OffloadLayout
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.spec.parallel import Offload
 from partool.spec.training import Precision
 from partool.strategies import schedules, sequence
 from partool.strategies.schedules import ScheduleRecord
 
-Column = Any
-"""A number, or a numpy array with one entry per layout."""
+Column = NDArray[np.float64] | float
+"""A number, or a numpy array with one entry per layout; whole numbers too."""
+Mask = NDArray[np.bool_] | bool
+"""Whether something holds, of one layout or of each."""
 
 RECOMPUTE = ("none", "attention", "selective", "keep_attention", "full")
 """Values of ``Layouts.recompute`` by index, in the order of what they keep: nothing is computed again, the core of
@@ -69,9 +73,9 @@ MASTER_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8
 """Bytes of one element of master weights, moments and reduced gradients."""
 
 
-def among(column: Column, values: tuple[int, ...]) -> Column:
+def among(column: Column, values: tuple[int, ...]) -> Mask:
     """Return where a column has one of a few values; ``numpy.isin`` sorts for that."""
-    found = np.asarray(column) == values[0]
+    found: Mask = np.asarray(column) == values[0]
     for value in values[1:]:
         found = found | (column == value)
     return found
@@ -108,8 +112,8 @@ class Job:
     """How ranks that share parameters bring them together."""
     moments: int = 2
     """Tensors of a parameter's size that the optimizer keeps beside it."""
-    tiers: Tiers = USUAL
-    """How what leaves the device is kept and updated."""
+    offload: Offload | OffloadLayout = field(default_factory=Offload)
+    """How what leaves the device is kept and updated: as a spec asks, or as a layout says."""
 
     @property
     def compute_bytes(self) -> int:
@@ -168,11 +172,11 @@ class Layouts:
     """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
     loss_tile_tokens: Column = 0
     """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
-    host_optimizer: Column = 0.0
-    """Share of the optimizer state in host memory."""
-    host_parameters: Column = 0
-    """1 where parameter shards live in host memory."""
-    host_activations: Column = 0
+    gpu_fraction: Column = 1.0
+    """Share of the optimizer state that stays on the device; 1: none of it leaves."""
+    offload_parameters: Column = 0
+    """1 where parameter shards live in host memory or files."""
+    offload_activations: Column = 0
     """1 where saved activations go to host memory."""
     compiled: Column = 1
     """1 where blocks are compiled."""
@@ -186,12 +190,12 @@ class Layouts:
     """Pieces of a micro-batch whose sums travel while the next is multiplied."""
 
     @property
-    def folded(self) -> Column:
+    def folded(self) -> Mask:
         """True where stages go to and fro over the ranks."""
         return among(self.schedule, FOLDED)
 
     @property
-    def ring(self) -> Column:
+    def ring(self) -> Mask:
         """True where weights travel instead of activations."""
         return among(self.schedule, RING) & (self.pp > 1)
 
@@ -205,7 +209,12 @@ class Layouts:
         """Ranks of the mesh."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the columns together; () where all are single numbers."""
+        return np.broadcast_shapes(*(np.shape(getattr(self, one.name)) for one in fields(self)))
+
     def take(self, index: Any) -> Layouts:
         """Return the layouts at an index or mask; columns that are single numbers stay."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
         return Layouts(**{name: value[index] if hasattr(value, "shape") else value for name, value in values.items()})

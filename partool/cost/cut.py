@@ -17,7 +17,7 @@ from partool.layout.tensor import Partition, by_name, own_partition
 from partool.spec.model import ModelConfig
 
 
-def width(size: int, ranks: Column) -> Column:
+def width(size: Column, ranks: Column) -> Column:
     """Return the largest part of a width over some ranks."""
     return -(-size // ranks)
 

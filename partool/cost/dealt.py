@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import cut
-from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Job, Layouts
+from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Job, Layouts, Mask
 from partool.cost.kinds import Kind
 from partool.layout.sequence import deal_heads
 
@@ -48,9 +48,10 @@ def blocks(layouts: Layouts, kind: Kind) -> Column:
     return np.where(kind.window is None, ring(layouts), np.minimum(ring(layouts), 2))
 
 
-def turned(layouts: Layouts) -> Column:
+def turned(layouts: Layouts) -> Mask:
     """Return where the axis that is cut changes from layer to layer."""
-    return (np.asarray(layouts.sequence_method) == DSP) & (np.asarray(layouts.cp) > 1)
+    there: Mask = (np.asarray(layouts.sequence_method) == DSP) & (np.asarray(layouts.cp) > 1)
+    return there
 
 
 class Heads(NamedTuple):
@@ -68,8 +69,8 @@ def heads(job: Job, layouts: Layouts) -> Heads:
     ranks = trading(layouts)
     if not np.any(ranks > 1):
         return Heads(queries, keys, keys)
-    queries, keys, ranks = (np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks))
-    code = (queries * 8192 + keys) * 1048576 + ranks
+    whole = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
+    code = np.asarray((whole[0] * 8192 + whole[1]) * 1048576 + whole[2])
     known = np.unique(code)
     table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in known.tolist()])
     most, needed, sent = table[np.searchsorted(known, code)].T if code.ndim else table[0]

@@ -89,4 +89,5 @@ def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
     waves = tiles / units
     used = share * (m * n * batch) / (rows * columns)
-    return (used / (np.ceil(waves) * units)).max(axis=0)
+    best: Column = np.max(used / (np.ceil(waves) * units), axis=0)
+    return best

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Job, Layouts, among
+from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Job, Layouts, Mask, among
 from partool.cost.cut import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 
 DENSE, MOE = 0, 1
@@ -51,7 +51,7 @@ class Groups:
 class Ring:
     """What a rank holds of a pipeline whose weights travel; every field is a column."""
 
-    there: Column
+    there: Mask
     """True where weights travel; elsewhere the other fields do not count."""
     inputs: Column
     """Inputs of stages that are kept at the peak, one micro-batch each."""
@@ -185,19 +185,19 @@ def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: C
     return total
 
 
-def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Column]]:
+def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
     """Yield the stage of each of a rank's chunks, and where there is such a chunk."""
     pp = layouts.pp
     for chunk in range(int(np.max(layouts.chunks))):
-        back = layouts.folded & (chunk % 2 == 1)
-        yield chunk * pp + np.where(back, pp - 1 - rank, rank), chunk < layouts.chunks
+        turned = pp - 1 - rank if chunk % 2 else rank
+        yield chunk * pp + np.where(layouts.folded, turned, rank), chunk < layouts.chunks
 
 
 def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int, ring: Ring | None = None) -> Held:
     """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
-    model, last = job.model, len(layout.stages) - 1
+    model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
-    for start, stop in (layout.stages[stage] for stage in stages):
+    for start, stop in (layout.pipeline.bounds[stage] for stage in stages):
         for layer in range(start, stop):
             key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
             kept[key] = kept.get(key, 0) + 1

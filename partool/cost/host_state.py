@@ -1,16 +1,18 @@
 """What host memory and disks hold of a rank's training state, in which pieces and types; as columns.
 
-All of it follows from what a spec asks for (:class:`partool.cost.tiers.Tiers`) and from the layout, so that plans say
-it and the cost functions count it by the same rules.
+All of it follows from what a spec asks for, or a layout says (``Job.offload``), so that plans say it and the cost
+functions count it by the same rules.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
-from partool.cost.tiers import MIB, Tiers
+from partool.cost.case import Column, Job, Layouts, Mask
+from partool.plan.layout import GIB, MIB
 
+BUFFERS = 4
+"""Buckets of a state on disks in host memory: one is stepped, one read, one written, one to spare."""
 BUCKET_BYTES = 64 * MIB
 """Of gradients: copies of as much run at the full rate of any host link (SuperOffload, arXiv 2509.21271)."""
 _SMALLEST_BUCKET, _SMALLEST_ON_DISKS = 4 * MIB, MIB // 4
@@ -26,7 +28,7 @@ SPARE, _WEIGHTS = 2, 2
 def pinned_terms(job: Job) -> tuple[str, ...]:
     """Return the terms of host memory that devices copy to and from by themselves, of ``plan.terms.HOST_TERMS``."""
     found = ("gradients", "weights", "activations")
-    return found if job.tiers.parameters == "nvme" else (*found, "parameters")
+    return found if job.offload.parameters == "nvme" else (*found, "parameters")
 
 
 def wire_bytes(job: Job, layouts: Layouts) -> Column:
@@ -34,12 +36,12 @@ def wire_bytes(job: Job, layouts: Layouts) -> Column:
 
     It loses nothing where no sum made the gradient: what one rank's backward pass leaves is of that type already.
     """
-    if job.tiers.gradients != "auto":
-        return 0 * layouts.zero + (job.compute_bytes if job.tiers.gradients == "compute" else job.master_bytes)
+    if job.offload.gradients != "auto":
+        return 0 * layouts.zero + (job.compute_bytes if job.offload.gradients == "bf16" else job.master_bytes)
     return np.where(np.asarray(layouts.world) == 1, job.compute_bytes, job.master_bytes)
 
 
-def accumulates(layouts: Layouts) -> Column:
+def accumulates(layouts: Layouts) -> Mask:
     """Return where the host adds up the gradients of several micro-batches.
 
     They come after each where they are reduced after each: with ZeRO-2 and 3, and on a rank that reduces alone.
@@ -49,14 +51,14 @@ def accumulates(layouts: Layouts) -> Column:
     return (layouts.accumulation > 1) & (layouts.replicas == 1) & (layouts.pp == 1) & (alone | (layouts.zero >= 2))
 
 
-def waits_on_device(layouts: Layouts) -> Column:
+def waits_on_device(layouts: Layouts) -> Mask:
     """Return where gradients stay on the device until the passes are over, or until the last of them."""
-    return (layouts.pp > 1) | ((layouts.accumulation > 1) & ~accumulates(layouts))
+    return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
 def moment_bytes(job: Job) -> float:
     """Return the bytes of all moments of a parameter on the host."""
-    return job.moments * (2 if job.tiers.narrow_moments else job.master_bytes)
+    return job.moments * (2 if job.offload.moments == "bf16" else job.master_bytes)
 
 
 def state_bytes(job: Job) -> float:
@@ -64,29 +66,34 @@ def state_bytes(job: Job) -> float:
     return job.master_bytes + moment_bytes(job)
 
 
-def smallest_bucket(asked: Tiers) -> int:
+def buffers(job: Job) -> int:
+    """Return the buckets of a state on disks that are in host memory at once."""
+    return BUFFERS if job.offload.buffers == "auto" else job.offload.buffers
+
+
+def smallest_bucket(job: Job) -> int:
     """Return the least bytes of a bucket where its size is open."""
-    return _SMALLEST_ON_DISKS if asked.optimizer == "nvme" else _SMALLEST_BUCKET
+    return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
 def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
     """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few."""
     wire = wire_bytes(job, layouts)
-    if job.tiers.bucket_bytes:
-        size = job.tiers.bucket_bytes + 0 * wire
+    if job.offload.bucket_mib != "auto":
+        size = int(job.offload.bucket_mib * MIB) + 0 * wire
     else:
         share = np.exp2(np.floor(np.log2(np.maximum(1.0, wire * elements / BUCKETS))))
-        size = np.clip(share, smallest_bucket(job.tiers), BUCKET_BYTES)
+        size = np.clip(share, smallest_bucket(job), BUCKET_BYTES)
     return np.minimum(size / wire, np.maximum(elements, 1.0))
 
 
 def undo_bytes(job: Job, layouts: Layouts, elements: Column) -> Column:
     """Return the host memory for copies of the state: where it is open, for a bucket's at least."""
-    if job.tiers.speculate != "undo":
+    if job.offload.speculate != "undo":
         return 0.0 * elements
     whole = state_bytes(job) * elements
-    if job.tiers.undo_bytes:
-        return 0.0 * whole + job.tiers.undo_bytes
+    if job.offload.undo_gib != "auto":
+        return 0.0 * whole + int(job.offload.undo_gib * GIB)
     # Shards begin at whole pages, so small ones take more than their elements.
     bucket = np.ceil(1.125 * state_bytes(job) * bucket_elements(job, layouts, elements))
     return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
@@ -101,10 +108,10 @@ def host_terms(job: Job, layouts: Layouts, frozen: Column, trained: Column) -> d
     there = np.asarray(trained) > 0
     adds = accumulates(layouts)
     masters, moments = job.master_bytes * trained, moment_bytes(job) * trained
-    if job.tiers.optimizer == "nvme":
+    if job.offload.optimizer == "nvme":
         masters, moments = (
-            np.minimum(masters, job.tiers.buffers * bucket * job.master_bytes),
-            np.minimum(moments, job.tiers.buffers * bucket * moment_bytes(job)),
+            np.minimum(masters, buffers(job) * bucket * job.master_bytes),
+            np.minimum(moments, buffers(job) * bucket * moment_bytes(job)),
         )
     # Frozen parameters' masters are in no bucket, and so in memory where the others are in files.
     masters = masters + job.master_bytes * frozen

@@ -100,7 +100,7 @@ def tokens(job: Job, layouts: Layouts) -> Column:
 
 def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, backward: bool) -> Pass:
     stack = job.stack
-    operators = stack.operators_backward if backward else stack.operators_forward
+    operators: Column = stack.operators_backward if backward else stack.operators_forward
     if kind.moe:
         operators = 1.7 * operators
     derate = stack.derate
@@ -145,7 +145,7 @@ def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
     # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
     attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
     matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
-    shown = {name: whole * value for name, value in forward.exposed.items()}
+    shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
     # Keys go round once more where attention runs once more; heads are traded around it, and axes around the layer.
     shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
     traded = everything * (shared.outside - shared.hidden)

@@ -64,8 +64,9 @@ class Micro:
 
     def total(self, name: str) -> Column:
         """Return the sum of a figure over the whole model."""
-        layers: Column = sum(count * getattr(self.layers[kind], name) for kind, count in self.counts.items())
-        return layers + getattr(self.first, name) + getattr(self.last, name)
+        layers = [count * getattr(self.layers[kind], name) for kind, count in self.counts.items()]
+        found: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
+        return found
 
 
 def micro(job: Job, layouts: Layouts) -> Micro:

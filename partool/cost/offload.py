@@ -67,22 +67,22 @@ def offload(
     ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
     backward pass, beside which gradients leave (ZeRO-Offload, arXiv 2101.06840, section 4).
     """
-    devices, nothing = job.devices, 0.0 * layouts.host_optimizer
+    devices, nothing = job.devices, 0.0 * layouts.gpu_fraction
     if devices.backend == "cpu":
         return _in_turns(job, layouts, elements)
     if not devices.host_link_bytes_per_s:
         return Offload(nothing, nothing, nothing)
     link = link_rate(job)
-    weights = layouts.host_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes
-    activations = layouts.host_activations * layouts.accumulation * 2.0 * saved_bytes / link
+    weights = layouts.offload_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes
+    activations = layouts.offload_activations * layouts.accumulation * 2.0 * saved_bytes / link
     early = weights / link + activations
     if job.stack.name != "partool":
         return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
     # Files of parameters are read for each pass and written once.
-    written = layouts.host_parameters * elements * job.compute_bytes
-    from_disk = (weights + written) / disk_rate(job) if job.tiers.parameters == "nvme" else nothing
+    written = layouts.offload_parameters * elements * job.compute_bytes
+    from_disk = (weights + written) / disk_rate(job) if job.offload.parameters == "nvme" else nothing
     early = np.maximum(early, from_disk)
-    share = layouts.host_optimizer
+    share = 1.0 - layouts.gpu_fraction
     whole = chain(job, layouts, elements)
     moved = share > 0
     down, adam, up, disk = (share * part for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
@@ -111,19 +111,20 @@ def chain(job: Job, layouts: Layouts, elements: Column) -> Chain:
     off until the norm is known, it reads two gradients instead of one; undone from copies, it writes these as well.
     With several micro-batches the host adds up their gradients, and the pass of the step before comes beside the first.
     """
-    link, memory, tiers = link_rate(job), update_rate(job), job.tiers
+    link, memory, speculate = link_rate(job), update_rate(job), job.offload.speculate
     wire, state, small = wire_bytes(job, layouts), state_bytes(job), job.compute_bytes
     adds = accumulates(layouts)
     gradient = np.where(adds, job.master_bytes, wire)
     plain = gradient + 2.0 * state + small
-    one = plain + (wire if tiers.speculate == "deferred" else state if tiers.speculate == "undo" else 0.0)
+    deferred = speculate in (True, "auto")
+    one = plain + (wire if deferred else state if speculate == "undo" else 0.0)
     # The total is overwritten by the next step, so the pass that was put off comes before: twice over the state.
-    put_off = adds & (tiers.speculate == "deferred")
+    put_off = adds & deferred
     last = np.where(put_off, gradient + state + small, one)
     commit = np.where(put_off, gradient + 2.0 * state, 0.0)
     added = np.where(adds, layouts.accumulation * (wire + 2.0 * job.master_bytes), 0.0)
     disk = 0.0 * last
-    if tiers.optimizer == "nvme":
+    if job.offload.optimizer == "nvme":
         disk = np.where(put_off, 3.0, 2.0) * state * elements / disk_rate(job)
     sends = np.where(adds, layouts.accumulation, 1)
     down, up = wire * elements / link, small * elements / link
@@ -137,7 +138,7 @@ def chain(job: Job, layouts: Layouts, elements: Column) -> Chain:
         up_s=up,
         disk_s=disk,
         lag_s=bucket * (down + update + up + disk),
-        speculates=tiers.speculate != "none",
+        speculates=speculate is not False,
     )
 
 
@@ -175,7 +176,8 @@ def update_rate(job: Job) -> float:
     """Return the bytes per second at which one rank's cores pass over host memory."""
     devices = job.devices
     memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
-    return min(memory, job.tiers.threads * _CORE_BYTES_PER_S) if job.tiers.threads else memory
+    threads = job.offload.threads
+    return memory if threads == "auto" else min(memory, threads * _CORE_BYTES_PER_S)
 
 
 def disk_rate(job: Job) -> float:
@@ -185,17 +187,17 @@ def disk_rate(job: Job) -> float:
 
 def _in_turns(job: Job, layouts: Layouts, elements: Column) -> Offload:
     """Return what the same work takes on a CPU, whose cores train as well: nothing is beside anything."""
-    share, nothing = layouts.host_optimizer, 0.0 * layouts.host_optimizer
-    if not np.any(share) and not np.any(layouts.host_parameters):
+    share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
+    if not np.any(share) and not np.any(layouts.offload_parameters):
         return Offload(nothing, nothing, nothing)
     rate = 0.8 * job.devices.memory_bytes_per_s
     wire, small = wire_bytes(job, layouts), job.compute_bytes
     sends = np.where(accumulates(layouts), layouts.accumulation, 1)
     copies = share * elements * (2.0 * sends * wire + 2.0 * small) / rate
-    copies = copies + layouts.host_parameters * 4.0 * layouts.accumulation * elements * small / rate
+    copies = copies + layouts.offload_parameters * 4.0 * layouts.accumulation * elements * small / rate
     adam = share * elements * (wire + 2.0 * state_bytes(job) + small) / rate
     disk = nothing
-    if job.tiers.optimizer == "nvme":
+    if job.offload.optimizer == "nvme":
         disk = share * 2.0 * state_bytes(job) * elements / disk_rate(job)
     return Offload(copies, adam, nothing, copies + np.maximum(adam, disk), disk)
 
@@ -205,7 +207,7 @@ def _published(
 ) -> Offload:
     """Return the cost of other code bases, which step after the norm and have no buckets that overlap."""
     link, memory = link_rate(job), update_rate(job)
-    moved = layouts.host_optimizer * elements
+    moved = (1.0 - layouts.gpu_fraction) * elements
     down = moved * job.stack.gradient_bytes / link
     up = moved * job.compute_bytes / link
     adam = _HOST_BYTES * moved / memory

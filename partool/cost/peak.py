@@ -17,7 +17,7 @@ from partool.catalog.profile import SMALLEST_ERROR
 from partool.cost import in_flight as closed
 from partool.cost import sequence_memory
 from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
 from partool.cost.host_state import pinned_terms
@@ -33,8 +33,9 @@ from partool.cost.saved import (
 )
 from partool.cost.states import States, states
 from partool.cost.transient import communicators, exchange_bytes, loss_bytes
+from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
-from partool.plan.types import Layout, MemoryPrediction, RankMemory
+from partool.plan.types import MemoryPrediction, RankMemory
 
 MIB, GIB = 2**20, 2**30
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
@@ -111,7 +112,7 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
     worst = np.argmax(totals, axis=0)
 
     def chosen(values: list[Column]) -> Column:
-        return np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1])
+        return np.asarray(np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1]))
 
     return Memory(
         {name: chosen([memory.terms[name] for memory in found]) for name in MEMORY_TERMS},
@@ -132,7 +133,7 @@ def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPredictio
     ``headroom`` is the share of memory to keep free.
     """
     memories = rank_memories(job, layout)
-    totals = [round(memory.total_bytes) for memory in memories]
+    totals = [round(float(memory.total_bytes)) for memory in memories]
     worst = max(range(len(totals)), key=lambda rank: totals[rank])
     ranks = tuple(_rank_memory(rank, memory) for rank, memory in enumerate(memories))
     sigma = float(memories[worst].sigma_bytes)
@@ -158,7 +159,7 @@ def host_bytes(job: Job, layout: Layout) -> int:
 
 def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
     """Return the fields of a prediction about host memory, of the rank that needs most of it."""
-    if not layout.offloads:
+    if not layout.offload.active:
         return {}
     most = max(memories, key=lambda memory: float(memory.host_bytes))
     terms = {name: round(float(size)) for name, size in most.host_terms.items()}
@@ -171,7 +172,7 @@ def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any
 
 def rank_memories(job: Job, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
-    layouts = columns(layout)
+    layouts = encode(layout)
     ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
     rings: Sequence[Ring | None] = ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
     held = [
@@ -190,12 +191,13 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     state = states(job, layouts, stack, held)
     saved, at_work = _activations(job, layouts, stack, held, layers)
-    on_host = np.where(layouts.host_activations == 1, _movable(job, layouts, held, layers), 0.0)
+    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
     saved = saved - on_host
     loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
     buffers = state.buffers + exchange_bytes(job, layouts) + _copies_bytes(job, held)
     if backend == "cpu":
-        activations, gradients = saved + at_work, state.gradients_at_step
+        activations: Column = saved + at_work
+        gradients: Column = state.gradients_at_step
     else:
         activations, gradients, loss = _fullest_phase(state, held, saved, at_work, loss)
         freed = np.where(loss > 0, freed, 0.0)
@@ -268,7 +270,7 @@ def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
     if not job.memory_runs:
         return sigma
     both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
-    return np.maximum(SMALLEST_ERROR * total, both)
+    return np.asarray(np.maximum(SMALLEST_ERROR * total, both))
 
 
 def _fullest_phase(
@@ -287,7 +289,7 @@ def _fullest_phase(
     fullest = np.argmax(np.stack([np.broadcast_to(sum(phase), shape) for phase in phases]), axis=0)
 
     def chosen(part: int) -> Column:
-        return np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases])
+        return np.asarray(np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases]))
 
     return chosen(0), chosen(1), chosen(2)
 
@@ -334,6 +336,7 @@ def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, lay
             count * layers[kind, 0][0] for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
         )  # fmt: skip
         whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
-        backward = np.max([layers[kind, 0][1] + 0.0 * tokens for kind in (DENSE, MOE) if (kind, 0) in layers], axis=0)
+        kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
+        backward = np.max(np.stack([np.asarray(layers[kind, 0][1] + 0.0 * tokens) for kind in kinds]), axis=0)
         at_work = np.where(ring.there, backward, at_work)
     return whole + held.last * norm, at_work

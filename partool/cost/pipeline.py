@@ -14,11 +14,11 @@ import numpy as np
 from partool.cost import cut, dealt
 from partool.cost.case import HALVED_RING, Column, Job, Layouts
 from partool.cost.case import SCHEDULES as NAMES
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.cut import share_columns
 from partool.cost.held import Ring
+from partool.plan.layout import Layout
 from partool.plan.schedule import placement_of, read, schedule_of
-from partool.plan.types import Layout
 from partool.schedule import Schedule, StageTimes, in_flight, makespan
 from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
@@ -36,7 +36,7 @@ def stages_of_ranks(layout: Layout) -> list[list[int]]:
 
 def moves_weights(layout: Layout) -> bool:
     """Return True if weights go round the ranks, and each micro-batch stays on one of them."""
-    known = SCHEDULES.get(layout.schedule)
+    known = SCHEDULES.get(layout.pipeline.schedule)
     return layout.mesh.pp > 1 and known is not None and known.moves == "weights"
 
 
@@ -49,16 +49,16 @@ def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
 
 def span_s(layout: Layout, times: StageTimes) -> float:
     """Return the seconds from the first to the last action of a layout's schedule."""
-    if layout.schedule == "file":
-        return span_of_lists_s(read(layout.schedule_text), times)
+    if layout.pipeline.schedule == "file":
+        return span_of_lists_s(read(layout.derived.schedule_text), times)
     weight = times.weight_s if times.weight_s is not None else [0.5 * value for value in times.backward_s]
     return float(
         makespan(
-            layout.schedule,
+            layout.pipeline.schedule,
             layout.mesh.pp,
-            layout.accumulation,
-            layout.chunks,
-            layout.in_flight,
+            layout.derived.accumulation,
+            layout.pipeline.chunks,
+            layout.pipeline.in_flight,
             forward_s=np.array(times.forward_s),
             backward_s=np.array(times.backward_s),
             weight_s=np.array(weight),
@@ -72,9 +72,15 @@ def held_by_ranks(layout: Layout) -> tuple[int, ...]:
     """Return the most activations that each pipeline rank holds at once, in micro-batches of one stage."""
     if layout.mesh.pp == 1:
         return (1,)
-    if layout.schedule == "file":
-        return _held(layout.schedule_text)
-    return in_flight(layout.schedule, layout.mesh.pp, layout.accumulation, layout.chunks, layout.in_flight)
+    if layout.pipeline.schedule == "file":
+        return _held(layout.derived.schedule_text)
+    return in_flight(
+        layout.pipeline.schedule,
+        layout.mesh.pp,
+        layout.derived.accumulation,
+        layout.pipeline.chunks,
+        layout.pipeline.in_flight,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -84,9 +90,9 @@ def _held(text: str) -> tuple[int, ...]:
 
 def stage_elements(job: Job, layout: Layout) -> list[int]:
     """Return the parameters of each stage's layers on one tensor rank: what travels where weights do."""
-    shares = share_columns(job, columns(layout))
+    shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
-    return [sum(layers[start:stop]) for start, stop in layout.stages]
+    return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
 def sent_bytes(job: Job, layout: Layout) -> int:
@@ -108,13 +114,13 @@ def messages(layout: Layout) -> int:
     sends = [0] * layout.mesh.pp
     for stage, rank in enumerate(place):
         sends[rank] += sum(place[other] != rank for other in (stage - 1, stage + 1) if 0 <= other < len(place))
-    return max(sends) * layout.accumulation
+    return max(sends) * layout.derived.accumulation
 
 
 def _sent_weights_bytes(job: Job, layout: Layout) -> int:
     elements = stage_elements(job, layout)
     weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, job.master_bytes))
-    rounds = layout.accumulation // layout.mesh.pp
+    rounds = layout.derived.accumulation // layout.mesh.pp
     found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
     if rounds > _ROUNDS:
         # Each further round sends the same.
@@ -125,7 +131,7 @@ def _sent_weights_bytes(job: Job, layout: Layout) -> int:
 
 def boundary_bytes(job: Job, layout: Layout) -> int:
     """Return the bytes of what one stage hands to the next, for one micro-batch."""
-    return int(boundary_elements(job, columns(layout))) * job.compute_bytes
+    return int(boundary_elements(job, encode(layout))) * job.compute_bytes
 
 
 def boundary_elements(job: Job, layouts: Layouts) -> Column:
@@ -140,10 +146,12 @@ def boundary_elements(job: Job, layouts: Layouts) -> Column:
 
 def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
     """Return what travelling weights make each pipeline rank hold."""
-    schedule = _rounds(layout, min(layout.accumulation // layout.mesh.pp, _ROUNDS))
+    schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
-    moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.stages]
-    kept = [[layer for stage in moe for layer in stage]] if NAMES.index(layout.schedule) in HALVED_RING else moe
+    moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]
+    kept = (
+        [[layer for stage in moe for layer in stage]] if NAMES.index(layout.pipeline.schedule) in HALVED_RING else moe
+    )
     rebuilt = max(kept, key=len).count(False), max(kept, key=len).count(True)
     largest = max(stage_elements(job, layout))
     return [
@@ -154,7 +162,7 @@ def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
 
 def _rounds(layout: Layout, rounds: int) -> Schedule:
     """Return the schedule of so many rounds of micro-batches, one per rank each."""
-    return schedule_of(layout.model_copy(update={"accumulation": rounds * layout.mesh.pp, "schedule_hash": ""}))
+    return schedule_of(layout.changed({"derived.accumulation": rounds * layout.mesh.pp, "derived.schedule_hash": ""}))
 
 
 _ROUNDS = 4

@@ -9,8 +9,8 @@ import numpy as np
 
 from partool.cost.bound import Step, owned_elements, step
 from partool.cost.case import Job
+from partool.cost.codec import encode
 from partool.cost.collective import all_reduce_s, axis_group, send_s
-from partool.cost.columns import columns
 from partool.cost.flops import model_flops
 from partool.cost.kinds import kinds
 from partool.cost.layer import Layer, Pass
@@ -27,8 +27,9 @@ from partool.cost.pipeline import (
 from partool.cost.sync import Held, Passes, pipeline_wait, sync
 from partool.cost.tensor_time import sync_s
 from partool.cost.traffic import traffic_bytes
+from partool.plan.layout import Layout
 from partool.plan.terms import TIME_PARTS, TIME_TERMS
-from partool.plan.types import Layout, TimePrediction
+from partool.plan.types import TimePrediction
 from partool.schedule import StageTimes
 from partool.spec.parallel import Recompute
 
@@ -54,7 +55,7 @@ class Stages:
 def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePrediction:
     """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
     costs = _costs(job, layout)
-    base = step(job, columns(layout))
+    base = step(job, encode(layout))
     stages = _stages(job, layout, costs)
     terms = _terms(job, layout, base, stages)
     terms = {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
@@ -78,7 +79,7 @@ def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePredictio
 
 def stage_times(job: Job, layout: Layout) -> StageTimes:
     """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
-    found = _times(job, layout, step(job, columns(layout)), _stages(job, layout, _costs(job, layout)))
+    found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
     forward, backward, weight = (
         [scale * value for value in times] for times in (found.forward_s, found.backward_s, found.weight_s or ())
@@ -91,15 +92,15 @@ def _costs(job: Job, layout: Layout) -> dict[Recompute, Micro]:
     """Return what a micro-batch costs under each policy that some layers follow."""
     # On a ring the last stage's backward pass follows its forward pass at once: nothing is run again.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
-    return {policy: micro(job, columns(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
+    return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
 
 def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
     found = []
     of_layer = kinds(job.model)
     any_cost = next(iter(costs.values()))
-    ring, last = moves_weights(layout), len(layout.stages) - 1
-    for index, (start, stop) in enumerate(layout.stages):
+    ring, last = moves_weights(layout), len(layout.pipeline.bounds) - 1
+    for index, (start, stop) in enumerate(layout.pipeline.bounds):
         policies = ["none" if ring and index == last else layout.recompute[at] for at in range(start, stop)]
         units = [costs[policy].layers[of_layer[at]] for at, policy in zip(range(start, stop), policies, strict=True)]
         if index == 0:
@@ -112,7 +113,7 @@ def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
 
 def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, float]:
     """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
-    m, pp = layout.accumulation, layout.mesh.pp
+    m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
     f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)
     busiest = int(np.argmax(np.array(f_rank) + np.array(b_rank)))
@@ -124,10 +125,10 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
     passes = Passes(np.array(f_rank), np.array(b_rank))
     dense, expert, groups = _parameters(layout, stages)
-    shared = sync(job, columns(layout), Held(dense, expert, groups), passes)
+    shared = sync(job, encode(layout), Held(dense, expert, groups), passes)
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s
     slowest = int(np.argmax(exposed * np.ones(pp)))
-    owned = owned_elements(job, columns(layout), dense, expert)
+    owned = owned_elements(job, encode(layout), dense, expert)
     fullest = float(np.max(owned) / max(float(np.mean(owned)), 1e-9))
     return {
         "data": _DATA_S,
@@ -141,7 +142,7 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest))
         + fullest * float(base.offload.slowdown_s),
         "optimizer": fullest * float(base.optimizer_s),
-        "pipeline_bubble": span - busy + float(pipeline_wait(job, columns(layout))) * busy,
+        "pipeline_bubble": span - busy + float(pipeline_wait(job, encode(layout))) * busy,
         "overhead": job.stack.overhead_s,
     }
 
@@ -163,7 +164,7 @@ def _tensor_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
     """Return the seconds of the sums, once a step, of gradients that tensor ranks have parts of."""
     if layout.mesh.tp == 1:
         return 0.0
-    return float(sync_s(job, columns(layout), max(worked_by_ranks(layout, stages.total("summed")))))
+    return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
 
 
 def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
@@ -171,7 +172,7 @@ def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
     if not moves_weights(layout):
         return 0.0
     elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
-    return float(all_reduce_s(job, elements * job.master_bytes, axis_group(job, columns(layout), "pp")))
+    return float(all_reduce_s(job, elements * job.master_bytes, axis_group(job, encode(layout), "pp")))
 
 
 def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -201,12 +202,12 @@ def _at(values: object, index: int) -> float:
 
 def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) -> dict[str, float]:
     """Return finer parts, of a pipeline rank's fair share of the whole model."""
-    share = layout.accumulation / layout.mesh.pp
+    share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
     for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():
         _add_layer(parts, job, costs[policy].passes[kind], share * layers)
     head = base.micro.last
-    parts["head"] = layout.accumulation * float(head.both_s)
+    parts["head"] = layout.derived.accumulation * float(head.both_s)
     parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)
     if layout.mesh.pp > 1:
         stride = layout.mesh.world_size // layout.mesh.pp

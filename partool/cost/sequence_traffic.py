@@ -23,7 +23,7 @@ from partool.cost.sequence_types import Heads, Sent
 from partool.layout.grid import Axis, Turn, turns
 from partool.layout.sequence import Order, Spans, shares
 from partool.layout.startrail import Trails
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.parallel import Inside, SequenceMethod
 
 NOTHING = Sent(0, 0)
@@ -47,12 +47,12 @@ class Team(NamedTuple):
     def of(cls, job: Job, layout: Layout) -> Team:
         """Return that of a layout."""
         return cls(
-            layout.sequence_method,
+            layout.sequence.method,
             layout.mesh.cp,
-            layout.sequence_order,
-            layout.sequence_inner,
-            layout.sequence_teams,
-            layout.sequence_inside,
+            layout.sequence.order,
+            layout.sequence.ulysses,
+            layout.sequence.teams,
+            layout.sequence.inside,
             job.sequence_length,
             job.model.grid[1] if job.model.grid else 0,
         )
@@ -84,15 +84,15 @@ def sequence_bytes(job: Job, layout: Layout) -> int:
     """
     if layout.mesh.cp == 1:
         return 0
-    return layout.accumulation * max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+    return layout.derived.accumulation * max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
 
 
 def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     """Return what the busiest rank with these stages sends for one micro-batch."""
-    bounds = [layout.stages[stage] for stage in stages]
+    bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = Team.of(job, layout), kinds(job.model)
     if team.method == "dsp":
-        tensor = layout.mesh.tp if layout.sequence_norms else 1
+        tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         return layout.micro_batch * max(
             sum(sent.bytes(job.compute_bytes)) for sent in _turns(job, layout.mesh.cp, bounds, tensor)
         )
@@ -150,7 +150,7 @@ def heads_of(job: Job, layout: Layout) -> Heads:
         value = model.mla.v_head_dim
         # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
         wide = max(key, value)
-        return Heads(1, queries, keys, *((key, value) if layout.sequence_method == "ulysses" else (wide, wide)))
+        return Heads(1, queries, keys, *((key, value) if layout.sequence.method == "ulysses" else (wide, wide)))
     return Heads(1, queries, keys, model.head_dim, model.head_dim)
 
 

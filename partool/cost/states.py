@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Job, Layouts, Mask
 from partool.cost.cut import share_columns
 from partool.cost.held import DENSE, MOE, Groups, Held, model_groups
-from partool.cost.host_state import accumulates, host_terms, state_bytes, waits_on_device, wire_bytes
+from partool.cost.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
 from partool.cost.memory_stacks import MemoryStack
 from partool.cost.zero_controls import kept_elements
 
@@ -62,7 +62,7 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     sizes = _sizes(job, layouts, held)
     small = job.compute_bytes
     master = job.master_bytes if stack.wide_weights else small
-    zero, on_host = layouts.zero, layouts.host_optimizer
+    zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
     shards = _shards(layouts)
     if stack.pipeline_keeps_whole:
         layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
@@ -77,15 +77,17 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     everything = sizes.common + sizes.expert
     everywhere, trained = sharded(1), sharded(1, only_trained=True)
     kept_wide = master * everywhere * (1 - on_host)
+    parameters: Column
+    optimizer: Column
     if stack.resident_copy:
         parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
     elif job.stack.name == "partool":
         # Beside an optimizer in host memory masters are the optimizer's, those that stay on the device too.
         parameters = np.where(on_host > 0, small * everywhere, kept_wide)
     else:
-        parameters = kept_wide + small * everywhere * (on_host > 0)
+        parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
     stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
-    away = np.where(layouts.host_parameters == 1, stored, 0.0)
+    away = np.where(layouts.offload_parameters == 1, stored, 0.0)
     ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
     leaving = _leaving(job, layouts, sizes)
     gradients = ended + leaving, before + leaving, stepping
@@ -103,7 +105,7 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     buffers = _buffers(job, layouts, stack, sizes)
     # Shards on their way up beside those that are gathered.
     if job.stack.name == "partool":
-        gathered = gathered + np.where(layouts.host_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
+        gathered = gathered + np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
     return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
 
 
@@ -111,7 +113,7 @@ def _leaving(job: Job, layouts: Layouts, sizes: _Sizes) -> Column:
     """Return the bytes of reduced gradients on their way to the host: the backward pass waits where there are more."""
     if job.stack.name != "partool":
         return 0.0
-    there = (layouts.host_optimizer > 0) & ~waits_on_device(layouts)
+    there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
     size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
     return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
@@ -120,9 +122,9 @@ def _stored(job: Job, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
     """Return the host memory of parameters' shards: of all, or of those in files as many groups as are on their way."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
-    if job.tiers.parameters == "nvme":
+    if job.offload.parameters == "nvme":
         unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
-        return np.minimum(away, job.tiers.buffers * unit)
+        return np.asarray(np.minimum(away, buffers(job) * unit))
     return away
 
 
@@ -201,9 +203,9 @@ def _gradients(
     if job.stack.name == "partool":
         # Beside an optimizer in host memory gradients are of the type in which they travel; sums are as masters are.
         kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
-        size = np.where(layouts.host_optimizer > 0, kept, size)
+        size = np.where(layouts.gpu_fraction < 1, kept, size)
     if stack.lasting_gradients or stack.resident_copy:
-        uncut: Column = layouts.zero < 2
+        uncut: Mask = layouts.zero < 2
     else:
         # Reduced as soon as they are complete, unless they have to accumulate whole.
         uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
@@ -215,13 +217,13 @@ def _gradients(
         at_step = np.where(wide, 0.0, at_step)
     lasting = stack.lasting_gradients | (layouts.accumulation > 1)
     before = np.where(lasting, gradients, 0.0)
-    on_device = 1 - layouts.host_optimizer
+    on_device = layouts.gpu_fraction
     if job.stack.name == "partool":
         on_device = np.where(waits_on_device(layouts), 1, on_device)
     elif not stack.host_accumulates:
         on_device = np.where(layouts.accumulation > 1, 1, on_device)
     ended = gradients + stack.narrow_gradient_bytes * whole
-    stepping = gradients * on_device + at_step * (1 - layouts.host_optimizer)
+    stepping = gradients * on_device + at_step * layouts.gpu_fraction
     return ended * on_device, before * on_device, stepping
 
 

@@ -87,13 +87,13 @@ def _wait_shares(job: Job, layouts: Layouts) -> tuple[Column, Column]:
     """
     stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
     several = np.asarray(layouts.dp) > 1
-    in_flight = ((zero == 0) | (layouts.replicas == 1)) & (layouts.pp == 1) & (layouts.host_optimizer == 0.0)
+    in_flight = ((zero == 0) | (layouts.replicas == 1)) & (layouts.pp == 1) & (layouts.gpu_fraction == 1.0)
     waited = np.where(zero >= 2, (m - 1) / m, 0.0)
     sums = stack.overlapped_wait_share + waited * (stack.wait_share - stack.overlapped_wait_share)
     in_turn = (controls.gather == "sequential") | (
         (zero == 3) & ((controls.prefetch == 0) | (controls.persistent_elements > 0))
     )
-    ahead = ~in_turn & (layouts.pp == 1) & (np.asarray(layouts.host_parameters) == 0)
+    ahead = ~in_turn & (layouts.pp == 1) & (np.asarray(layouts.offload_parameters) == 0)
     gathers = np.where(ahead, stack.overlapped_wait_share, stack.wait_share)
     return np.where(several, np.where(in_flight, sums, stack.wait_share), 0.0), np.where(several, gathers, 0.0)
 

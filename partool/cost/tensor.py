@@ -17,14 +17,14 @@ import numpy as np
 
 from partool.cost import dealt, two_dim
 from partool.cost.case import HALVED, SCHEDULES, Column, Job, Layouts, among
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.moves import Kind, Move, Moves, tokens
 from partool.cost.pipeline import stages_of_ranks
 from partool.layout.mesh import shard_rows
 from partool.layout.parameters import groups, is_frozen
 from partool.layout.tensor import Partition, by_name, chunks, own_partition
+from partool.plan.layout import Layout
 from partool.plan.schedule import splits_backward
-from partool.plan.types import Layout
 from partool.spec.model import ModelConfig
 
 
@@ -96,8 +96,8 @@ def head_moves(job: Job, layouts: Layouts) -> Moves:
     padded = padded_tokens(job, layouts) * shares
     forward = [
         Move("all_gather", "tp", padded, hidden),
-        Move("all_reduce", "tp", rows * (shares | plain), 1, wide=True),
-        Move("all_reduce", "tp", rows * (shares | plain), 2, wide=True),
+        Move("all_reduce", "tp", rows * np.maximum(shares, plain), 1, wide=True),
+        Move("all_reduce", "tp", rows * np.maximum(shares, plain), 2, wide=True),
     ]
     backward = [
         Move("all_reduce", "tp", rows * plain, hidden),
@@ -149,14 +149,14 @@ def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0,
 
 def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
     """Yield the collectives of all passes over all micro-batches."""
-    bounds = [layout.stages[stage] for stage in stages]
+    bounds = [layout.pipeline.bounds[stage] for stage in stages]
     full = sum(layout.recompute[layer] == "full" for start, stop in bounds for layer in range(start, stop))
     layers = sum(stop - start for start, stop in bounds)
-    layouts = columns(layout)
+    layouts = encode(layout)
     lists = (two_dim.embedding_moves, two_dim.layer_moves, two_dim.head_moves)
-    if layout.tensor_inner == 1:
+    if layout.tensor.inner == 1:
         lists = (embedding_moves, layer_moves, head_moves)
-    ends = (int(0 in stages), int(len(layout.stages) - 1 in stages))
+    ends = (int(0 in stages), int(len(layout.pipeline.bounds) - 1 in stages))
     for moves_of, times in zip(lists, (ends[0], layers, ends[1]), strict=True):
         moves = moves_of(job, layouts)
         for move in (*moves.forward, *moves.backward) if times else ():
@@ -167,9 +167,9 @@ def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
 
 def _counted(job: Job, layout: Layout, move: Move, units: int) -> Iterator[Call]:
     """Yield the calls of a collective of so many layers (or of an end of the model) over all micro-batches."""
-    sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor_inner, "tp1": layout.tensor_inner}
+    sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
-    times = int(move.times) * layout.accumulation * units
+    times = int(move.times) * layout.derived.accumulation * units
     if sizes[move.axis] == 1 or not times:
         return
     for start, stop in chunks(int(move.rows), int(move.pieces)):
@@ -189,15 +189,15 @@ class _Cut(NamedTuple):
     @classmethod
     def of(cls, job: Job, layout: Layout) -> _Cut:
         """Return that of a layout."""
-        return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor_inner, layout.sequence_norms)
+        return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
 def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[Call]:
     """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
-    shards = layout.mesh.dp_shard * layout.mesh.cp if layout.zero else 1
+    shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
-    held = [layers[layer] for stage in stages for layer in range(*layout.stages[stage])]
-    held += [first] * (0 in stages) + [last] * (len(layout.stages) - 1 in stages)
+    held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    held += [first] * (0 in stages) + [last] * (len(layout.pipeline.bounds) - 1 in stages)
     sums: Counter[tuple[int, ...]] = Counter()
     for group in held:
         sums.update(dict(group))

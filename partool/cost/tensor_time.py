@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import collective, two_dim
-from partool.cost.case import OVERLAPS, Column, Job, Layouts
+from partool.cost.case import OVERLAPS, Column, Job, Layouts, Mask
 from partool.cost.collective import Group
 from partool.cost.moves import Axis, Move, Moves
 from partool.cost.tensor import embedding_moves, halves_passes, head_moves, layer_moves
@@ -153,9 +153,10 @@ def pieces_sent(layouts: Layouts) -> Column:
     return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
 
 
-def _may_overlap(job: Job, layouts: Layouts) -> Column:
+def _may_overlap(job: Job, layouts: Layouts) -> Mask:
     """Return where gradients of inputs can travel beside products: passes are whole, and no compiler orders them."""
-    return (np.asarray(layouts.compiled) == 0) & (halves_passes(job, layouts) == 0)
+    whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
+    return whole
 
 
 def _left(job: Job, sent_s: Column, products_s: Column, least_s: Column) -> Column:

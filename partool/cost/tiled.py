@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import cut
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Job, Layouts, Mask
 from partool.cost.gemm import matmul_s
 
 
-def in_tiles(job: Job, layouts: Layouts) -> Column:
+def in_tiles(job: Job, layouts: Layouts) -> Mask:
     """Return where networks work on tiles of what a rank holds of a sequence."""
     tile = np.asarray(layouts.mlp_tile_tokens)
     return (tile > 0) & (tile < job.sequence_length / np.asarray(layouts.cp))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from partool.cost.case import Job
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.cut import share_columns
 from partool.cost.pipeline import moves_weights, sent_bytes, stages_of_ranks
 from partool.cost.sequence_traffic import sequence_bytes
 from partool.cost.tensor import tensor_bytes
 from partool.cost.zero_controls import Controls, kept_elements, messages_of_unit
 from partool.layout.parameters import count, is_frozen, parameters
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 
 
@@ -52,7 +52,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     """
     on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
     # Ranks that share a sequence have gradients of other tokens, like those that have other sequences.
-    zero, k, cp = layout.zero, layout.accumulation, layout.mesh.cp
+    zero, k, cp = layout.data.zero, layout.derived.accumulation, layout.mesh.cp
     shards = layout.mesh.dp_shard * cp if zero else 1
     replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
     elements = sum(on_rank)
@@ -60,7 +60,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     ring = (shards - 1) / shards
     gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
     calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
-    controls = Controls(layout.gather, layout.prefetch, layout.persistent_elements)
+    controls = Controls(layout.data.gather, layout.data.prefetch, layout.data.persistent)
     calls *= messages_of_unit(job.model, controls, zero)
     kept = 0.0
     if gathers and zero == 3 and controls.persistent_elements:
@@ -101,15 +101,15 @@ def _rank_groups(job: Job, layout: Layout, stages: Iterable[int]) -> list[int]:
     found: list[int] = []
     everywhere = moves_weights(layout)
     for index in stages:
-        start, stop = layout.stages[index]
-        begins, ends = index == 0 and not everywhere, index == len(layout.stages) - 1 and not everywhere
+        start, stop = layout.pipeline.bounds[index]
+        begins, ends = index == 0 and not everywhere, index == len(layout.pipeline.bounds) - 1 and not everywhere
         found += [first] * begins + layers[start:stop] + [last] * ends
     return [first, *found, last] if everywhere else found
 
 
 def _group_elements(job: Job, layout: Layout) -> list[int]:
     """Return the elements of each group of parameters on the tensor rank that has most of it."""
-    shares = share_columns(job, columns(layout))
+    shares = share_columns(job, encode(layout))
     layers = [int(sum(one)) for one in shares.layers]
     moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
     return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]

@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
         "PT650",
         "The sequence parallelism of the plan is not there",
         "The plan comes from another version, or was changed by hand.",
-        "partool launch plan.json   # sequence_method: startrail, of a model of transformers",
+        "partool launch plan.json   # layout.sequence.method: startrail, of a model of transformers",
         "partool plan spec.yaml --out plan.json && partool launch plan.json",
     ),
     _rule(
@@ -328,7 +328,7 @@ RULES: tuple[Rule, ...] = (
         "PT653",
         "Layers along rows or columns cannot exchange keys in a ring",
         "Rings, gathered keys and StarTrail know tokens by their places in one line, and let them see earlier ones.",
-        "sequence_method: ring   # a plan changed by hand, of a model with layer_types: [row, column]",
+        "layout.sequence.method: ring   # a plan changed by hand, of a model with layer_types: [row, column]",
         "parallel: {sequence: {method: dsp, degree: 4}}",
     ),
     _rule(

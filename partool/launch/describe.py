@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from partool.launch.store import Run
+from partool.plan.outline import outline
 from partool.plan.run import ERRORS, RunStatus, lost_peer, read_status
-from partool.plan.types import Plan
 
 _TAIL_BYTES = 1 << 16
 
@@ -131,6 +131,6 @@ def _submission(run: Run) -> dict[str, Any] | None:
 
 def _steps(run: Run) -> int | None:
     try:
-        return Plan.from_json(run.plan_file.read_text("utf-8")).training.steps
+        return outline(run.plan_file).training.steps
     except (OSError, ValueError):
         return None

@@ -20,6 +20,7 @@ from partool.launch.k8s_status import KINDS, endings, judge
 from partool.launch.k8s_submit import Transaction, remove
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
+from partool.plan.outline import outline
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
 from partool.render import Job, Rendered
@@ -102,7 +103,7 @@ class K8sTarget:
     def remove(self, run: Run) -> None:
         """Delete the objects of a run that has ended, which bear the name that its next start needs."""
         place = _place(run)
-        stopping_s = float(Plan.from_json(run.plan_file.read_text(encoding="utf-8")).launch.shutdown_timeout_s)
+        stopping_s = float(outline(run.plan_file).launch.shutdown_timeout_s)
         client = self._client(place.context, place.namespace)
         remove(client, RESOURCES[KINDS[place.kind]], place.name, place.uid, stopping_s)
 
@@ -230,7 +231,7 @@ def _place(run: Run) -> Place:
         return Place(
             known.get("context", ""), known["namespace"], known["kind"], known["name"], known.get("uid", ""), nodes
         )
-    plan = Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+    plan = outline(run.plan_file)
     spec = plan.launch.k8s
     return Place(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
 

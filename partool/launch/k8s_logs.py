@@ -21,8 +21,8 @@ from partool.launch.k8s_resources import PODS
 from partool.launch.k8s_streams import Line, Reader, Stream, streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
+from partool.plan.outline import Outline, outline
 from partool.plan.run import RunStatus
-from partool.plan.types import Plan
 from partool.render.k8s.objects import RUN_LABEL
 
 _RANK = re.compile(rb"\[(\d+)\] ?")
@@ -44,8 +44,8 @@ def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStat
     plan = _plan(run)
     node = None
     if query.rank is not None and plan is not None:
-        if query.rank >= plan.layout.mesh.world_size:
-            raise NoLogsError(f"no logs of rank {query.rank} of {run.id}: it has {plan.layout.mesh.world_size} ranks")
+        if query.rank >= plan.ranks:
+            raise NoLogsError(f"no logs of rank {query.rank} of {run.id}: it has {plan.ranks} ranks")
         node = query.rank // plan.devices.per_node
     nodes = plan.devices.nodes if plan is not None and node is None else 1
     if nodes > _AT_ONCE:
@@ -63,9 +63,9 @@ def _remark(nodes: int, *, follow: bool) -> bytes:
     return f"partool: the run has {nodes} nodes: {what}; --rank shows any rank\n".encode()
 
 
-def _plan(run: Run) -> Plan | None:
+def _plan(run: Run) -> Outline | None:
     try:
-        return Plan.from_json(run.plan_file.read_text(encoding="utf-8"))
+        return outline(run.plan_file)
     except (OSError, ValueError):
         return None
 

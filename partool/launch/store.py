@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from partool.plan.record import Record
 from partool.plan.run import (
     PLAN_FILE,
     SPEC_FILE,
@@ -21,7 +22,7 @@ from partool.plan.run import (
     this_process,
     write_status,
 )
-from partool.plan.types import Plan, Record
+from partool.plan.types import Plan
 from partool.spec.patterns import RunName, fits
 
 SUBMISSION_FILE = "submission.json"

@@ -10,57 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partool.spec.model import ModelConfig
-from partool.strategies.schedules import MOVING_WEIGHTS, SCHEDULES
+from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS
-from partool_kernels.registry import ARCHITECTURES
 
 _ZERO = "tests/parity/test_zero.py"
 _MODEL = "tests/unit/test_runtime_model.py"
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a plan asks of the runtime."""
-
-    model: ModelConfig
-    frozen: bool
-    backend: str
-    nodes: int
-    zero: int
-    replicas: int
-    """Copies of the training state (``dp_replicate``)."""
-    tensor: int
-    tensor_inner: int
-    """d2 of d1 × d2 tensor ranks."""
-    sequence_norms: bool
-    tensor_overlap: str
-    stages: int
-    """Ranks of a pipeline."""
-    schedule: str
-    """Of its lists, where there are several such ranks."""
-    sequence: int
-    """Ranks that share one sequence."""
-    expert: int
-    offload_optimizer: str
-    offload_parameters: str
-    offload_activations: str
-    accumulation: int
-    recompute: frozenset[str]
-    compile: str
-    precision: str
-    architecture: str = ""
-    """Of the devices; empty: not known."""
-    hf: bool = False
-    """Whether transformers builds the model, instead of partool."""
-    sequence_method: str = "ulysses"
-    """How they share it."""
-    mlp_tile: int = 0
-    loss_tile: int = 0
-    gathers: frozenset[str] = frozenset()
-    """Ways to gather parameters with ZeRO other than the usual one, as :data:`GATHERS` names them."""
-
-
 GATHERS = ("sequential gathers", "other prefetch", "persistent parameters", "leaves")
+"""Ways to gather parameters with ZeRO other than the usual one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,57 +41,7 @@ class Gap:
     """Place in the spec that asks for it."""
 
 
-def aspects(needs: Needs) -> Iterator[str]:
-    """Yield everything about a plan that the runtime must be able to do."""
-    yield f"backend {needs.backend}"
-    yield "one node" if needs.nodes == 1 else "several nodes"
-    yield f"zero {needs.zero}"
-    yield f"precision {needs.precision}"
-    yield f"compile {needs.compile}"
-    yield from (f"recompute {policy}" for policy in sorted(needs.recompute))
-    yield from sorted(needs.gathers)
-    yield from _of_fp8(needs)
-    yield from ["model of transformers"] if needs.hf else _of_model(needs.model)
-    wanted = {
-        "accumulation": needs.accumulation > 1,
-        "hybrid sharding": needs.zero > 0 and needs.replicas > 1,
-        "frozen parameters": needs.frozen,
-        "tensor": needs.tensor > 1,
-        "tensor in two dimensions": needs.tensor_inner > 1,
-        "norms on shares of the sequence": needs.tensor > 1 and needs.sequence_norms,
-        "tensor with fused collectives": needs.tensor > 1 and needs.tensor_overlap == "symmetric",
-        "tensor in a pipeline": needs.tensor > 1 and needs.stages > 1,
-        f"schedule {needs.schedule}": needs.stages > 1,
-        f"sequence {needs.sequence_method}": needs.sequence > 1,
-        "shared sequences of a model of transformers": needs.hf and needs.sequence > 1,
-        "expert": needs.expert > 1,
-        "tiles of networks": needs.mlp_tile > 0,
-        "tiles of the loss": needs.loss_tile > 0,
-        "offload": needs.offload_optimizer != "none",
-        "offload to disks": needs.offload_optimizer == "nvme",
-        "offload of parameters": needs.offload_parameters != "none",
-        "offload of parameters to disks": needs.offload_parameters == "nvme",
-        "offload of activations": needs.offload_activations != "none",
-    }
-    yield from (aspect for aspect, applies in wanted.items() if applies)
-
-
-def _of_fp8(needs: Needs) -> Iterator[str]:
-    """Yield what products in 8 bits must get along with."""
-    if needs.precision != "fp8":
-        return
-    known = ARCHITECTURES.get(needs.architecture)
-    if needs.architecture and (known is None or known.fp8 is None):
-        yield "fp8 on other architectures"
-    if needs.tensor_inner > 1:
-        yield "fp8 on tensor ranks in two dimensions"
-    if needs.hf and needs.tensor > 1:
-        yield "fp8 on tensor ranks of a model of transformers"
-    if needs.stages > 1 and needs.schedule in MOVING_WEIGHTS:
-        yield "fp8 with weights that travel"
-
-
-def _of_model(model: ModelConfig) -> Iterator[str]:
+def of_model(model: ModelConfig) -> Iterator[str]:
     """Yield what partool's own decoder must have."""
     yield f"norm {model.norm}"
     yield f"activation {model.activation}"
@@ -249,8 +157,3 @@ _RUNS = frozenset(capability.aspect for capability in CAPABILITIES)
 def runs(aspect: str) -> bool:
     """Return True if the runtime does this."""
     return aspect in _RUNS
-
-
-def gaps(needs: Needs) -> tuple[Gap, ...]:
-    """Return what a plan needs and the runtime does not run yet; empty means runnable."""
-    return tuple(sorted((GAPS[aspect] for aspect in aspects(needs) if aspect not in _RUNS), key=lambda gap: gap.code))

@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
-    """Return one line per value that decides what runs and differs, as ``layout.zero: 1 → 2``; none if all agree."""
+    """Return one line per value that decides what runs and differs, as ``layout.data.zero: 1 → 2``."""
     # Other ranks share parameters in other ways: that needs no line per parameter.
     same_ranks = _tensor(old) == _tensor(new)
     before, after = (_flat(plan.deciding() | {"partition": _partition(plan, same_ranks)}) for plan in (old, new))
@@ -23,7 +23,7 @@ def differences(old: Plan, new: Plan) -> list[str]:
 
 def _tensor(plan: Plan) -> tuple[object, ...]:
     layout = plan.layout
-    return layout.mesh.tp, layout.tensor_inner, layout.sequence_norms, plan.model, plan.hf
+    return layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms, plan.model, plan.hf
 
 
 def _partition(plan: Plan, shown: bool) -> dict[str, str]:

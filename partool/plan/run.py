@@ -14,7 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from partool.plan.types import Plan, Record
+from partool.plan.record import Record
+from partool.plan.types import Plan
 from partool.process import python_command
 
 SPEC_FILE = "spec.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.schedule import Schedule, check, from_text, generate, rank_of, schedule_hash
 from partool.strategies.schedules import SCHEDULES
 
@@ -18,9 +18,9 @@ MOST_SEALED = 50_000
 def schedule_of(layout: Layout) -> Schedule:
     """Return the schedule of a layout; raises ``ValueError`` where it cannot be made or is not the planned one."""
     schedule = _made(layout)
-    if layout.schedule_hash and schedule_hash(schedule) != layout.schedule_hash:
+    if layout.derived.schedule_hash and schedule_hash(schedule) != layout.derived.schedule_hash:
         raise ValueError(
-            f"the schedule {layout.schedule} is not the one that was planned: the plan is of another version"
+            f"the schedule {layout.pipeline.schedule} is not the one that was planned: the plan is of another version"
         )
     return schedule
 
@@ -30,28 +30,30 @@ def sealed(layout: Layout) -> Layout:
 
     Lists of more than :data:`MOST_SEALED` actions are named by their sizes alone: to make them takes seconds.
     """
-    short = 2 * len(layout.stages) * layout.accumulation <= MOST_SEALED
+    short = 2 * len(layout.pipeline.bounds) * layout.derived.accumulation <= MOST_SEALED
     found = schedule_hash(_made(layout)) if layout.mesh.pp > 1 and short else ""
-    return layout.model_copy(update={"schedule_hash": found})
+    return layout.changed({"derived.schedule_hash": found})
 
 
 def refuses(layout: Layout, micro_batches: int) -> str | None:
     """Return why the schedule of a layout cannot have another number of micro-batches, None if it can."""
     if layout.mesh.pp == 1:
         return None
-    if layout.schedule == "file":
-        wanted = read(layout.schedule_text).micro_batches
+    if layout.pipeline.schedule == "file":
+        wanted = read(layout.derived.schedule_text).micro_batches
         return None if wanted == micro_batches else f"the schedule's file has {wanted} micro-batches"
-    return check(layout.schedule, layout.mesh.pp, micro_batches, layout.chunks, layout.in_flight)
+    return check(
+        layout.pipeline.schedule, layout.mesh.pp, micro_batches, layout.pipeline.chunks, layout.pipeline.in_flight
+    )
 
 
 def placement_of(layout: Layout) -> tuple[int, ...]:
     """Return the pipeline rank of each stage, without making the lists; where weights travel, of its owner."""
     if layout.mesh.pp == 1:
-        return (0,) * len(layout.stages)
-    if layout.schedule == "file":
-        return read(layout.schedule_text).placement
-    return _placement(layout.schedule, layout.mesh.pp, len(layout.stages))
+        return (0,) * len(layout.pipeline.bounds)
+    if layout.pipeline.schedule == "file":
+        return read(layout.derived.schedule_text).placement
+    return _placement(layout.pipeline.schedule, layout.mesh.pp, len(layout.pipeline.bounds))
 
 
 def splits_backward(schedule: Schedule) -> bool:
@@ -71,6 +73,12 @@ def _placement(name: str, ranks: int, stages: int) -> tuple[int, ...]:
 
 
 def _made(layout: Layout) -> Schedule:
-    if layout.schedule == "file":
-        return read(layout.schedule_text)
-    return generate(layout.schedule, layout.mesh.pp, layout.accumulation, layout.chunks, layout.in_flight)
+    if layout.pipeline.schedule == "file":
+        return read(layout.derived.schedule_text)
+    return generate(
+        layout.pipeline.schedule,
+        layout.mesh.pp,
+        layout.derived.accumulation,
+        layout.pipeline.chunks,
+        layout.pipeline.in_flight,
+    )

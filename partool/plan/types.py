@@ -6,48 +6,30 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ValidationError
 
-from partool.layout.sequence import Order, Spans, shares
+from partool.layout.sequence import Spans, shares
 from partool.layout.sequence import tokens as tokens_of
 from partool.layout.startrail import Trails
 from partool.layout.tensor import Partition
+from partool.plan.layout import Layout
+from partool.plan.record import Record
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.numbers import (
-    Bytes,
-    Cores,
-    Elements,
-    Experts,
-    Layers,
     LayersOrNone,
-    Pieces,
     Predicted,
     Rank,
     Ranks,
     Rate,
-    Sequences,
     Share,
-    StepsOrNone,
-    TensorRanks,
-    TokensOrNone,
 )
-from partool.spec.parallel import (
-    Compile,
-    Gather,
-    Host,
-    Inside,
-    Recompute,
-    SequenceMethod,
-    TensorOverlap,
-    Tier,
-    ZeroStage,
-)
+from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, RunName, Sha256, VariableName, VariableValue
-from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 NOT_RUN = frozenset(
     {
         "prediction", "alternatives", "candidates", "search", "limit", "reasons", "findings", "inputs", "spec",
@@ -55,134 +37,6 @@ NOT_RUN = frozenset(
     }
 )  # fmt: skip
 """Fields of a plan that do not decide what runs."""
-
-
-class Record(BaseModel):
-    """A part of the plan: closed and frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
-
-
-class Mesh(Record):
-    """Dense mesh axes, outermost first; they multiply to the world size. Rank order is row-major over this order."""
-
-    pp: Layers = 1
-    dp_replicate: Ranks = 1
-    dp_shard: Ranks = 1
-    cp: Ranks = 1
-    tp: TensorRanks = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
-
-    @property
-    def dp(self) -> int:
-        """Number of data-parallel ranks (replicas times shards)."""
-        return self.dp_replicate * self.dp_shard
-
-
-class HostWork(Record):
-    """How what is offloaded is moved and updated; see ``parallel.offload`` of the spec."""
-
-    speculate: Literal["none", "deferred", "undo"] = "none"
-    undo_bytes: Bytes = 0
-    """Per rank."""
-    gradients: Literal["compute", "master"] = "compute"
-    """Type in which gradients travel: that of computation, or that of masters."""
-    moments: Literal["master", "bf16"] = "master"
-    bucket_bytes: Bytes = 2**26
-    """Of gradients, in the type in which they travel."""
-    threads: Cores = 1
-    """Per rank."""
-    folder: FilePath | Literal[""] = ""
-    """Absolute; empty where nothing goes to disks."""
-    buffers: Pieces = 4
-    """Buckets of a state on disks that are in host memory at once."""
-    pinned_bytes: Bytes = 0
-    """Most pinned memory of a rank; 0: no limit."""
-
-
-class Layout(Record):
-    """How the work is split over ranks and time."""
-
-    mesh: Mesh
-    expert: Experts = 1
-    zero: ZeroStage
-    micro_batch: Sequences
-    """Sequences per rank and forward pass."""
-    accumulation: Sequences
-    """Micro-batches per rank and optimizer step."""
-    recompute: tuple[Recompute, ...]
-    """One policy per layer."""
-    compile: Compile
-    stages: tuple[tuple[LayersOrNone, Layers], ...]
-    """First and one-past-last layer of each of the ``pp`` × ``chunks`` pipeline stages, in their order."""
-    schedule: str = "1f1b"
-    """Name in :data:`partool.schedule.SCHEDULES`, or ``file``."""
-    chunks: Layers = 1
-    """Stages per pipeline rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
-    in_flight: StepsOrNone = 0
-    """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
-    schedule_text: str = ""
-    """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
-    schedule_hash: Sha256 = ""
-    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
-    lists of more than 50,000 passes."""
-    tensor_inner: TensorRanks = 1
-    """d2 of the d1 × d2 tensor ranks in two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of
-    the mesh is ``tp0`` × ``tp1``, ``tp1`` of this size and innermost."""
-    sequence_norms: bool = False
-    """Norms and residuals work on a share of the sequence per tensor rank."""
-    tensor_overlap: TensorOverlap = "none"
-    tensor_chunks: Pieces = 1
-    """Pieces of a micro-batch whose sums travel while the next is multiplied."""
-    gather: Gather = "coalesced"
-    prefetch: LayersOrNone = 1
-    """With ZeRO-3, layers gathered ahead of the one that computes."""
-    persistent_elements: Elements = 0
-    """With ZeRO-3, parameters of at most so many elements stay gathered."""
-    leaves: tuple[str, ...] = ()
-    """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
-    sequence_method: SequenceMethod = "ulysses"
-    sequence_order: Order = "contiguous"
-    """Which tokens a sequence-parallel rank holds (:func:`partool.layout.sequence.shares`)."""
-    sequence_inner: Ranks = 1
-    """With ``usp``: neighbouring ranks that trade sequence for heads, of the ``cp`` of the mesh."""
-    sequence_teams: Ranks = 1
-    """With ``startrail``: ranks of a team (C)."""
-    sequence_inside: Inside = "teams"
-    """With ``startrail``: which of both neighbouring ranks form."""
-    mlp_tile_tokens: TokensOrNone = 0
-    """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
-    loss_tile_tokens: TokensOrNone = 0
-    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
-    fused: tuple[Fused, ...] = ()
-    """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
-    offload_optimizer: Tier = "none"
-    gpu_fraction: Share = 0.0
-    """Share of the optimizer state that stays on the device while ``offload_optimizer`` is not none."""
-    offload_parameters: Tier = "none"
-    offload_activations: Host = "none"
-    host: HostWork = HostWork()
-    """How the host's part of the work is done; of no meaning where nothing is offloaded."""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether anything is in host memory or on its disks."""
-        return {self.offload_optimizer, self.offload_parameters, self.offload_activations} != {"none"}
-
-    @property
-    def sequence_form(self) -> str:
-        """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
-        ranks, method = self.mesh.cp, self.sequence_method
-        if method == "usp":
-            return f"usp, {self.sequence_inner} ulysses × {ranks // self.sequence_inner} ring"
-        if method == "startrail":
-            rings = ranks // self.sequence_teams**2
-            return f"startrail, teams of {self.sequence_teams}, rings of {rings}"
-        return method
 
 
 class RankMemory(Record):
@@ -262,7 +116,7 @@ class Alternative(Record):
     runnable: bool
     why_not: str
     change: str
-    """What to write into the spec to get it."""
+    """What to write into the spec to get it: the section ``parallel``, as YAML."""
 
 
 class CandidateRow(Record):
@@ -340,7 +194,7 @@ class Generation(Record):
 class Plan(Record):
     """What will run, why, and what it is expected to need."""
 
-    plan_version: Literal[1] = 1
+    plan_version: Literal[2] = 2
     partool_version: str
     job: Literal["train"] = "train"
     name: RunName
@@ -387,39 +241,37 @@ class Plan(Record):
     @property
     def contradiction(self) -> str:
         """What an edited plan says in two ways: the ranks, their groups, or the layers; empty: nothing."""
-        mesh, layout = self.layout.mesh, self.layout
         ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
         if ranks != there:
             return f"layout.mesh is of {ranks} ranks, devices of {there}"
-        groups = (
-            ("tensor_inner", layout.tensor_inner, mesh.tp),
-            ("sequence_inner", layout.sequence_inner, mesh.cp),
-            ("sequence_teams", layout.sequence_teams**2, mesh.cp),
-        )
-        for name, size, among in groups:
-            if among % size:
-                return f"layout.{name} makes groups of {size} ranks among {among}"
-        layers, named = self.model.layers, len(self.layout.recompute)
+        layers, named = self.model.layers, sum(self.layout.pipeline.layers)
         if named != layers:
-            return f"layout.recompute names {named} layers, the model has {layers}"
-        ends = [0, *(stop for _, stop in self.layout.stages)]
-        if [start for start, _ in self.layout.stages] != ends[:-1] or ends[-1] != layers or sorted(ends) != ends:
-            return f"layout.stages are not the {layers} layers one after the other"
-        return ""
+            return f"layout.pipeline.layers names {named} layers, the model has {layers}"
+        try:
+            _ = self.asked
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            return f"spec.parallel is no section of a spec: {'.'.join(map(str, item['loc']))}: {item['msg']}"
+        return self.layout.contradiction
+
+    @property
+    def asked(self) -> ParallelSpec:
+        """The section ``parallel`` as the user wrote it; raises ``pydantic.ValidationError`` where it was edited."""
+        return ParallelSpec.model_validate(self.spec.get("parallel", {}))
 
     @property
     def shares(self) -> tuple[Spans, ...]:
         """Tokens of a sequence that each sequence-parallel rank holds."""
-        layout, grid = self.layout, self.model.grid
+        sequence, grid = self.layout.sequence, self.model.grid
         found = shares(
             self.training.sequence_length,
-            layout.mesh.cp,
-            layout.sequence_order,
-            inner=layout.sequence_inner,
+            sequence.degree,
+            sequence.order,
+            inner=sequence.ulysses,
             columns=grid[1] if grid else 0,
         )
-        if layout.sequence_method == "startrail" and layout.mesh.cp > 1:
-            return Trails(layout.mesh.cp, layout.sequence_teams, layout.sequence_inside).dealt(found)
+        if sequence.method == "startrail" and sequence.degree > 1:
+            return Trails(sequence.degree, sequence.teams, sequence.inside).dealt(found)
         return found
 
     @property

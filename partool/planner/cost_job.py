@@ -39,5 +39,5 @@ def _job(problem: Problem, compile: Compile) -> Job:
         stage_layers=problem.stage_layers,
         controls=problem.controls,
         moments=OPTIMIZERS[problem.spec.optimizer.name].moments,
-        tiers=problem.tiers,
+        offload=problem.offload,
     )

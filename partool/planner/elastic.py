@@ -10,16 +10,15 @@ from __future__ import annotations
 from partool.cost.case import RECOMPUTE, Job
 from partool.cost.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
-from partool.cost.tiers import tiers_from
 from partool.cost.time import predict_time
 from partool.diagnostics.record import Diagnostic
-from partool.layout.capabilities import gaps
+from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
-from partool.plan.types import Layout, MemoryPrediction, Mesh, Plan, Prediction
+from partool.plan.types import MemoryPrediction, Plan, Prediction
 from partool.planner.launching import environment
 from partool.planner.price import host_room
 from partool.planner.problem import divisors
-from partool.planner.runnable import needs_of
+from partool.planner.runnable import gaps, task_of
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.strategies.optimizers import OPTIMIZERS
 
@@ -66,9 +65,7 @@ def resized(plan: Plan, nodes: int) -> Plan | str:
     if isinstance(layouts, str):
         return layouts
     devices = plan.devices.model_copy(update={"nodes": nodes})
-    precision = plan.training.precision
-    hf = plan.hf is not None
-    missing = gaps(needs_of(layouts[0], plan.model, devices, precision, frozen=bool(plan.frozen), hf=hf))
+    missing = gaps(task_of(plan, devices), layouts[0])
     if missing and plan.runnable:
         return f"the runtime does not run {missing[0].what} yet"
     chosen = _fitting(plan, _job(plan, devices), layouts)
@@ -101,16 +98,16 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
         why = refuses(layout, share // min(layout.micro_batch, share)) or "no micro-batch divides them"
         return f"{share} sequences per rank cannot be cut for the schedule: {why}"
     shard = _shard(mesh, dp)
-    mesh = mesh.model_copy(update={"dp_replicate": dp // shard, "dp_shard": shard})
     policies = dict.fromkeys([layout.recompute, *((policy,) * len(layout.recompute) for policy in RECOMPUTE[1:])])
     return [
-        layout.model_copy(
-            update={
-                "mesh": mesh,
+        layout.changed(
+            {
+                "data.shard": shard,
                 "recompute": policy,
                 "micro_batch": size,
-                "accumulation": share // size,
-                "schedule_hash": "",
+                "derived.replicas": dp // shard,
+                "derived.accumulation": share // size,
+                "derived.schedule_hash": "",
             }
         )
         for policy in policies
@@ -152,12 +149,12 @@ def _job(plan: Plan, devices: Devices) -> Job:
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
-        stack=own_stack(devices.backend, plan.layout.compile, plan.layout.fused),
+        stack=own_stack(devices.backend, plan.layout.compile, plan.layout.derived.fused),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,
         moments=OPTIMIZERS[plan.optimizer.name].moments,
-        tiers=tiers_from(plan.layout),
+        offload=plan.layout.offload,
     )
 
 
@@ -167,7 +164,7 @@ def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> 
         need, have = memory.total_bytes / _GIB, memory.capacity_bytes / _GIB
         before = plan.prediction.memory.total_bytes / _GIB
         return f"{need:.1f} GiB per rank would be needed ({before:.1f} now), of {have:.1f}: fewer ranks share the state"
-    if not layout.offloads:
+    if not layout.offload.active:
         return ""
     need, have = host_bytes(job, layout) / _GIB, host_room(job.devices) / _GIB
     return f"{need:.0f} GiB of host memory per node would be needed, of {have:.0f}" if need > have else ""
@@ -175,7 +172,8 @@ def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> 
 
 def _reason(plan: Plan, after: Layout) -> str:
     before = plan.layout
-    batches = f"{before.micro_batch} × {before.accumulation} → {after.micro_batch} × {after.accumulation}"
+    first, then = (f"{each.micro_batch} × {each.derived.accumulation}" for each in (before, after))
+    batches = f"{first} → {then}"
     recompute = "" if before.recompute == after.recompute else f", recompute {after.recompute[0]} on all layers"
     ranks = f"data-parallel ranks {before.mesh.dp} → {after.mesh.dp}"
     return f"for fewer nodes than {plan.devices.nodes}: {ranks}, micro-batch {batches}{recompute}"

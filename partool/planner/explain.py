@@ -10,6 +10,7 @@ import numpy as np
 from partool.cost.case import RECOMPUTE
 from partool.cost.pipeline import moves_weights
 from partool.diagnostics.record import Diagnostic
+from partool.plan.as_spec import as_yaml
 from partool.plan.types import Alternative
 from partool.planner import fused, offload, tiles, zero_controls
 from partool.planner.pipeline_words import pipeline_reasons, pipelined
@@ -20,8 +21,7 @@ from partool.planner.sequence_words import sequence_reasons
 from partool.planner.solve import Solution
 from partool.planner.table import kind
 from partool.planner.tensor_words import tensor_reasons
-from partool.planner.words import GIB, TIE, change, recompute, summary, why_lost
-from partool.spec.parallel import ScheduleFile
+from partool.planner.words import GIB, TIE, recompute, summary, why_lost
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5
@@ -67,7 +67,7 @@ def reasons(solution: Solution, best: Priced) -> tuple[str, ...]:
     found += fused.words(solution.problem, layout)
     found += offload.sentences(solution.problem, best)
     if parallel.micro_batch == "auto":
-        share = layout.micro_batch * layout.accumulation
+        share = layout.micro_batch * layout.derived.accumulation
         found.append(f"Micro-batch {layout.micro_batch}: the fastest way to split {share} sequences per rank and step.")
     return tuple(found)
 
@@ -96,21 +96,21 @@ def _better(best: Priced, better: Priced) -> str:
 def _zero(solution: Solution, best: Priced) -> str:
     layout = best.layout
     if solution.problem.spec.parallel.data.zero != "auto":
-        return f"ZeRO-{layout.zero}: the spec asks for it."
-    if layout.mesh.dp * layout.mesh.cp == 1 and layout.zero == 3:
+        return f"ZeRO-{layout.data.zero}: the spec asks for it."
+    if layout.mesh.dp * layout.mesh.cp == 1 and layout.data.zero == 3:
         return "ZeRO-3 on one rank: copies of the parameters that a layer computes with exist while it does."
     if layout.mesh.dp * layout.mesh.cp == 1:
         return "ZeRO-0: there is one data-parallel rank, so there is nothing to share."
-    if layout.zero == 0:
+    if layout.data.zero == 0:
         return "ZeRO-0: copies of the state fit, and sharing it would not be faster."
     mesh, groups = layout.mesh, solution.space.groups
-    same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.zero)
+    same = (groups.tp == mesh.tp) & (groups.pp == mesh.pp) & (groups.cp == mesh.cp) & (groups.zero < layout.data.zero)
     same = same & (groups.micro_batch == layout.micro_batch)
-    fits = {zero for zero in range(layout.zero) if _any_fits(solution, same & (groups.zero == zero))}
-    none = [str(zero) for zero in range(layout.zero) if zero not in fits]
-    if len(none) == layout.zero:
-        return f"ZeRO-{layout.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
-    return f"ZeRO-{layout.zero}: the fastest of the stages that fit."
+    fits = {zero for zero in range(layout.data.zero) if _any_fits(solution, same & (groups.zero == zero))}
+    none = [str(zero) for zero in range(layout.data.zero) if zero not in fits]
+    if len(none) == layout.data.zero:
+        return f"ZeRO-{layout.data.zero}: on this mesh, stage{'s' * (len(none) > 1)} {', '.join(none)} would not fit."
+    return f"ZeRO-{layout.data.zero}: the fastest of the stages that fit."
 
 
 def _any_fits(solution: Solution, groups: Any) -> bool:
@@ -143,7 +143,7 @@ def _recompute(solution: Solution, best: Priced) -> str:
     if moves_weights(best.layout):
         return "Recompute full: WeiPipe keeps the inputs of stages only, and computes the rest again."
     if text == "none":
-        where = ", in host memory" if best.layout.offload_activations != "none" else ""
+        where = ", in host memory" if best.layout.offload.activations != "none" else ""
         return f"Recompute none: all activations fit{where}."
     if "keep_attention" in best.layout.recompute:
         return (
@@ -188,7 +188,7 @@ def _price_unstaged(solution: Solution) -> None:
     search, space, groups = solution.search, solution.space, solution.space.groups
     index = np.flatnonzero(space.runnable & (groups.pp == 1))
     index = index[np.argsort(search.bound_s[index], kind="stable")]
-    index = np.concatenate([index[groups.zero[index] == zero][:_MESHES] for zero in range(4)])
+    index = np.concatenate([index[np.asarray(groups.zero)[index] == zero][:_MESHES] for zero in range(4)])
     policies = np.flatnonzero(space.runnable_policies)
     group, policy = np.repeat(index, len(policies)), np.tile(policies, len(index))
     allowed = space.allowed(group, policy)
@@ -196,21 +196,22 @@ def _price_unstaged(solution: Solution) -> None:
     bound, _ = search.columns(group, policy)
     order = np.argsort(bound, kind="stable")
     order = order[np.isfinite(bound[order])]
-    code = len(RECOMPUTE) * groups.zero[group[order]] + space.policies.recompute[policy[order]]
+    code = len(RECOMPUTE) * np.asarray(groups.zero)[group[order]] + space.policies.recompute[policy[order]]
     for at in np.sort(firsts(code))[:_LOOKED_AT]:
         search.price(int(group[order[at]]), int(policy[order[at]]))
 
 
 def _price_kinds(solution: Solution, leaves: Any) -> None:
     """Price the fastest layouts that differ in what they share, recompute or offload."""
-    groups, table = solution.space.groups, solution.space.policies
+    table = solution.space.policies
     sure = np.flatnonzero(leaves.probability >= 0.99)
     order = sure[np.argsort(leaves.bound_s[sure], kind="stable")][:_NEAREST]
     group, policy = leaves.group[order], leaves.policy[order]
+    row = solution.space.groups.take(group)
     code = np.zeros(len(order), dtype=np.int64)
     for column in (
-        groups.tp[group] > 1, groups.pp[group] > 1, groups.cp[group] > 1, groups.ep[group] > 1, groups.zero[group],
-        table.recompute[policy], table.optimizer[policy] > 0, table.parameters[policy], table.activations[policy],
+        row.tp > 1, row.pp > 1, row.cp > 1, row.ep > 1, row.zero,
+        table.recompute[policy], table.gpu_fraction[policy] < 1, table.parameters[policy], table.activations[policy],
     ):  # fmt: skip
         code = len(RECOMPUTE) * code + column
     for index in np.sort(firsts(code))[:_LOOKED_AT]:
@@ -236,14 +237,13 @@ def _too_large(solution: Solution, best: Priced) -> list[Priced]:
 
 
 def _alternative(solution: Solution, best: Priced, other: Priced) -> Alternative:
-    named = solution.problem.spec.parallel.pipeline.schedule
     return Alternative(
         summary=summary(other.layout),
         step_time_s=other.time.step_time_s,
         memory_bytes=other.memory.total_bytes,
         runnable=runnable(solution.problem, other.layout),
         why_not=why_lost(best, other),
-        change=change(other.layout, named.file if isinstance(named, ScheduleFile) else ""),
+        change=as_yaml(other.layout, solution.problem.spec.parallel),
     )
 
 

@@ -6,7 +6,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.fp8 import MULTIPLE
 from partool.layout.gemms import gemms
 from partool.layout.tensor.structure import Structure
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 
 _WIDE = ("head", "moe.router")
@@ -23,7 +23,7 @@ def stay_wide(problem: Problem, layout: Layout) -> list[Diagnostic]:
     if problem.described is not None:
         return _of_transformers(problem.described.structure)
     ranks = layout.mesh.tp
-    every = gemms(problem.model, tensor=ranks, inner=layout.tensor_inner, expert=layout.expert, tokens=1)
+    every = gemms(problem.model, tensor=ranks, inner=layout.tensor.inner, expert=layout.expert, tokens=1)
     products = [one for one in every if one.name not in _WIDE]
     odd = [one for one in products if one.n % MULTIPLE or one.k % MULTIPLE]
     if not odd:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import get_args
 
 from partool.diagnostics import Diagnostic
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused
@@ -100,14 +100,14 @@ def words(problem: Problem, layout: Layout) -> Iterator[str]:
     """Yield why the parts of a layout are fused, or not although the spec asks."""
     pinned = problem.spec.kernels.fused
     if pinned != "auto":
-        for part, reason in _left(pinned, layout.tensor_inner, layout.offload_optimizer):
+        for part, reason in _left(pinned, layout.tensor.inner, layout.offload.optimizer):
             yield f"No own kernel for {part}: {reason}."
         return
-    if not layout.fused:
+    if not layout.derived.fused:
         return
     named = {"norm": "norms", "glu": "gates", "rope": "rotations", "loss": "the loss", "adamw": "the update"}
-    listed = [named[part] for part in layout.fused]
+    listed = [named[part] for part in layout.derived.fused]
     joined = " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
-    how = "loss and its gradients at once" if layout.fused == ("loss",) else f"{joined}, each in one pass"
+    how = "loss and its gradients at once" if layout.derived.fused == ("loss",) else f"{joined}, each in one pass"
     rest = "; the compiler fuses the rest" if layout.compile == "block" else ""
     yield f"Own kernels: {how}{rest}."

@@ -66,7 +66,7 @@ def _uses(plan: Plan) -> Iterator[_Use]:
     of_part: dict[Fused, Callable[[Plan], Iterator[_Use]]] = {
         "norm": _norms, "glu": _gates, "rope": _rotations, "loss": _loss, "adamw": _update
     }  # fmt: skip
-    for part in plan.layout.fused:
+    for part in plan.layout.derived.fused:
         yield from of_part[part](plan)
     if plan.training.precision == "fp8":
         yield from _conversions(plan)
@@ -79,15 +79,15 @@ def _again(plan: Plan) -> float:
 
 def _per_step(plan: Plan) -> float:
     """Return the micro-batches of a step, times the share of a layer that the mean pipeline rank has."""
-    return plan.layout.accumulation / plan.layout.mesh.pp
+    return plan.layout.derived.accumulation / plan.layout.mesh.pp
 
 
 def _norms(plan: Plan) -> Iterator[_Use]:
     """Yield the norms of whole widths, and of heads; in two dimensions ranks share widths, and torch computes those."""
     layout, model, again = plan.layout, plan.model, _again(plan)
-    if layout.tensor_inner == 1:
+    if layout.tensor.inner == 1:
         yield from _whole_norms(plan)
-    if model.qk_norm and "rope" not in layout.fused:
+    if model.qk_norm and "rope" not in layout.derived.fused:
         for name, heads, each in _heads(plan):
             width, rows = {"n": model.head_dim}, plan.tokens * heads
             yield _Use(f"{name}_norm", "forward", "norm_forward", rows, width, each * again, ("rms",))
@@ -97,7 +97,7 @@ def _norms(plan: Plan) -> Iterator[_Use]:
 def _whole_norms(plan: Plan) -> Iterator[_Use]:
     layout, model = plan.layout, plan.model
     flags = ("rms",) if model.norm == "rmsnorm" else ("bias", "layer")
-    rows = plan.tokens / (layout.mesh.tp if layout.sequence_norms else 1)
+    rows = plan.tokens / (layout.mesh.tp if layout.tensor.sequence_norms else 1)
     width, once = {"n": model.hidden}, _per_step(plan)
     layers = model.layers * once
     for name, extra, calls, forward in (
@@ -115,7 +115,7 @@ def _gates(plan: Plan) -> Iterator[_Use]:
         if gemm.name == "ffn.down":
             width, flags = {"f": gemm.k}, (_KINDS[plan.model.activation],)
             # Sums that travel in pieces are of rows of the same gate.
-            chunks = 1 if plan.layout.mlp_tile_tokens else plan.layout.tensor_chunks
+            chunks = 1 if plan.layout.tiles.mlp else plan.layout.tensor.chunks
             rows, each = gemm.rows.mean * chunks, calls / chunks
             yield _Use("ffn gate", "forward", "glu_forward", rows, width, each * _again(plan), flags)
             yield _Use("ffn gate", "backward", "glu_backward", rows, width, each, flags)
@@ -163,7 +163,7 @@ def _loss(plan: Plan) -> Iterator[_Use]:
 
 def _update(plan: Plan) -> Iterator[_Use]:
     mesh, layout = plan.layout.mesh, plan.layout
-    shards = mesh.pp * mesh.tp * (mesh.dp_shard * mesh.cp if layout.zero else 1)
+    shards = mesh.pp * mesh.tp * (mesh.dp_shard * mesh.cp if layout.data.zero else 1)
     elements = sum(info.elements for info in parameters(plan.model)) / shards
     yield _Use("update", "step", "adamw", elements, {}, 1.0, dtypes=("float32", "float32"))
 

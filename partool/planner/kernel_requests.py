@@ -79,31 +79,31 @@ def counted(plan: Plan) -> Iterator[tuple[Gemm, float]]:
     layout, model = plan.layout, plan.model
     joined, sequence = model.mla is not None, plan.training.sequence_length
     found = gemms(
-        model, tensor=layout.mesh.tp, expert=layout.expert, tokens=plan.tokens, inner=layout.tensor_inner, joined=joined
+        model, tensor=layout.mesh.tp, expert=layout.expert, tokens=plan.tokens, inner=layout.tensor.inner, joined=joined
     )
     for separate in found:
         gemm, pieces = _joined(separate), 1.0
-        if gemm.name.startswith("ffn") and layout.mlp_tile_tokens:
-            pieces = max(sequence / layout.mesh.cp / layout.mlp_tile_tokens, 1.0)
+        if gemm.name.startswith("ffn") and layout.tiles.mlp:
+            pieces = max(sequence / layout.mesh.cp / layout.tiles.mlp, 1.0)
         elif gemm.name.endswith(_SECOND) and gemm.groups == 1:
-            pieces = float(layout.tensor_chunks)
+            pieces = float(layout.tensor.chunks)
         elif gemm.name == "head":
             pieces = gemm.rows.mean / _loss_rows(plan, gemm)
-        calls = gemm.layers * gemm.alike * layout.accumulation / layout.mesh.pp
+        calls = gemm.layers * gemm.alike * layout.derived.accumulation / layout.mesh.pp
         yield _cut(gemm, pieces), calls * pieces
 
 
 def early_loss(plan: Plan) -> bool:
     """Tell whether gradients are computed with the loss: not where a pipeline runs other passes between the two."""
     layout = plan.layout
-    return "loss" in layout.fused and (layout.mesh.pp == 1 or layout.schedule in ENDS_WITH_ONE)
+    return "loss" in layout.derived.fused and (layout.mesh.pp == 1 or layout.pipeline.schedule in ENDS_WITH_ONE)
 
 
 def _loss_rows(plan: Plan, gemm: Gemm) -> int:
     """Return the rows of logits that exist at once."""
     tokens = round(gemm.rows.mean)
-    if plan.layout.loss_tile_tokens:
-        return min(plan.layout.loss_tile_tokens, tokens)
+    if plan.layout.tiles.loss:
+        return min(plan.layout.tiles.loss, tokens)
     if early_loss(plan):
         return chunk_rows(tokens, gemm.n, 4 if plan.training.precision == "fp32" else 2)
     return min(max(_LOGITS // gemm.n, 1), tokens)

@@ -182,7 +182,7 @@ def _job(plan: Plan) -> Job:
         sequence_length=training.sequence_length,
         global_batch=training.global_batch,
         precision=training.precision,
-        stack=own_stack(plan.devices.backend, layout.compile, layout.fused),
+        stack=own_stack(plan.devices.backend, layout.compile, layout.derived.fused),
         time_scalar=plan.prediction.time_scalar,
     )
 

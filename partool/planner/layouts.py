@@ -10,18 +10,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Job, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.codec import LayoutLists, decode
 from partool.cost.kinds import Kind
 from partool.cost.micro import Micro, micro
 from partool.layout.stages import balance
-from partool.plan.types import Layout, Mesh
-from partool.planner import offload
+from partool.plan.layout import Layout
+from partool.planner import offload, zero_controls
 from partool.planner.cost_job import cost_job
 from partool.planner.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.tensor_forms import divides
-from partool.planner.zero_controls import fields
-from partool.spec.parallel import Recompute, ZeroStage
+from partool.spec.parallel import Compile, Recompute
 from partool.strategies.sequence import PREFERENCE
 
 _GRAINS = 20
@@ -35,40 +35,17 @@ def layout_of(problem: Problem, row: Layouts) -> Layout:
     if int(row.pp) > 1:
         wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
         bounds = splits(problem, wide, variant_costs(problem, wide))[0]
-    return Layout(
-        mesh=Mesh(
-            pp=int(row.pp),
-            dp_replicate=int(row.replicas),
-            dp_shard=int(row.shards),
-            cp=int(row.cp),
-            tp=int(row.tp),
-        ),
-        expert=int(row.ep),
-        zero=cast("ZeroStage", int(row.zero)),
-        micro_batch=int(row.micro_batch),
-        accumulation=int(row.accumulation),
+    compile: Compile = "block" if row.compiled else "none"
+    rest = LayoutLists(
         recompute=recompute_of(problem, int(row.recompute), float(row.recompute_share), bounds),
-        compile="block" if row.compiled else "none",
-        stages=bounds,
-        schedule=SCHEDULES[int(row.schedule)],
-        chunks=int(row.chunks),
-        in_flight=int(row.in_flight),
+        layers=tuple(stop - start for start, stop in bounds),
+        gathers=zero_controls.resolved(problem, row),
+        offload=offload.resolved(problem, row),
+        patterns=problem.spec.parallel.tensor.patterns,
         schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
-        sequence_method=SEQUENCE_METHODS[int(row.sequence_method)],
-        sequence_order=ORDERS[int(row.sequence_order)],  # type: ignore[arg-type]
-        sequence_inner=int(row.sequence_inner),
-        sequence_teams=int(row.sequence_teams),
-        sequence_inside=INSIDES[int(row.sequence_inside)],  # type: ignore[arg-type]
-        mlp_tile_tokens=int(row.mlp_tile_tokens),
-        loss_tile_tokens=int(row.loss_tile_tokens),
-        tensor_inner=int(row.tensor_inner),
-        sequence_norms=bool(row.sequence_norms),
-        tensor_overlap=OVERLAPS[int(row.tensor_overlap)],  # type: ignore[arg-type]
-        tensor_chunks=int(row.tensor_chunks),
-        fused=fused(problem, "block" if row.compiled else "none", inner=int(row.tensor_inner)),
-        **offload.fields(problem, row),
-        **fields(problem, int(row.zero), int(row.shards), int(row.replicas) * int(row.shards)),
+        fused=fused(problem, compile, inner=int(row.tensor_inner)),
     )
+    return decode(row, rest)
 
 
 def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
@@ -113,7 +90,7 @@ def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
     Times are compared as shares of the slowest layer's, rounded to 1/20: less would move a layer for nothing, and what
     is alike is split once.
     """
-    count = len(rows.recompute)
+    count = len(np.asarray(rows.recompute))
     if problem.stage_layers is not None:
         ends = list(accumulate(problem.stage_layers))
         return [tuple(zip([0, *ends[:-1]], ends, strict=True))] * count
@@ -147,26 +124,26 @@ def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
     """Return what decides between layouts of the same speed; the simpler one sorts first."""
     mesh = layout.mesh
     degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
-    moved = (layout.offload_optimizer, layout.offload_activations, layout.offload_parameters)
+    moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)
     return (
         sum(degree > 1 for degree in degrees),
         mesh.tp > problem.domain,
         sum(side != "none" for side in moved),
         "nvme" in moved,
-        layout.gpu_fraction,
-        layout.zero,
+        layout.offload.gpu_fraction if layout.offload.optimizer != "none" else 0.0,
+        layout.data.zero,
         sum(RECOMPUTE.index(policy) for policy in layout.recompute),
-        SCHEDULES.index(layout.schedule) if layout.schedule != "1f1b" else -1,
-        layout.chunks,
-        layout.in_flight,
-        layout.zero > 0 and mesh.dp_replicate > 1,
+        SCHEDULES.index(layout.pipeline.schedule) if layout.pipeline.schedule != "1f1b" else -1,
+        layout.pipeline.chunks,
+        layout.pipeline.in_flight,
+        layout.data.zero > 0 and mesh.dp_replicate > 1,
         mesh.tp > 1 and not divides(problem.model, mesh.tp),
-        layout.tensor_inner,
-        layout.sequence_norms,
-        layout.tensor_chunks,
+        layout.tensor.inner,
+        layout.tensor.sequence_norms,
+        layout.tensor.chunks,
         *degrees,
-        PREFERENCE.index(layout.sequence_method),
-        layout.sequence_inner,
-        layout.sequence_teams,
+        PREFERENCE.index(layout.sequence.method),
+        layout.sequence.ulysses,
+        layout.sequence.teams,
         -layout.micro_batch,
     )

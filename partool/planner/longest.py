@@ -63,7 +63,7 @@ def _ranks(problem: Problem, count: int, *, several: bool) -> int:
     """Return the sequence-parallel ranks of the layout that needs least memory, 0 if it is not sure to fit."""
     for one in variants(problem.with_training(sequence_length=count * GRAIN)):
         space = build(one)
-        mask = space.groups.cp > 1 if several else np.ones(space.size, dtype=bool)
+        mask = np.asarray(space.groups.cp > 1) if several else np.ones(space.size, dtype=bool)
         if not mask.any():
             return 0
         search = Search(one, space, mask)

@@ -15,7 +15,6 @@ from partool.catalog.lookup import table_hash
 from partool.catalog.models import resolve_model
 from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
-from partool.layout.capabilities import gaps
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Generation, Plan, Prediction
 from partool.planner import fp8, tensor_rules, zero_controls
@@ -27,7 +26,7 @@ from partool.planner.kernel_checks import absolute, check_kernels, table_hashes,
 from partool.planner.launching import check_duration, environment, resolve_launch
 from partool.planner.offload_checks import with_folder
 from partool.planner.problem import Problem
-from partool.planner.runnable import needs
+from partool.planner.runnable import gaps, task
 from partool.planner.schedule_file import read_schedule
 from partool.planner.tensor_checks import partition, without_tensor
 from partool.spec.launch import LaunchSpec
@@ -134,7 +133,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
 
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
         return PlanResult(None, [*found, finding])
-    missing = gaps(needs(problem, best.layout))
+    missing = gaps(task(problem), best.layout)
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
     found += explain.tight(solution, best)
     found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]

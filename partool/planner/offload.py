@@ -1,7 +1,7 @@
 """What goes to host memory or to disks, as fields of a layout: what is pinned, and what follows.
 
 Two optimizers per rank, one on the device and one on the host's cores, may share the parameters. How large the pieces
-are that travel between them, and in which type, is decided where it is counted: :mod:`partool.cost.tiers`.
+are that travel between them, and in which type, is decided where it is counted: :mod:`partool.cost.host_state`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
-from typing import Any
 
-from partool.cost import host_state, tiers
+from partool.cost import host_state
 from partool.cost.bound import hidden_share
 from partool.cost.case import Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.time import predict_time
-from partool.plan.types import HostWork
+from partool.plan.layout import GIB, MIB, OffloadLayout
 from partool.planner.cost_job import cost_job
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
-from partool.planner.words import GIB, TIE
+from partool.planner.words import TIE
 
 _CORES_KEPT = 2
 """Of a rank's cores: for training's own thread and the data loader."""
@@ -29,41 +28,43 @@ _SHARES = (0.75, 0.5, 0.25)
 """Of the optimizer's state, what may stay on a device that has no room for what would hide the host's last work."""
 
 
-def fields(problem: Problem, row: Layouts) -> dict[str, Any]:
-    """Return the fields of a layout that say what leaves the device, of a row whose columns are single numbers."""
-    host, asked = float(row.host_optimizer), problem.tiers
-    found: dict[str, Any] = {
-        "offload_optimizer": asked.optimizer if host > 0 else "none",
-        "gpu_fraction": round(1.0 - host, 6) if host > 0 else 0.0,
-        "offload_parameters": asked.parameters if row.host_parameters else "none",
-        "offload_activations": "cpu" if row.host_activations else "none",
-    }
-    if any(found[name] != "none" for name in ("offload_optimizer", "offload_parameters", "offload_activations")):
-        found["host"] = work(problem, row, found)
-    return found
+def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
+    """Return what of a row, whose columns are single numbers, leaves the device, and how the host's work is done."""
+    stays, asked = round(float(row.gpu_fraction), 6), problem.offload
+    left = OffloadLayout(
+        optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
+        gpu_fraction=stays,
+        parameters="none" if not row.offload_parameters else "nvme" if asked.parameters == "nvme" else "cpu",
+        activations="cpu" if row.offload_activations else "none",
+        pinned_gib=None if asked.pinned_gib == "auto" else asked.pinned_gib,
+    )
+    if "nvme" in (left.optimizer, left.parameters):
+        buffers = host_state.buffers(cost_job(problem))
+        left = left.model_copy(update={"dir": asked.dir, "buffers": buffers})
+    if left.optimizer != "none":
+        return _with_work(problem, row, left)
+    return left if left.active else OffloadLayout()
 
 
-def work(problem: Problem, row: Layouts, moved: dict[str, Any]) -> HostWork:
-    """Return how the host's part of the work is done, where ``moved`` says what leaves the device."""
-    offload, asked, job = problem.spec.parallel.offload, problem.tiers, cost_job(problem)
-    found: dict[str, Any] = {}
-    if offload.pinned_gib != "auto":
-        found["pinned_bytes"] = int(offload.pinned_gib * tiers.GIB)
-    if "nvme" in (moved["offload_optimizer"], moved["offload_parameters"]):
-        found |= {"folder": offload.dir or "", "buffers": asked.buffers}
-    if moved["offload_optimizer"] == "none":
-        return HostWork(**found)
-    elements = owned(problem, row) * (1.0 - moved["gpu_fraction"])
+def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLayout:
+    """Return the same with how the host's optimizer works."""
+    asked, job = problem.offload, cost_job(problem)
+    elements = owned(problem, row) * (1.0 - left.gpu_fraction)
     wire = int(host_state.wire_bytes(job, row))
-    bucket = float(host_state.bucket_elements(job, row, elements)) if not asked.bucket_bytes else 0.0
-    return HostWork(
-        **found,
-        speculate=asked.speculate,
-        undo_bytes=int(host_state.undo_bytes(job, row, elements)),
-        gradients="compute" if asked.gradients == "compute" or wire == job.compute_bytes else "master",
-        moments="bf16" if asked.narrow_moments else "master",
-        bucket_bytes=asked.bucket_bytes or max(host_state.smallest_bucket(asked), int(wire * bucket)),
-        threads=threads(problem),
+    if asked.bucket_mib == "auto":
+        fitting = int(wire * float(host_state.bucket_elements(job, row, elements)))
+        bucket_bytes = max(host_state.smallest_bucket(job), fitting)
+    else:
+        bucket_bytes = int(asked.bucket_mib * MIB)
+    return left.model_copy(
+        update={
+            "speculate": True if asked.speculate == "auto" else asked.speculate,
+            "undo_gib": int(host_state.undo_bytes(job, row, elements)) / GIB,
+            "gradients": "bf16" if asked.gradients == "bf16" or wire == job.compute_bytes else "fp32",
+            "moments": "bf16" if asked.moments == "bf16" else "fp32",
+            "bucket_mib": bucket_bytes / MIB,
+            "threads": threads(problem),
+        }
     )
 
 
@@ -109,15 +110,15 @@ def refined(priced: Priced) -> Priced:
     """
     problem, layout = priced.problem, priced.layout
     open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
-    if layout.offload_optimizer == "none" or layout.offload_parameters != "none" or not open_:
+    if layout.offload.optimizer == "none" or layout.offload.parameters != "none" or not open_:
         return priced
-    least = ceil(100.0 * hidden_share(priced.job, columns(layout))) / 100.0
+    least = ceil(100.0 * hidden_share(priced.job, encode(layout))) / 100.0
     best = priced
     for share in (least, *_SHARES):
-        if not layout.gpu_fraction < share <= min(least, _MOST):
+        if not layout.offload.gpu_fraction < share <= min(least, _MOST):
             continue
-        row = replace(columns(layout), host_optimizer=round(1.0 - share, 6))
-        other = Priced(problem, layout.model_copy(update=fields(problem, row)))
+        row = replace(encode(layout), gpu_fraction=share)
+        other = Priced(problem, layout.model_copy(update={"offload": resolved(problem, row)}))
         if not other.fits or other.safe < priced.safe:
             continue
         quicker = other.time.step_time_s < best.time.step_time_s * (1.0 - TIE)
@@ -132,16 +133,16 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
     """Say what lives in host memory and on disks, and why."""
     layout, asked, memory = priced.layout, problem.spec.parallel.offload, priced.memory
     waits = priced.time.terms_s.get("offload", 0.0) / priced.time.step_time_s
-    if layout.offload_optimizer != "none":
+    if layout.offload.optimizer != "none":
         yield _optimizer(priced, pinned=asked.optimizer != "auto", waits=waits)
         yield _update(priced)
-    if layout.offload_parameters != "none":
+    if layout.offload.parameters != "none":
         why = (
             "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are slower"
         )
-        where = "files" if layout.offload_parameters == "nvme" else "host memory"
+        where = "files" if layout.offload.parameters == "nvme" else "host memory"
         yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
-    if layout.offload_activations != "none":
+    if layout.offload.activations != "none":
         told = ", as the spec asks" if asked.activations == "cpu" else ""
         yield f"Activations in host memory{told}: {waits:.1%} of the step waits for what goes there and back."
     if memory.pinned_bytes and problem.host_link:
@@ -150,23 +151,26 @@ def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
 
 def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
     layout = priced.layout
-    where = f"files under {layout.host.folder}" if layout.offload_optimizer == "nvme" else "host memory"
+    where = f"files under {layout.offload.dir}" if layout.offload.optimizer == "nvme" else "host memory"
     why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are slower"
-    stays = f"; {layout.gpu_fraction:.0%} stays, of what the backward pass reaches last" if layout.gpu_fraction else ""
+    stays = (
+        f"; {layout.offload.gpu_fraction:.0%} stays, of what the backward pass reaches last"
+        if layout.offload.gpu_fraction
+        else ""
+    )
     return f"Optimizer state in {where}: {why}{stays}. {waits:.1%} of the step waits for it."
 
 
 def _update(priced: Priced) -> str:
-    work = priced.layout.host
-    when = {
-        "none": "after the norm of the gradients is known",
-        "deferred": "as gradients arrive; masters and moments change once their norm is known",
-        "undo": f"as gradients arrive, with {work.undo_bytes / GIB:.2g} GiB of copies to go back to",
-    }[work.speculate]
-    wide = "as they are computed" if work.gradients == "compute" else "as wide as masters"
+    work = priced.layout.offload
+    when = "after the norm of the gradients is known"
+    if work.speculate == "undo":
+        when = f"as gradients arrive, with {work.undo_gib:.2g} GiB of copies to go back to"
+    elif work.speculate:
+        when = "as gradients arrive; masters and moments change once their norm is known"
+    wide = "as they are computed" if work.gradients == "bf16" else "as wide as masters"
     cores = f"{work.threads} core{'s' * (work.threads > 1)}"
-    size = work.bucket_bytes / tiers.MIB
-    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {size:.3g} MiB at a time."
+    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {work.bucket_mib:.3g} MiB at a time."
     paused_s = _paused_s(priced)
     if paused_s <= priced.time.step_time_s * (1.0 + TIE):
         return said
@@ -178,7 +182,7 @@ def _update(priced: Priced) -> str:
 def _paused_s(priced: Priced) -> float:
     """Return the seconds of a step while so many guesses fail that the runtime makes none; 0.0 where none can."""
     job, training = priced.job, priced.problem.spec.training
-    if job.tiers.speculate == "none" or not priced.problem.spec.optimizer.clip:
+    if job.offload.speculate is False or not priced.problem.spec.optimizer.clip:
         return 0.0
-    waiting = replace(job, tiers=replace(job.tiers, speculate="none"))
+    waiting = replace(job, offload=job.offload.model_copy(update={"speculate": False}))
     return predict_time(waiting, priced.layout, training.steps).step_time_s

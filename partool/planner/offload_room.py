@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import ceil, floor, log10
 from pathlib import Path
 
-from partool.cost import host_state, tiers
-from partool.cost.columns import columns
+from partool.cost import host_state
+from partool.cost.codec import encode
 from partool.diagnostics.record import Diagnostic
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.launching import trains_here
 from partool.planner.offload import owned, sharing
@@ -25,21 +25,21 @@ _OFFLOAD = ("parallel", "offload")
 def check_layout(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Find memory and disks that cannot hold what a layout is to keep there, with the numbers."""
     layout = priced.layout
-    if layout.offloads:
+    if layout.offload.active:
         yield from _pinned(problem, priced)
-    if layout.offload_optimizer == "none" and problem.spec.parallel.offload.optimizer == "auto":
+    if layout.offload.optimizer == "none" and problem.spec.parallel.offload.optimizer == "auto":
         yield from _unused(problem)
-    if "nvme" in (layout.offload_optimizer, layout.offload_parameters):
+    if "nvme" in (layout.offload.optimizer, layout.offload.parameters):
         yield from _disk(problem, priced)
-    if layout.offload_optimizer == "nvme":
+    if layout.offload.optimizer == "nvme":
         yield from _buffers(problem, priced)
-    if layout.host.speculate == "undo" and layout.offload_optimizer != "none":
+    if layout.offload.speculate == "undo" and layout.offload.optimizer != "none":
         yield from _copies(problem, layout)
 
 
 def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Find a limit of pinned memory that a step's gradients and weights exceed."""
-    limit, layout, parts = priced.layout.host.pinned_bytes, priced.layout, priced.pinned_parts
+    limit, layout, parts = priced.layout.offload.pinned_limit_bytes, priced.layout, priced.pinned_parts
     least = sum(parts.values())
     if not limit or least <= limit:
         return
@@ -53,7 +53,7 @@ def _pinned(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     if parts.get("gradients") and asked.gpu_fraction != "auto":
         less.append("a larger gpu_fraction")
     help = ", or ".join([f"use pinned_gib: {_rounded_up(least / GIB)}", *less])
-    wide = layout.host.gradients == "master" and priced.job.compute_bytes < priced.job.master_bytes
+    wide = layout.offload.gradients == "fp32" and priced.job.compute_bytes < priced.job.master_bytes
     if max(parts, key=lambda name: parts[name]) == "gradients" and wide:
         help += "; gradients: bf16 halves what they take, and rounds them"
     yield Diagnostic("PT473", message, path=(*_OFFLOAD, "pinned_gib"), help=help)
@@ -94,7 +94,7 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     layout, devices = priced.layout, problem.devices
     sizes = {"the optimizer's state": _state_bytes(problem, priced), "parameters": _shard_bytes(problem, priced)}
     size = sum(sizes.values()) * devices.per_node
-    folder = Path(layout.host.folder)
+    folder = Path(layout.offload.dir or "")
     if trains_here(problem.spec) and devices.nodes == 1 and folder.is_dir():
         free = shutil.disk_usage(folder).free
         if free < size:
@@ -102,34 +102,32 @@ def _disk(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
             take = "takes" if kept == ["the optimizer's state"] else "take"
             message = f"dir: {folder} has {_gib(free)} GiB free, {' and '.join(kept)} {take} {_gib(size)}"
             help = "name a folder on a larger disk"
-            if layout.offload_optimizer == "nvme":
+            if layout.offload.optimizer == "nvme":
                 help += ", or use moments: bf16"
             yield Diagnostic("PT487", message, path=(*_OFFLOAD, "dir"), help=help)
 
 
 def _state_bytes(problem: Problem, priced: Priced) -> float:
     """Return what a rank's files of masters and moments take."""
-    row = columns(priced.layout)
-    there = priced.layout.offload_optimizer == "nvme"
-    return host_state.state_bytes(priced.job) * owned(problem, row) * float(row.host_optimizer) if there else 0.0
+    row = encode(priced.layout)
+    there = priced.layout.offload.optimizer == "nvme"
+    return host_state.state_bytes(priced.job) * owned(problem, row) * (1.0 - float(row.gpu_fraction)) if there else 0.0
 
 
 def _shard_bytes(problem: Problem, priced: Priced) -> float:
     """Return what a rank's file of parameters takes, frozen ones too."""
-    there = priced.layout.offload_parameters == "nvme"
-    return priced.job.compute_bytes * problem.parameters / sharing(columns(priced.layout)) if there else 0.0
+    there = priced.layout.offload.parameters == "nvme"
+    return priced.job.compute_bytes * problem.parameters / sharing(encode(priced.layout)) if there else 0.0
 
 
 def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
     """Find buffers that hold what files are to keep."""
     layout, size = priced.layout, _state_bytes(problem, priced)
-    frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(columns(layout))
+    frozen = priced.job.master_bytes * (problem.parameters - problem.trained) / sharing(encode(layout))
     held = sum(priced.memory.host_terms_bytes.get(name, 0) for name in ("masters", "moments")) - frozen
     asked = problem.spec.parallel.offload
     if held >= 0.99 * size:
-        message = (
-            f"{layout.host.buffers} buckets of {layout.host.bucket_bytes / tiers.MIB:.3g} MiB hold all of the state"
-        )
+        message = f"{layout.offload.buffers} buckets of {layout.offload.bucket_mib:.3g} MiB hold all of the state"
         smaller = "" if (asked.bucket_mib, asked.buffers) == ("auto", "auto") else "a smaller bucket_mib, or "
         help = f"use {smaller}optimizer: cpu, which does as much without disks"
         yield Diagnostic("PT478", message, severity="warning", path=(*_OFFLOAD, "optimizer"), help=help)
@@ -137,9 +135,9 @@ def _buffers(problem: Problem, priced: Priced) -> Iterator[Diagnostic]:
 
 def _copies(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
     """Find an arena that not even one bucket's state fits into."""
-    work, job = layout.host, cost_job(problem, layout.compile)
-    wire = job.compute_bytes if work.gradients == "compute" else job.master_bytes
-    bucket = min(work.bucket_bytes / wire, owned(problem, columns(layout))) * host_state.state_bytes(job)
+    work, job = layout.offload, cost_job(problem, layout.compile)
+    wire = job.compute_bytes if work.gradients == "bf16" else job.master_bytes
+    bucket = min(work.bucket_bytes / wire, owned(problem, encode(layout))) * host_state.state_bytes(job)
     if work.undo_bytes >= bucket:
         return
     message = (

@@ -9,7 +9,7 @@ import numpy as np
 from partool.cost.case import SCHEDULES
 from partool.cost.pipeline import moves_weights, sent_bytes
 from partool.layout.stages import balance
-from partool.plan.types import Layout
+from partool.plan.layout import Layout, PipelineLayout
 from partool.planner.layouts import layout_of
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
@@ -80,7 +80,7 @@ def _narrowed(problem: Problem, layout: Layout) -> str:
 def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
     """Yield that a pinned V idles more than a plain split schedule or rounds would: its list knows no times."""
     layout = best.layout
-    if layout.schedule != "zb-v":
+    if layout.pipeline.schedule != "zb-v":
         return
     others = [_under(solution, best, name, chunks) for name, chunks in (("zb-h1", 1), ("1f1b", 1), ("interleaved", 2))]
     other = min((one for one in others if one is not None), key=_idle, default=None)
@@ -101,9 +101,9 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
     groups, search, mesh = solution.space.groups, solution.search, best.layout.mesh
     layout = best.layout
     same = (groups.pp == mesh.pp) & (groups.tp == mesh.tp) & (groups.cp == mesh.cp) & (groups.ep == layout.expert)
-    same &= (groups.micro_batch == layout.micro_batch) & ((groups.zero == layout.zero) | groups.ring)
+    same &= (groups.micro_batch == layout.micro_batch) & ((groups.zero == layout.data.zero) | groups.ring)
     same &= (groups.shards == mesh.dp_shard) | groups.ring
-    same &= groups.schedule != SCHEDULES.index(layout.schedule)
+    same &= groups.schedule != SCHEDULES.index(layout.pipeline.schedule)
     index = np.flatnonzero(same)
     if not len(index):
         return
@@ -111,13 +111,13 @@ def _others(solution: Solution, best: Priced) -> Iterator[Priced]:
     policies = np.full(len(index), policy)
     only = np.flatnonzero(solution.space.only)
     if len(only):
-        policies[groups.ring[index]] = only[0]
+        policies[np.asarray(groups.ring)[index]] = only[0]
     allowed = solution.space.allowed(index, policies)
     index, policies = index[allowed], policies[allowed]
     bounds, _ = search.columns(index, policies)
     seen: dict[str, Priced] = {}
     for at in np.argsort(bounds, kind="stable"):
-        name = SCHEDULES[int(groups.schedule[index[at]])]
+        name = SCHEDULES[int(groups.take(index[at]).schedule)]
         if np.isfinite(bounds[at]) and name not in seen:
             seen[name] = search.price(int(index[at]), int(policies[at]))
     yield from sorted(seen.values(), key=lambda one: one.time.step_time_s)
@@ -127,7 +127,7 @@ def _halved(problem: Problem, best: Priced) -> Iterator[str]:
     """Yield why a schedule's blocks are compiled or not."""
     if not problem.compiles_later:
         return
-    name = best.layout.schedule
+    name = best.layout.pipeline.schedule
     if best.layout.compile == "block":
         text = "excludes halved backward passes and weights that travel"
         yield f"Blocks are compiled, which {text}: zb-h1, zb-v and WeiPipe were priced with blocks that are not."
@@ -139,7 +139,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
     """Yield what would travel if weights did instead of activations, or the other way round."""
     problem, layout = solution.problem, best.layout
     ring = moves_weights(layout)
-    count, pp = layout.accumulation, layout.mesh.pp
+    count, pp = layout.derived.accumulation, layout.mesh.pp
     if not ring and check("weipipe", pp, count, 1) is not None:
         yield f"WeiPipe takes multiples of {pp} micro-batches, not {count}."
         return
@@ -167,8 +167,10 @@ def _the_other_way(problem: Problem, layout: Layout) -> Layout:
     """Return the layout with WeiPipe, or from WeiPipe the one with 1F1B, as far as it decides what travels."""
     name = "1f1b" if moves_weights(layout) else "weipipe"
     stages = balance([1.0] * problem.model.layers, layout.mesh.pp)
-    plain = {"in_flight": 0, "schedule_text": "", "schedule_hash": ""}
-    return layout.model_copy(update={"schedule": name, "chunks": 1, "stages": stages, **plain})
+    pipeline = PipelineLayout(
+        stages=layout.mesh.pp, schedule=name, layers=tuple(stop - start for start, stop in stages)
+    )
+    return layout.changed({"pipeline": pipeline, "derived.schedule_text": "", "derived.schedule_hash": ""})
 
 
 def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced | None:
@@ -183,7 +185,7 @@ def _under(solution: Solution, best: Priced, name: str, chunks: int) -> Priced |
     )
     space = build(other)
     groups = space.groups
-    same = (groups.cp == mesh.cp) & (groups.zero == layout.zero) & (groups.shards == mesh.dp_shard)
+    same = (groups.cp == mesh.cp) & (groups.zero == layout.data.zero) & (groups.shards == mesh.dp_shard)
     policy = next((key[1] for key, one in solution.search.exact.items() if one is best), None)
     if policy is None or not np.any(same):
         return None

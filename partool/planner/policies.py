@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts
-from partool.layout.capabilities import runs
+from partool.cost.case import RECOMPUTE, Layouts
 from partool.planner.problem import Problem
-from partool.planner.runnable import nothing_runs
 from partool.spec.parallel import Recompute
 
 SHARES = (0.25, 0.5, 1.0)
@@ -28,17 +27,27 @@ class Policies:
     The first recomputes and offloads least, the last most; so it is within those that leave parameters alone.
     """
 
-    recompute: Any
+    recompute: NDArray[np.float64]
     """Index in :data:`partool.cost.case.RECOMPUTE`."""
-    share: Any
-    optimizer: Any
-    """Share of the optimizer state in host memory."""
-    parameters: Any
+    share: NDArray[np.float64]
+    gpu_fraction: NDArray[np.float64]
+    """Share of the optimizer state that stays on the device; 1: none of it leaves."""
+    parameters: NDArray[np.float64]
     """1 where parameter shards are in host memory; with ZeRO-3 only."""
-    activations: Any
+    activations: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.recompute)
+
+    @property
+    def rows(self) -> Layouts:
+        """The policies as layouts of one device."""
+        return Layouts(
+            recompute=self.recompute,
+            gpu_fraction=self.gpu_fraction,
+            offload_parameters=self.parameters,
+            offload_activations=self.activations,
+        )
 
 
 def policies_of(problem: Problem) -> Policies:
@@ -57,18 +66,18 @@ def policies_of(problem: Problem) -> Policies:
     several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
-    host = sorted(round(1.0 - fraction, 6) for fraction in fractions)
     # Parameters that have to leave take the optimizer's state with them.
     follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
-    optimizer = _open("cpu" if follows else offload.optimizer, host, may=may)
-    activations = _open(offload.activations, [1], may=may)
-    parameters = _open(offload.parameters, [1], may=may and parallel.data.zero in ("auto", 3))
+    stays = sorted((float(fraction) for fraction in fractions), reverse=True)
+    optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=may)
+    activations = _open(offload.activations, 0, [1], may=may)
+    parameters = _open(offload.parameters, 0, [1], may=may and parallel.data.zero in ("auto", 3))
     rows = [
-        (policy, share, moved, stored, saved)
+        (policy, share, kept, stored, saved)
         for stored in parameters
         for saved in activations
-        for moved in optimizer
-        if not stored or moved == 1
+        for kept in optimizer
+        if not stored or kept == 0
         for policy, share in recompute
     ]
     columns = [np.array(column) for column in zip(*rows, strict=True)]
@@ -90,43 +99,8 @@ def _mildest(policies: list[Recompute]) -> Recompute:
     return min(policies, key=RECOMPUTE.index)
 
 
-def _open(pinned: str, host: list[Any], *, may: bool) -> list[Any]:
-    """Return the shares in host memory to try for something that is pinned to a side or open."""
+def _open(pinned: str, stays: float, leaves: list[Any], *, may: bool) -> list[Any]:
+    """Return the values to try for something that is pinned to a side or open: that with which it stays, and others."""
     if pinned == "none" or (pinned == "auto" and not may):
-        return [0]
-    return [0, *host] if pinned == "auto" else list(host)
-
-
-def runnable_masks(problem: Problem, groups: Layouts, policies: Policies) -> tuple[Any, Any]:
-    """Return masks of the groups and of the policies that the runtime can run."""
-    if nothing_runs(problem):
-        return np.zeros(np.shape(groups.pp), dtype=bool), np.zeros(len(policies), dtype=bool)
-    able = np.ones(np.shape(groups.pp), dtype=bool)
-    for aspect, asked in (
-        ("tensor", groups.tp > 1),
-        ("tensor in two dimensions", groups.tensor_inner > 1),
-        ("norms on shares of the sequence", (groups.tp > 1) & (groups.sequence_norms == 1)),
-        ("tensor with fused collectives", groups.tensor_overlap == OVERLAPS.index("symmetric")),
-        ("tensor in a pipeline", (groups.tp > 1) & (groups.pp > 1)),
-        *((f"schedule {name}", (groups.pp > 1) & (groups.schedule == at)) for at, name in enumerate(SCHEDULES)),
-        *(
-            (f"sequence {name}", (groups.cp > 1) & (groups.sequence_method == at))
-            for at, name in enumerate(SEQUENCE_METHODS)
-        ),
-        ("expert", groups.ep > 1),
-        ("hybrid sharding", (groups.zero > 0) & (groups.replicas > 1)),
-        ("accumulation", groups.accumulation > 1),
-        *((f"zero {zero}", groups.zero == zero) for zero in range(4)),
-    ):
-        if not runs(aspect):
-            able &= ~asked
-    policy = np.ones(len(policies), dtype=bool)
-    for aspect, asked in (
-        *((f"recompute {name}", policies.recompute == index) for index, name in enumerate(RECOMPUTE)),
-        ("offload", policies.optimizer > 0),
-        ("offload of parameters", policies.parameters > 0),
-        ("offload of activations", policies.activations > 0),
-    ):
-        if not runs(aspect):
-            policy &= ~asked
-    return able, policy
+        return [stays]
+    return [stays, *leaves] if pinned == "auto" else list(leaves)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from partool.cost import host_state, tiers
-from partool.cost.case import RECOMPUTE, Job, Layouts
+from partool.cost import host_state
+from partool.cost.case import RECOMPUTE, Column, Job, Layouts, Mask
 from partool.cost.fit import fit_probability
 from partool.cost.peak import Memory, host_bytes, peak_memory, predict_memory
 from partool.cost.time import bound_s, predict_time
-from partool.plan.types import Layout, MemoryPrediction, TimePrediction
+from partool.plan.layout import GIB, Layout
+from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
 from partool.spec.hardware import Devices
@@ -50,22 +51,23 @@ class Priced:
     @cached_property
     def host_bytes(self) -> int:
         """Of host memory, per node."""
-        return host_bytes(self.job, self.layout) if self.layout.offloads else 0
+        return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
 
     @property
     def fits(self) -> bool:
         """True if the predictions stay under the capacity of device and host."""
         small = self.memory.total_bytes <= self.memory.capacity_bytes
         small &= self.host_bytes <= host_limit(self.problem)
-        return small and (not self.layout.offloads or sum(self.pinned_parts.values()) <= pinned_limit(self.problem))
+        pinned = sum(self.pinned_parts.values()) if self.layout.offload.active else 0
+        return small and pinned <= pinned_limit(self.problem)
 
     @property
     def pinned_parts(self) -> dict[str, int]:
         """Terms of host memory that a rank has to pin, in bytes; spare buffers of gradients may wait."""
         terms = self.memory.host_terms_bytes
         parts = {name: size for name, size in terms.items() if name in host_state.pinned_terms(self.job)}
-        if "gradients" in parts and self.layout.offload_optimizer != "none":
-            parts["gradients"] = max(0, parts["gradients"] - host_state.SPARE * self.layout.host.bucket_bytes)
+        if "gradients" in parts and self.layout.offload.optimizer != "none":
+            parts["gradients"] = max(0, parts["gradients"] - host_state.SPARE * self.layout.offload.bucket_bytes)
         return parts
 
     @property
@@ -78,31 +80,45 @@ class Priced:
 class Room:
     """Predicted memory of many layouts."""
 
-    total_bytes: Any
-    probability: Any
-    host_bytes: Any
+    total_bytes: Column
+    probability: Column
+    host_bytes: Column
 
 
 def room(problem: Problem, layouts: Layouts) -> Room:
-    """Return the memory of many layouts; of a list of policies, as if all layers followed its most frugal one."""
+    """Return the memory of many layouts; of a list of policies, the least with all layers under one of them.
+
+    It need not be the policy that keeps least: what is kept may go to the host.
+    """
     pinned = problem.spec.parallel.recompute
-    if isinstance(pinned, list):
-        frugal = max(RECOMPUTE.index(policy) for policy in pinned)
-        layouts = replace(layouts, recompute=0 * layouts.recompute + frugal)
+    if not isinstance(pinned, list):
+        return _room(problem, layouts)
+    each = [
+        _room(problem, replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy)))
+        for policy in dict.fromkeys(pinned)
+    ]
+    return Room(
+        np.minimum.reduce([np.asarray(one.total_bytes) for one in each]),
+        np.maximum.reduce([np.asarray(one.probability) for one in each]),
+        np.minimum.reduce([np.asarray(one.host_bytes) for one in each]),
+    )
+
+
+def _room(problem: Problem, layouts: Layouts) -> Room:
     memory = peak_memory(cost_job(problem), layouts)
     total = memory.total_bytes
     likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
     return Room(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
 
 
-def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Any:
+def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
     """Return where layouts need more pinned memory than the spec allows, by more than columns may be off."""
     limit = pinned_limit(problem)
     if limit == float("inf"):
         return False
     job = cost_job(problem)
     elements = problem.trained / (layouts.pp * layouts.tp * np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1))
-    bucket = host_state.bucket_elements(job, layouts, elements * layouts.host_optimizer)
+    bucket = host_state.bucket_elements(job, layouts, elements * (1.0 - layouts.gpu_fraction))
     spare = host_state.SPARE * host_state.wire_bytes(job, layouts) * bucket
     parts = {name: size for name, size in memory.host_terms.items() if name in host_state.pinned_terms(job)}
     least = sum(np.maximum(0.0, size - spare) if name == "gradients" else size for name, size in parts.items())
@@ -112,10 +128,10 @@ def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Any:
 def pinned_limit(problem: Problem) -> float:
     """Return the bytes that a rank may pin; infinite where the spec says nothing, or nothing does with as few."""
     asked = problem.spec.parallel.offload.pinned_gib
-    return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * tiers.GIB))
+    return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * GIB))
 
 
-def bounds_s(problem: Problem, layouts: Layouts) -> Any:
+def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
     """Return a lower bound of the step time of many layouts."""
     shape = np.shape(layouts.pp)
     compiled = np.broadcast_to(layouts.compiled == 1, shape)

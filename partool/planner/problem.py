@@ -10,10 +10,9 @@ from typing import Literal
 import numpy as np
 
 from partool.catalog.profile import Applied
-from partool.cost.case import EAGER, SCHEDULES, Column, Job
+from partool.cost.case import EAGER, SCHEDULES, Column, Job, Mask
 from partool.cost.kinds import Kind, kinds
 from partool.cost.micro import layer_elements
-from partool.cost.tiers import Tiers, tiers_of
 from partool.cost.zero_controls import Controls, controls_of
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.tiles import loss_tile, network_tile
@@ -22,7 +21,7 @@ from partool.planner.described import Description
 from partool.schedule import Schedule, to_text
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
-from partool.spec.parallel import Compile
+from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
 
 Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
@@ -140,9 +139,11 @@ class Problem:
         return self.devices.domain or self.devices.per_node
 
     @cached_property
-    def tiers(self) -> Tiers:
-        """How what leaves the devices is kept and updated."""
-        return tiers_of(self.spec.parallel.offload, on_disks="disks" in self.relaxed)
+    def offload(self) -> Offload:
+        """What the spec asks to be kept elsewhere, and how; under pressure, an open optimizer's state in files."""
+        asked = self.spec.parallel.offload
+        to_files = asked.optimizer == "auto" and "disks" in self.relaxed
+        return asked.model_copy(update={"optimizer": "nvme"}) if to_files else asked
 
     @cached_property
     def parameters(self) -> int:
@@ -184,7 +185,7 @@ class Problem:
         """True if schedules that exclude compiled blocks are open all the same: their layouts are not compiled."""
         return self.spec.parallel.compile == "auto" and self.compile == "block"
 
-    def excludes_compile(self, schedule: Column) -> Column:
+    def excludes_compile(self, schedule: Column) -> Mask:
         """Return where blocks cannot be compiled under a pipeline's schedule, an index in ``cost.case.SCHEDULES``."""
         own = self.lists is not None and splits_backward(self.lists)
         return np.isin(schedule, (*EAGER, SCHEDULES.index("file")) if own else EAGER)

@@ -138,7 +138,7 @@ def _fits(problem: Problem, *, once: bool) -> bool:
     space = build(problem)
     mask = np.ones(space.size, dtype=bool)
     if once:
-        mask = space.groups.accumulation <= space.groups.pp
+        mask = np.asarray(space.groups.accumulation <= space.groups.pp)
     if not mask.any():
         return False
     search = Search(problem, space, mask)

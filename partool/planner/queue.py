@@ -25,7 +25,11 @@ class Queue:
         self._problem = problem
         self._second: dict[Key, float] = {} if second is None else second
         """Second bounds by layout; searches of one space may share them."""
-        self._space = space
+        self._space, groups = space, space.groups
+        self._columns = [
+            np.broadcast_to(column, space.size)
+            for column in (groups.schedule, groups.pp, groups.chunks, groups.in_flight, groups.accumulation)
+        ]
         self._heap: list[tuple[float, int, int]] = []
         self._settled: dict[Key, float] = {}
         """Bounds of layouts that will not get a better one."""
@@ -43,9 +47,10 @@ class Queue:
 
     def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
         """Add layouts."""
+        pp = self._columns[1]
         for bound, group, policy in zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), strict=True):
             key = (group, policy)
-            if self._space.groups.pp[group] > 1:
+            if pp[group] > 1:
                 self._coarse[self._structure(group)][key] = bound
             else:
                 self._settled[key] = bound
@@ -77,6 +82,5 @@ class Queue:
             self._second.update(zip(keys, found.tolist(), strict=True))
 
     def _structure(self, group: int) -> Any:
-        groups = self._space.groups
-        pp, m = int(groups.pp[group]), int(groups.accumulation[group])
-        return int(groups.schedule[group]), pp, int(groups.chunks[group]), int(groups.in_flight[group]), min(m, pp)
+        schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
+        return schedule, pp, chunks, in_flight, min(m, pp)

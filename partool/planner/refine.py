@@ -29,22 +29,28 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     after that takes the busiest rank at least its own time.
     """
     job = job_of_rows(problem, rows)
-    pp, chunks, schedule = int(rows.pp[0]), int(rows.chunks[0]), SCHEDULES[int(rows.schedule[0])]
+    first = rows.take(0)
+    pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
     short = min(int(np.min(rows.accumulation)), pp)
     longer = schedule == "hanayo" and np.any(rows.accumulation > pp)
     if pp * chunks * short > _MOST or longer or schedule == "file" or KNOWN[schedule].moves == "weights":
         # Hanayo's lists for more micro-batches than ranks are others, found by search.
         return bound_s(job, rows)
-    costs = variant_costs(problem, rows)
+    costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(
         [
-            _counts(problem, int(rows.recompute[index]), float(rows.recompute_share[index]), bounds)
-            for index, bounds in enumerate(splits(problem, rows, costs))
+            _counts(problem, int(policy), float(share), bounds)
+            for policy, share, bounds in zip(
+                np.broadcast_to(rows.recompute, count),
+                np.broadcast_to(rows.recompute_share, count),
+                splits(problem, rows, costs),
+                strict=True,
+            )
         ]
     )
     forward, backward, weight = (_stage_times(costs, counts, name) for name in ("forward_s", "backward_s", "weight_s"))
     parts = step(job, rows)
-    send = np.broadcast_to(parts.send_s, (len(rows.pp),))
+    send = np.broadcast_to(parts.send_s, (count,))
     span = makespan(
         schedule, pp, short, chunks, forward_s=forward, backward_s=backward, weight_s=weight, send_s=send
     )  # fmt: skip

@@ -1,96 +1,139 @@
-"""Whether the runtime can run a layout, or any layout, of a problem."""
+"""Whether the runtime can run a layout, or any layout, of a problem.
+
+A plan is cut into aspects (``zero 3``, ``precision bf16``), each of which :mod:`partool.layout.capabilities` lists or
+does not. Aspects that columns decide are written once, for one layout and for a hundred thousand.
+"""
 
 from __future__ import annotations
 
-from partool.layout.capabilities import GATHERS, Needs, aspects, gaps, runs
-from partool.plan.types import Layout
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import OVERLAPS, RECOMPUTE, SCHEDULES, SEQUENCE_METHODS, Layouts, Mask
+from partool.cost.codec import encode
+from partool.layout.capabilities import GAPS, GATHERS, Gap, of_model, runs
+from partool.plan.layout import Layout
+from partool.plan.types import Plan
 from partool.planner.problem import Problem
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
+from partool.spec.training import Precision
+from partool.strategies.schedules import MOVING_WEIGHTS
+from partool_kernels.registry import ARCHITECTURES
 
 
-def needs(problem: Problem, layout: Layout) -> Needs:
-    """Return what a layout of a problem asks of the runtime."""
-    precision = problem.spec.training.precision
-    frozen, hf = bool(problem.spec.model.frozen), problem.described is not None
-    return needs_of(layout, problem.model, problem.devices, precision, frozen=frozen, hf=hf)
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all layouts of a training ask of the runtime."""
+
+    model: ModelConfig
+    devices: Devices
+    precision: Precision
+    frozen: bool = False
+    hf: bool = False
+    """Whether transformers builds the model, instead of partool."""
 
 
-def needs_of(
-    layout: Layout, model: ModelConfig, devices: Devices, precision: str, *, frozen: bool, hf: bool = False
-) -> Needs:
-    """Return what a layout asks of the runtime; ``hf``: transformers builds the model."""
-    mesh = layout.mesh
-    return Needs(
-        model=model,
-        frozen=frozen,
-        backend=devices.backend,
-        nodes=devices.nodes,
-        zero=layout.zero,
-        replicas=mesh.dp_replicate,
-        tensor=mesh.tp,
-        tensor_inner=layout.tensor_inner,
-        sequence_norms=layout.sequence_norms,
-        tensor_overlap=layout.tensor_overlap,
-        stages=mesh.pp,
-        schedule=layout.schedule,
-        sequence=mesh.cp,
-        sequence_method=layout.sequence_method,
-        expert=layout.expert,
-        offload_optimizer=layout.offload_optimizer,
-        offload_parameters=layout.offload_parameters,
-        offload_activations=layout.offload_activations,
-        accumulation=layout.accumulation,
-        recompute=frozenset(layout.recompute),
-        compile=layout.compile,
-        precision=precision,
-        architecture=devices.architecture,
-        hf=hf,
-        gathers=_gathers(layout),
-        mlp_tile=layout.mlp_tile_tokens,
-        loss_tile=layout.loss_tile_tokens,
-    )
+def task(problem: Problem) -> Task:
+    """Return what all layouts of a problem ask."""
+    spec = problem.spec
+    hf = problem.described is not None
+    return Task(problem.model, problem.devices, spec.training.precision, bool(spec.model.frozen), hf)
 
 
-def _gathers(layout: Layout) -> frozenset[str]:
-    asked = (layout.gather != "coalesced", layout.prefetch != 1, layout.persistent_elements > 0, bool(layout.leaves))
-    return frozenset(name for name, applies in zip(GATHERS, asked, strict=True) if applies)
+def task_of(plan: Plan, devices: Devices) -> Task:
+    """Return what a plan asks on some devices, whatever its layout."""
+    return Task(plan.model, devices, plan.training.precision, bool(plan.frozen), plan.hf is not None)
+
+
+def of_task(asked: Task) -> Iterator[str]:
+    """Yield what the runtime must be able to do whatever the layout is."""
+    yield f"backend {asked.devices.backend}"
+    yield "one node" if asked.devices.nodes == 1 else "several nodes"
+    yield f"precision {asked.precision}"
+    if asked.frozen:
+        yield "frozen parameters"
+    yield from ["model of transformers"] if asked.hf else of_model(asked.model)
+    known = ARCHITECTURES.get(asked.devices.architecture)
+    if asked.precision == "fp8" and asked.devices.architecture and (known is None or known.fp8 is None):
+        yield "fp8 on other architectures"
+
+
+def of_columns(rows: Layouts) -> Iterator[tuple[str, Mask]]:
+    """Yield what columns decide, with where it is asked for."""
+    yield from ((f"zero {stage}", rows.zero == stage) for stage in range(4))
+    yield from ((f"recompute {name}", rows.recompute == at) for at, name in enumerate(RECOMPUTE))
+    yield from ((f"schedule {name}", (rows.pp > 1) & (rows.schedule == at)) for at, name in enumerate(SCHEDULES))
+    for at, name in enumerate(SEQUENCE_METHODS):
+        yield f"sequence {name}", (rows.cp > 1) & (rows.sequence_method == at)
+    yield "compile block", rows.compiled == 1
+    yield "compile none", rows.compiled == 0
+    yield "accumulation", rows.accumulation > 1
+    yield "hybrid sharding", (rows.zero > 0) & (rows.replicas > 1)
+    yield "tensor", rows.tp > 1
+    yield "tensor in two dimensions", rows.tensor_inner > 1
+    yield "norms on shares of the sequence", (rows.tp > 1) & (rows.sequence_norms == 1)
+    yield "tensor with fused collectives", (rows.tp > 1) & (rows.tensor_overlap == OVERLAPS.index("symmetric"))
+    yield "tensor in a pipeline", (rows.tp > 1) & (rows.pp > 1)
+    yield "expert", rows.ep > 1
+    yield "tiles of networks", rows.mlp_tile_tokens > 0
+    yield "tiles of the loss", rows.loss_tile_tokens > 0
+    yield "offload", rows.gpu_fraction < 1
+    yield "offload of parameters", rows.offload_parameters == 1
+    yield "offload of activations", rows.offload_activations == 1
+
+
+def aspects(asked: Task, layout: Layout) -> Iterator[str]:
+    """Yield everything that the runtime must be able to do for a layout."""
+    yield from of_task(asked)
+    yield from (aspect for aspect, there in of_columns(encode(layout)) if there)
+    yield from (f"recompute {policy}" for policy in sorted(set(layout.recompute)))
+    data, offload = layout.data, layout.offload
+    others = (data.gather != "coalesced", data.prefetch != 1, data.persistent > 0, bool(data.leaves))
+    yield from (name for name, there in zip(GATHERS, others, strict=True) if there)
+    if offload.optimizer == "nvme":
+        yield "offload to disks"
+    if offload.parameters == "nvme":
+        yield "offload of parameters to disks"
+    if asked.hf and layout.sequence.degree > 1:
+        yield "shared sequences of a model of transformers"
+    if asked.precision == "fp8":
+        yield from _of_fp8(asked, layout)
+
+
+def _of_fp8(asked: Task, layout: Layout) -> Iterator[str]:
+    """Yield what products in 8 bits must get along with."""
+    if layout.tensor.inner > 1:
+        yield "fp8 on tensor ranks in two dimensions"
+    if asked.hf and layout.tensor.degree > 1:
+        yield "fp8 on tensor ranks of a model of transformers"
+    if layout.pipeline.stages > 1 and layout.pipeline.schedule in MOVING_WEIGHTS:
+        yield "fp8 with weights that travel"
+
+
+def gaps(asked: Task, layout: Layout) -> tuple[Gap, ...]:
+    """Return what a layout needs and the runtime does not run yet; empty means runnable."""
+    missing = dict.fromkeys(aspect for aspect in aspects(asked, layout) if not runs(aspect))
+    return tuple(sorted((GAPS[aspect] for aspect in missing), key=lambda gap: gap.code))
 
 
 def runnable(problem: Problem, layout: Layout) -> bool:
     """Return True if the runtime can run a layout."""
-    return not gaps(needs(problem, layout))
-
-
-def plain_needs(problem: Problem) -> Needs:
-    """Return what every layout of a problem asks of the runtime, whatever is left open."""
-    return Needs(
-        model=problem.model,
-        frozen=bool(problem.spec.model.frozen),
-        backend=problem.devices.backend,
-        nodes=problem.devices.nodes,
-        zero=0,
-        replicas=1,
-        tensor=1,
-        tensor_inner=1,
-        sequence_norms=False,
-        tensor_overlap="none",
-        stages=1,
-        schedule="1f1b",
-        sequence=1,
-        expert=1,
-        offload_optimizer="none",
-        offload_parameters="none",
-        offload_activations="none",
-        accumulation=1,
-        recompute=frozenset({"none"}),
-        compile=problem.compile,
-        precision=problem.spec.training.precision,
-        architecture=problem.devices.architecture,
-        hf=problem.described is not None,
-    )
+    return not gaps(task(problem), layout)
 
 
 def nothing_runs(problem: Problem) -> bool:
     """Return True if no layout of a problem can be run, for its model or its machines."""
-    return any(not runs(aspect) for aspect in aspects(plain_needs(problem)))
+    return not all(runs(aspect) for aspect in of_task(task(problem)))
+
+
+def able(rows: Layouts) -> NDArray[np.bool_]:
+    """Return where the runtime has all that columns ask for."""
+    found = np.ones(rows.shape, dtype=bool)
+    for aspect, asked in of_columns(rows):
+        if not runs(aspect):
+            found &= np.logical_not(asked)
+    return found

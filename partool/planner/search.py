@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from partool.planner.layouts import layout_of, simplicity
 from partool.planner.price import Priced, bounds_s, host_limit, room
@@ -47,12 +48,12 @@ def firsts(codes: Any) -> Any:
 class Leaves:
     """Priced layouts that fit, as columns."""
 
-    group: Any
-    policy: Any
-    bound_s: Any
-    memory_bytes: Any
-    probability: Any
-    host_bytes: Any
+    group: NDArray[np.int64]
+    policy: NDArray[np.int64]
+    bound_s: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+    probability: NDArray[np.float64]
+    host_bytes: NDArray[np.float64]
 
     @classmethod
     def join(cls, parts: list[Leaves]) -> Leaves:
@@ -99,14 +100,14 @@ class Search:
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: dict[Key, float] = {} if shared is None else shared._second
         """The same of second bounds."""
-        self._seen: Any = np.zeros((space.size, len(space.policies)), bool) if shared is None else shared._seen
+        self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
         """Groups and policies that a bound was computed of; the same."""
         self._left_out = np.zeros(space.size, dtype=bool)
         """Groups that are too large whatever they do."""
         self._settled: list[Priced] = []
-        self.bound_s: Any = np.zeros(0)
+        self.bound_s: NDArray[np.float64] = np.zeros(0)
         """Least step time of each group."""
-        self.least_bytes: Any = np.zeros(0)
+        self.least_bytes: NDArray[np.float64] = np.zeros(0)
         """Least memory of each group."""
         self._parts: list[Leaves] = []
         self._limit_s = float("inf")
@@ -139,7 +140,7 @@ class Search:
 
     def least_memory(self) -> tuple[Any, Any]:
         """Return the least memory that each group can do with, and the probability that this fits."""
-        table, zero3 = self.space.policies, self.space.groups.zero[self.groups] == 3
+        table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
         stays = self.policies[table.parameters[self.policies] == 0]
         policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
         if (table.parameters[self.policies] == 1).any():
@@ -171,10 +172,10 @@ class Search:
     def extremes(self) -> list[int]:
         """Return the policies that save most memory: on the device alone, and with more and more of host memory."""
         table = self.space.policies
-        moved = table.optimizer + table.parameters + table.activations
+        moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
         here = self.policies[moved[self.policies] == moved[self.policies].min()]
         stays = self.policies[table.parameters[self.policies] == 0]
-        parts = [stays[table.optimizer[stays] == part] for part in np.unique(table.optimizer[stays])]
+        parts = [stays[table.gpu_fraction[stays] == part] for part in np.unique(table.gpu_fraction[stays])]
         return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
 
     def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
@@ -193,7 +194,7 @@ class Search:
         """
         model = self.problem.model
         head = model.vocab * model.hidden / max(self.problem.layer_elements, 1)
-        pp = self.space.groups.pp[groups]
+        pp = np.asarray(self.space.groups.pp)[groups]
         if self.problem.stage_layers is not None or self.problem.lists is not None:
             return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
         return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
@@ -284,7 +285,7 @@ class Search:
         table = self.space.policies
         first = self.policies[0]
         recompute = table.recompute * 1000 + table.share
-        moved = table.optimizer + 10 * table.parameters + 100 * table.activations
+        moved = table.gpu_fraction + 10 * table.parameters + 100 * table.activations
         plain = [policy for policy in self.policies if moved[policy] == moved[first]]
         one, many = np.array(plain), np.repeat(groups, len(plain))
         times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
@@ -303,7 +304,7 @@ class Search:
             if len(start) == 0:
                 continue
             policy = leaves.policy[start]
-            values = [table.recompute, table.optimizer, table.parameters, table.activations]
+            values = [table.recompute, -table.gpu_fraction, table.parameters, table.activations]
             least = np.ones((len(start), len(start)), dtype=bool)
             for column in values:
                 least &= column[policy][:, None] <= column[policy][None, :]

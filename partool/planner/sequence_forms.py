@@ -39,7 +39,7 @@ def best_forms(problem: Problem, every: Forms) -> Forms:
     ends = np.cumsum([len(found) for found in several.values()])
     for micro_batch in MICRO_BATCHES:
         layouts = _layouts(columns, micro_batch)
-        times, sizes = bounds_s(problem, layouts), room(problem, layouts).total_bytes
+        times, sizes = bounds_s(problem, layouts), np.asarray(room(problem, layouts).total_bytes)
         for start, stop in zip([0, *ends[:-1]], ends, strict=True):
             kept[start:stop] |= _front(times[start:stop], sizes[start:stop])
     found = dict(every)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from partool.cost.case import INSIDES, ORDERS
+from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import deal_heads, even
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.price import Priced
 from partool.planner.problem import Problem
 from partool.planner.sequence_forms import seconds
@@ -33,9 +33,9 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
     sent = best.time.traffic_bytes.get("sequence", 0)
     waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
-    words = METHODS[layout.sequence_method].words
+    words = METHODS[layout.sequence.method].words
     yield (
-        f"Sequence by {layout.sequence_form}{asked}: {words}. A rank sends {_size(sent)} per "
+        f"Sequence by {layout.sequence.form}{asked}: {words}. A rank sends {_size(sent)} per "
         f"step for it, and waits {waits:.1%} of the step."
     )
     yield from _others(problem, best)
@@ -44,29 +44,31 @@ def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     yield from _tokens(problem, layout)
 
 
-def fields_of(form: SequenceForm) -> dict[str, Any]:
-    """Return a form as fields of a plan's layout."""
-    return {
-        "sequence_method": form.name,
-        "sequence_order": ORDERS[form.order],
-        "sequence_inner": form.inner,
-        "sequence_teams": form.teams,
-        "sequence_inside": INSIDES[form.inside],
-    }
+def formed(layout: Layout, form: SequenceForm) -> Layout:
+    """Return a layout with another form of sequence parallelism."""
+    row = replace(
+        encode(layout),
+        sequence_method=form.method,
+        sequence_order=form.order,
+        sequence_inner=form.inner,
+        sequence_teams=form.teams,
+        sequence_inside=form.inside,
+    )
+    return decode(row, lists_of(layout))
 
 
 def rivals(problem: Problem, layout: Layout) -> list[Priced]:
     """Return a layout with the quickest form of each other method, the quickest first."""
     ranks, tensor = layout.mesh.cp, layout.mesh.tp
     free = problem.with_parallel(sequence=Sequence(degree=ranks))
-    forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence_method]
+    forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]
     if not forms:
         return []
     times = seconds(problem, [(ranks, tensor, *form) for form in forms], layout.micro_batch)
     least: dict[str, SequenceForm] = {}
     for at in np.argsort(times, kind="stable"):
         least.setdefault(forms[at].name, forms[at])
-    found = [Priced(problem, layout.model_copy(update=fields_of(form))) for form in least.values()]
+    found = [Priced(problem, formed(layout, form)) for form in least.values()]
     return sorted(found, key=lambda one: one.time.step_time_s)
 
 
@@ -74,14 +76,14 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     """Tell what the other methods would take on the same mesh, and which of them it does not allow."""
     layout = best.layout
     others = rivals(problem, layout)
-    texts = [f"{one.layout.sequence_form} {_against(best, one)}" for one in others]
+    texts = [f"{one.layout.sequence.form} {_against(best, one)}" for one in others]
     if texts:
         alike = any(abs(one.time.step_time_s / best.time.step_time_s - 1.0) <= TIE for one in others)
         names = ", ".join(PREFERENCE)
         rule = f" Of those within {TIE:.1%} and that fit, the first of {names} is taken." if alike else ""
         yield f"Other methods on this mesh: {'; '.join(texts)}.{rule}"
     free = problem.with_parallel(sequence=Sequence(degree=layout.mesh.cp))
-    wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence_method]
+    wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence.method]
     whys: dict[str, list[str]] = {}
     for name in wanted:
         why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
@@ -110,11 +112,11 @@ def _against(best: Priced, other: Priced) -> str:
 
 def _order(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
-    if layout.sequence_method not in ANY_ORDER:
+    if layout.sequence.method not in ANY_ORDER:
         return
     mixed = windowed(problem) and "full" in kinds_of(problem.model)
     asked = ", as the spec asks" if problem.spec.parallel.sequence.order != "auto" else ""
-    if layout.sequence_order == "zigzag":
+    if layout.sequence.order == "zigzag":
         text = "a stretch from the front and one from the back, so that all have as much to attend to"
         text += "; windowed layers fetch two windows for it" if windowed(problem) else ""
     elif mixed:
@@ -123,12 +125,12 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
         text = "one stretch each, whose windows begin with ranks before"
     else:
         text = "one stretch each; all wait for the rank that sees most"
-    yield f"Tokens {layout.sequence_order}{asked}: {text}."
+    yield f"Tokens {layout.sequence.order}{asked}: {text}."
 
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell of heads that are not even over the ranks that trade them, and of heads of keys that several need."""
-    ranks = {"ulysses": layout.mesh.cp, "usp": layout.sequence_inner}.get(layout.sequence_method, 1)
+    ranks = {"ulysses": layout.mesh.cp, "usp": layout.sequence.ulysses}.get(layout.sequence.method, 1)
     model, tensor = problem.model, layout.mesh.tp
     if ranks == 1 or model.mla is not None:
         return
@@ -147,7 +149,7 @@ def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell of shares of a sequence that are not even."""
     length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
     sizes = even(length, ranks)
-    if layout.sequence_order != "grid" and sizes[0] != sizes[-1]:
+    if layout.sequence.order != "grid" and sizes[0] != sizes[-1]:
         yield f"Tokens per rank: {sizes[0]:,} or {sizes[-1]:,}; a sequence of {length:,} does not divide by {ranks}."
 
 

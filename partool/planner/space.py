@@ -13,10 +13,12 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from partool.cost.case import RECOMPUTE, RING, Layouts
-from partool.planner.policies import Policies, policies_of, runnable_masks
+from partool.cost.case import RECOMPUTE, RING, Column, Layouts
+from partool.planner.policies import Policies, policies_of
 from partool.planner.problem import Problem, divisors
+from partool.planner.runnable import able, nothing_runs
 from partool.planner.schedules import Scheduled, schedules
 from partool.planner.sequence_forms import Forms, best_forms, every_form
 from partool.planner.tensor_checks import cuttable
@@ -39,9 +41,9 @@ class Space:
     size: int
     """Number of groups."""
     policies: Policies
-    runnable: Any
+    runnable: NDArray[np.bool_]
     """Mask of groups."""
-    runnable_policies: Any
+    runnable_policies: NDArray[np.bool_]
     """Mask of policies."""
     enumerated: int = 0
     """Layouts before anything was pruned."""
@@ -62,13 +64,13 @@ class Space:
         values = {
             "recompute": chosen.recompute[policy],
             "recompute_share": share,
-            "host_optimizer": chosen.optimizer[policy],
-            "host_parameters": chosen.parameters[policy],
-            "host_activations": chosen.activations[policy],
+            "gpu_fraction": chosen.gpu_fraction[policy],
+            "offload_parameters": chosen.parameters[policy],
+            "offload_activations": chosen.activations[policy],
         }
         if np.any(ring := taken.ring):
             # Weights that travel leave one policy: stages are computed again, nothing goes to the host.
-            only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0}
+            only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0, "gpu_fraction": 1.0}
             values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
         kept = {name: getattr(taken, name) for name in (*_GROUP_COLUMNS, *_SETTLED)}
         return Layouts(**kept, compiled=taken.compiled, **values)
@@ -92,18 +94,21 @@ class Space:
         return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
 
     @cached_property
-    def counted(self) -> Any:
+    def counted(self) -> NDArray[np.bool_]:
         """Mask of the groups and policies that are layouts, as counts have them: parameters leave as ZeRO-3 shards."""
-        return (self.policies.parameters == 0)[None, :] | (self.groups.zero == 3)[:, None]
+        stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
+        found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
+        return found
 
     @cached_property
-    def only(self) -> Any:
+    def only(self) -> NDArray[np.bool_]:
         """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
         table = self.policies
-        moved = table.optimizer + table.parameters + table.activations
-        return (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
+        moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
+        found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
+        return found
 
-    def _share(self, groups: Layouts, share: Any) -> Any:
+    def _share(self, groups: Layouts, share: Column) -> Column:
         """Return the share of all layers that is recomputed where stages, split evenly, round up to whole layers."""
         stages = groups.pp * groups.chunks
         small, more = self.layers // stages, self.layers % stages
@@ -173,13 +178,13 @@ class _Builder:
             mlp_tile_tokens=networks,
             loss_tile_tokens=losses,
         )
-        runnable, policies = runnable_masks(self.problem, groups, self.policies)
+        some = not nothing_runs(self.problem)
         return Space(
             groups=groups,
             size=columns.shape[1],
             policies=self.policies,
-            runnable=runnable,
-            runnable_policies=policies,
+            runnable=able(groups) & some,
+            runnable_policies=able(self.policies.rows) & some,
             enumerated=self.enumerated,
             pruned=dict(self.pruned),
             layers=self.problem.model.layers,

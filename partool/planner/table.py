@@ -67,8 +67,8 @@ def kind(priced: Priced) -> tuple[Any, ...]:
     layout, mesh = priced.layout, priced.layout.mesh
     return (
         mesh.tp > 1, mesh.pp > 1, mesh.cp > 1, layout.expert > 1,
-        layout.zero, mesh.dp_replicate > 1 and layout.zero > 0,
-        max(layout.recompute), layout.offload_optimizer, layout.offload_parameters, layout.offload_activations,
+        layout.data.zero, mesh.dp_replicate > 1 and layout.data.zero > 0,
+        max(layout.recompute), layout.offload.optimizer, layout.offload.parameters, layout.offload.activations,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import Decided, Partition, apply_patterns, own_partition
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.described import Description
 from partool.planner.problem import Problem
 from partool.spec.spec import Spec
@@ -20,8 +20,8 @@ def partition(problem: Problem, layout: Layout) -> Decided:
 
     No rows where there is one rank.
     """
-    ranks, inner = layout.mesh.tp, layout.tensor_inner
-    found = _decided(problem, ranks, inner, layout.sequence_norms)
+    ranks, inner = layout.mesh.tp, layout.tensor.inner
+    found = _decided(problem, ranks, inner, layout.tensor.sequence_norms)
     return Decided(found.rows, (*found.findings, *_idle(found.rows, ranks // inner, ranks)))
 
 

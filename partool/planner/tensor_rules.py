@@ -7,7 +7,7 @@ from math import prod
 
 from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor import head_ranges
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.problem import Problem, divisors, nearest
 from partool.planner.tensor_forms import busy, divides, inner_widths, shape_problem
 from partool.strategies.schedules import SCHEDULES

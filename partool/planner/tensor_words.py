@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.tensor import halves_passes
 from partool.layout.tensor import head_ranges
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.price import Priced
 from partool.planner.problem import Problem, divisors
@@ -23,11 +23,11 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
     layout = best.layout
     if layout.mesh.tp == 1:
         return
-    fused = layout.tensor_overlap == "symmetric"  # knows one form only
+    fused = layout.tensor.overlap == "symmetric"  # knows one form only
     if not fused:
         yield from _shape(problem, best)
     yield from _heads(problem, layout)
-    if layout.tensor_inner == 1 and not fused:
+    if layout.tensor.inner == 1 and not fused:
         yield _norms(problem, best)
     yield from _overlap(problem, layout)
 
@@ -35,7 +35,7 @@ def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
 def _shape(problem: Problem, best: Priced) -> Iterator[str]:
     """Tell what a shape's collectives take against t × 1, or the best other shape's against those of t × 1."""
     layout = best.layout
-    ranks, inner, rows = layout.mesh.tp, layout.tensor_inner, layout.micro_batch
+    ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
     plain = sent_s(problem, ranks, 1, rows)
     if inner > 1:
         here = sent_s(problem, ranks, inner, rows)
@@ -64,7 +64,8 @@ def _but(problem: Problem, best: Priced, inner: int) -> str:
     """Tell why a layout has not the shape that sends least."""
     if problem.spec.parallel.tensor.shape != "auto":
         return "but the spec asks for this shape"
-    other = Priced(problem, best.layout.model_copy(update={"tensor_inner": inner, "sequence_norms": False}))
+    shape = (best.layout.tensor.degree // inner, inner)
+    other = Priced(problem, best.layout.changed({"tensor.shape": shape, "tensor.sequence_norms": False}))
     bytes_ = other.memory.total_bytes - best.memory.total_bytes
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     memory = f"{abs(bytes_) / GIB:.2f} GiB {'more' if bytes_ > 0 else 'less'} per rank"
@@ -95,11 +96,11 @@ def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
 def _norms(problem: Problem, best: Priced) -> str:
     """Tell what norms on shares of the sequence cost and save."""
     layout = best.layout
-    there = layout.sequence_norms
+    there = layout.tensor.sequence_norms
     where = "on shares of the sequence" if there else "on whole sequences"
     if problem.described is not None:
         return f"Norms {where}: transformers' layers have no other."
-    other = Priced(problem, layout.model_copy(update={"sequence_norms": not there}))
+    other = Priced(problem, layout.changed({"tensor.sequence_norms": not there}))
     bytes_ = other.memory.total_bytes - best.memory.total_bytes
     ratio = other.time.step_time_s / best.time.step_time_s - 1.0
     asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""
@@ -118,16 +119,16 @@ def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
         "symmetric": "collectives are fused with products",
     }
     tensor = problem.spec.parallel.tensor
-    why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor_overlap]
-    if layout.tensor_overlap != "none" and halves_passes(cost_job(problem, layout.compile), columns(layout)):
+    why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor.overlap]
+    if layout.tensor.overlap != "none" and halves_passes(cost_job(problem, layout.compile), encode(layout)):
         why += ", but this schedule puts gradients of weights off, so backward passes have none to compute meanwhile"
-    if layout.tensor_overlap == "none" and tensor.overlap == "auto":
+    if layout.tensor.overlap == "none" and tensor.overlap == "auto":
         on_cores = problem.devices.backend == "cpu"
         why += "; both would work on the same cores" if on_cores else ", as the compiler, or halved passes, order them"
-    yield f"Tensor overlap {layout.tensor_overlap}: {why}."
-    if layout.tensor_chunks > 1:
+    yield f"Tensor overlap {layout.tensor.overlap}: {why}."
+    if layout.tensor.chunks > 1:
         asked = "the spec asks for it" if tensor.chunks != "auto" else "one's sum travels while the next is multiplied"
-        yield f"Tensor chunks {layout.tensor_chunks}: {asked}."
+        yield f"Tensor chunks {layout.tensor.chunks}: {asked}."
 
 
 def _milliseconds(value_s: float) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from partool.cost.case import Column, Layouts
 from partool.diagnostics.record import Diagnostic
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
 from partool.strategies.schedules import MOVING_WEIGHTS
@@ -48,7 +48,7 @@ def _largest_share(problem: Problem, ranks: Column) -> Column:
     if problem.model.grid is None:
         return -(-problem.spec.training.sequence_length // np.asarray(ranks))
     rows, columns = problem.model.grid
-    return np.maximum(-(-rows // np.asarray(ranks)) * columns, -(-columns // np.asarray(ranks)) * rows)
+    return np.asarray(np.maximum(-(-rows // np.asarray(ranks)) * columns, -(-columns // np.asarray(ranks)) * rows))
 
 
 def check(problem: Problem) -> Iterator[Diagnostic]:
@@ -82,18 +82,18 @@ def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     model, tiles = problem.model, problem.spec.parallel.tiles
     size = cost_job(problem).compute_bytes * layout.micro_batch
     short = "no layout is sure to fit without"
-    if layout.mlp_tile_tokens:
+    if layout.tiles.mlp:
         why = short if tiles.mlp == "auto" else "the spec asks for it"
         whole = problem.spec.training.sequence_length / layout.mesh.cp
-        less = size * model.ffn_hidden * max(0.0, whole - layout.mlp_tile_tokens) / layout.mesh.tp
+        less = size * model.ffn_hidden * max(0.0, whole - layout.tiles.mlp) / layout.mesh.tp
         yield (
-            f"Networks in tiles of {layout.mlp_tile_tokens:,} tokens: {why}; {less / MIB:,.0f} MiB less for each "
+            f"Networks in tiles of {layout.tiles.mlp:,} tokens: {why}; {less / MIB:,.0f} MiB less for each "
             "tensor of the inner width, which the backward pass computes a second time."
         )
     elif tiles.mlp not in ("auto", 0):
         yield f"Networks see all that a rank holds of a sequence at once: tiles.mlp: {tiles.mlp} is no less."
-    if layout.loss_tile_tokens:
+    if layout.tiles.loss:
         why = short if tiles.loss == "auto" else "the spec asks for it"
-        yield f"Loss in tiles of {layout.loss_tile_tokens:,} tokens: {why}."
+        yield f"Loss in tiles of {layout.tiles.loss:,} tokens: {why}."
     elif tiles.loss not in ("auto", 0):
         yield f"All logits of a micro-batch exist at once: it has no more than tiles.loss: {tiles.loss} tokens."

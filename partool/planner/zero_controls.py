@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import cast
 
+from partool.cost.case import Layouts
 from partool.cost.zero_controls import kept_elements, messages_of_unit
 from partool.diagnostics.record import Diagnostic
 from partool.layout.parameters import parameters
-from partool.plan.types import Layout
+from partool.plan.layout import DataLayout, Layout
 from partool.planner.cost_job import cost_job
 from partool.planner.problem import Problem
+from partool.spec.parallel import ZeroStage
 
 _PATH = ("parallel", "data")
 MIB = 2**20
@@ -29,15 +31,22 @@ def under_pressure(problem: Problem) -> Problem | None:
     return pressed if pressed.controls != problem.controls and problem.world_size > 1 else None
 
 
-def fields(problem: Problem, zero: int, shards: int, ranks: int) -> dict[str, Any]:
-    """Return the fields of a layout; those that have no meaning in it are as they are by default."""
-    chosen = problem.controls
-    found: dict[str, Any] = {"leaves": leaves(problem)} if ranks > 1 else {}
-    if zero > 0 and shards > 1:
-        found["gather"] = chosen.gather
-    if zero == 3 and shards > 1:
-        found |= {"prefetch": chosen.prefetch, "persistent_elements": chosen.persistent_elements}
-    return found
+def resolved(problem: Problem, row: Layouts) -> DataLayout:
+    """Return how the ranks of a row share the state; fields that have no meaning in it are as they are by default."""
+    zero, shard, chosen = cast("ZeroStage", int(row.zero)), int(row.shards), problem.controls
+    named = leaves(problem) if row.dp > 1 else ()
+    if zero == 0 or shard == 1:
+        return DataLayout(zero=zero, shard=shard, leaves=named)
+    if zero < 3:
+        return DataLayout(zero=zero, shard=shard, gather=chosen.gather, leaves=named)
+    return DataLayout(
+        zero=zero,
+        shard=shard,
+        gather=chosen.gather,
+        prefetch=chosen.prefetch,
+        persistent=chosen.persistent_elements,
+        leaves=named,
+    )
 
 
 def leaves(problem: Problem) -> tuple[str, ...]:
@@ -76,12 +85,12 @@ def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
     data, shared = problem.spec.parallel.data, layout.mesh.dp_shard > 1
     if data.zero not in ("auto", 3):
         return  # told already
-    chosen = f"ZeRO-{layout.zero}" if shared else "no ranks that share parameters"
+    chosen = f"ZeRO-{layout.data.zero}" if shared else "no ranks that share parameters"
     for name in ("prefetch", "persistent"):
-        if getattr(data, name) != "auto" and not (layout.zero == 3 and shared):
+        if getattr(data, name) != "auto" and not (layout.data.zero == 3 and shared):
             message = f"{name}: {getattr(data, name)} is about parameters that ZeRO-3 gathers; the plan has {chosen}"
             yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, name), help="drop it, or use zero: 3")
-    if data.gather == "sequential" and not (layout.zero > 0 and shared):
+    if data.gather == "sequential" and not (layout.data.zero > 0 and shared):
         message = f"gather: sequential, but the plan has {chosen}, and gathers nothing"
         yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, "gather"), help="drop it, or use zero: 3")
 
@@ -125,26 +134,26 @@ def _some(problem: Problem, names: set[str]) -> str:
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     """Say how parameters are gathered and why, where they are."""
     data, mesh = problem.spec.parallel.data, layout.mesh
-    if layout.zero > 0 and mesh.dp_shard > 1:
+    if layout.data.zero > 0 and mesh.dp_shard > 1:
         yield _gather(problem, layout)
-    if layout.zero == 3 and mesh.dp_shard > 1:
-        if layout.gather != "coalesced" or layout.prefetch != 1 or data.prefetch != "auto":
+    if layout.data.zero == 3 and mesh.dp_shard > 1:
+        if layout.data.gather != "coalesced" or layout.data.prefetch != 1 or data.prefetch != "auto":
             yield _prefetch(problem, layout)
-        if layout.persistent_elements or data.persistent != "auto":
+        if layout.data.persistent or data.persistent != "auto":
             yield _persistent(problem, layout)
-    if layout.leaves:
+    if layout.data.leaves:
         why = "the spec asks for it" if data.leaves != "auto" else "a rank may send no token to an expert"
-        yield f"Leaves {', '.join(layout.leaves)}: {why}; gathered as one, with zeros where there is no gradient."
+        yield f"Leaves {', '.join(layout.data.leaves)}: {why}; gathered as one, with zeros where there is no gradient."
 
 
 def _gather(problem: Problem, layout: Layout) -> str:
     pinned = problem.spec.parallel.data.gather != "auto"
-    if layout.gather == "coalesced":
+    if layout.data.gather == "coalesced":
         why = "the spec asks for it" if pinned else "the fewest messages"
-        usual = layout.zero == 3 and layout.prefetch == 1 and problem.spec.parallel.data.prefetch == "auto"
+        usual = layout.data.zero == 3 and layout.data.prefetch == 1 and problem.spec.parallel.data.prefetch == "auto"
         return f"Gather coalesced: {why}{_ahead(problem, layout) if usual else ''}."
     saved = cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
-    count = messages_of_unit(problem.model, problem.controls, layout.zero)
+    count = messages_of_unit(problem.model, problem.controls, layout.data.zero)
     why = "the spec asks for it" if pinned else "no layout is sure to fit that gathers layers as a whole"
     return f"Gather sequential: {why}; {count} messages per layer, {saved / MIB:,.0f} MiB less for a moment."
 
@@ -152,20 +161,20 @@ def _gather(problem: Problem, layout: Layout) -> str:
 def _prefetch(problem: Problem, layout: Layout) -> str:
     if problem.spec.parallel.data.prefetch != "auto":
         why = "the spec asks for it"
-    elif layout.prefetch == 0:
+    elif layout.data.prefetch == 0:
         why = "memory is short, so each layer waits for its parameters"
     else:
         why = "the next layer travels while one computes"
-    return f"Prefetch {layout.prefetch}: {why}{_ahead(problem, layout)}."
+    return f"Prefetch {layout.data.prefetch}: {why}{_ahead(problem, layout)}."
 
 
 def _ahead(problem: Problem, layout: Layout) -> str:
-    ahead = layout.prefetch * cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
+    ahead = layout.data.prefetch * cost_job(problem, layout.compile).compute_bytes * _layer_elements(problem, layout)
     return f"; {ahead / MIB:,.0f} MiB gathered ahead"
 
 
 def _persistent(problem: Problem, layout: Layout) -> str:
-    most = layout.persistent_elements
+    most = layout.data.persistent
     kept = cost_job(problem, layout.compile).compute_bytes * kept_elements(problem.model, most)
     why = "the spec asks for it" if problem.spec.parallel.data.persistent != "auto" else "vectors cost no messages"
     return f"Persistent up to {most:,} elements: {why}; {kept / MIB:,.1f} MiB stay gathered."

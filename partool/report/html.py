@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from partool.plan.as_spec import own_yaml
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS, TIME_TERMS
 from partool.plan.types import CandidateRow, Plan, RankMemory
 from partool.report.html_charts import axis_rows, node_pictures, pareto
@@ -73,6 +74,7 @@ def _content(plan: Plan, source: str | None) -> dict[str, Any]:
         "probability": _probability(plan.prediction.memory.fit_probability),
         "command": f"partool launch {source or 'SPEC'}" if plan.runnable else "",
         "layout": _layout(plan),
+        "own_yaml": own_yaml(plan),
         "axes": axis_rows(plan),
         "nodes": pictures,
         "nodes_left_out": left_out,
@@ -93,7 +95,9 @@ def _summary(plan: Plan) -> str:
     """Return the layout in a line: the planner's own words where they are there."""
     own = [row.summary for row in plan.candidates if not row.why_not]
     layout = plan.layout
-    return own[0] if own else f"ZeRO-{layout.zero}, micro-batch {layout.micro_batch} × {layout.accumulation}"
+    return (
+        own[0] if own else f"ZeRO-{layout.data.zero}, micro-batch {layout.micro_batch} × {layout.derived.accumulation}"
+    )
 
 
 def _parameters(plan: Plan) -> str:
@@ -110,30 +114,30 @@ def _layout(plan: Plan) -> list[tuple[str, str]]:
     """Return what the plan decided, in words."""
     layout, mesh = plan.layout, plan.layout.mesh
     rows = [
-        ("ZeRO stage", str(layout.zero)),
-        ("micro-batch", f"{layout.micro_batch} × {layout.accumulation} per step"),
+        ("ZeRO stage", str(layout.data.zero)),
+        ("micro-batch", f"{layout.micro_batch} × {layout.derived.accumulation} per step"),
     ]
     if mesh.pp > 1:
-        lengths = sorted({stop - start for start, stop in layout.stages})
+        lengths = sorted({stop - start for start, stop in layout.pipeline.bounds})
         each = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
-        chunks = f", {layout.chunks} chunks per rank" if layout.chunks > 1 else ""
-        rows.append(("schedule", f"{layout.schedule}{chunks}"))
-        rows.append(("stages", f"{len(layout.stages)} of {each} layers"))
+        chunks = f", {layout.pipeline.chunks} chunks per rank" if layout.pipeline.chunks > 1 else ""
+        rows.append(("schedule", f"{layout.pipeline.schedule}{chunks}"))
+        rows.append(("stages", f"{len(layout.pipeline.bounds)} of {each} layers"))
     if mesh.cp > 1:
-        rows.append(("sequences", f"over {mesh.cp} ranks by {layout.sequence_form}, {layout.sequence_order}"))
+        rows.append(("sequences", f"over {mesh.cp} ranks by {layout.sequence.form}, {layout.sequence.order}"))
     if layout.expert > 1:
         rows.append(("experts", f"over {layout.expert} ranks"))
     kinds = list(dict.fromkeys(layout.recompute))
     recompute = kinds[0] if len(kinds) == 1 else ", ".join(f"{k} in {layout.recompute.count(k)} layers" for k in kinds)
     rows += [("recompute", recompute), ("compile", layout.compile)]
-    tiles = (("networks", layout.mlp_tile_tokens), ("loss", layout.loss_tile_tokens))
+    tiles = (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss))
     rows += [(what, f"in tiles of {tokens:,} tokens") for what, tokens in tiles if tokens]
     where_is = {"cpu": "in host memory", "nvme": "in files"}
-    if layout.offload_optimizer != "none":
-        rows.append(("optimizer", f"{1.0 - layout.gpu_fraction:.0%} {where_is[layout.offload_optimizer]}"))
+    if layout.offload.optimizer != "none":
+        rows.append(("optimizer", f"{1.0 - layout.offload.gpu_fraction:.0%} {where_is[layout.offload.optimizer]}"))
     rows += [
         (name, where_is[where])
-        for name, where in (("parameters", layout.offload_parameters), ("activations", layout.offload_activations))
+        for name, where in (("parameters", layout.offload.parameters), ("activations", layout.offload.activations))
         if where != "none"
     ]
     return rows

@@ -84,14 +84,17 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
     nodes = f"{devices.nodes} node{'s' * (devices.nodes > 1)} × {devices.per_node}"
     unit = f"rank{'s' * (devices.per_node > 1)} on the CPU" if devices.backend == "cpu" else devices.accelerator
     yield "Mesh", f"{nodes} {unit}: {_axes(plan)}"
-    copies = f", {mesh.dp_replicate} copies" if layout.zero and mesh.dp_replicate > 1 else ""
+    copies = f", {mesh.dp_replicate} copies" if layout.data.zero and mesh.dp_replicate > 1 else ""
     sharing = mesh.dp_shard * mesh.cp
-    shard = f", state shared by {sharing}" if layout.zero and sharing > 1 else ""
-    parts = [f"ZeRO-{layout.zero}{shard}{copies}", f"micro-batch {layout.micro_batch} × {layout.accumulation} per step"]
+    shard = f", state shared by {sharing}" if layout.data.zero and sharing > 1 else ""
+    parts = [
+        f"ZeRO-{layout.data.zero}{shard}{copies}",
+        f"micro-batch {layout.micro_batch} × {layout.derived.accumulation} per step",
+    ]
     if mesh.pp > 1:
         parts.append(f"schedule {_schedule(plan)}, {_stage_sizes(plan)} per stage")
     if mesh.cp > 1:
-        parts.append(f"sequences over {mesh.cp} ranks by {layout.sequence_form}, {layout.sequence_order}")
+        parts.append(f"sequences over {mesh.cp} ranks by {layout.sequence.form}, {layout.sequence.order}")
     parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_tiles(plan), *_offloaded(plan)]
     yield "Layout", "; ".join(parts)
     if variables := environment.summary(plan):
@@ -101,25 +104,25 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
 def _schedule(plan: Plan) -> str:
     """Return the schedule with what it has beside a name: waves, chunks, a bound of micro-batches in flight."""
     layout = plan.layout
-    if layout.schedule == "hanayo":
-        waves = layout.chunks // 2
+    if layout.pipeline.schedule == "hanayo":
+        waves = layout.pipeline.chunks // 2
         text = f"hanayo, {waves} wave{'s' * (waves > 1)}"
     else:
-        name = "of one's own" if layout.schedule == "file" else layout.schedule
-        shown = layout.chunks > 1 and layout.schedule != "zb-v"
-        text = name + (f" × {layout.chunks} chunks" if shown else "")
-    return text + (f", at most {layout.in_flight} in flight" if layout.in_flight else "")
+        name = "of one's own" if layout.pipeline.schedule == "file" else layout.pipeline.schedule
+        shown = layout.pipeline.chunks > 1 and layout.pipeline.schedule != "zb-v"
+        text = name + (f" × {layout.pipeline.chunks} chunks" if shown else "")
+    return text + (f", at most {layout.pipeline.in_flight} in flight" if layout.pipeline.in_flight else "")
 
 
 def _stage_sizes(plan: Plan) -> str:
-    sizes = sorted({stop - start for start, stop in plan.layout.stages})
+    sizes = sorted({stop - start for start, stop in plan.layout.pipeline.bounds})
     text = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
     return f"{text} layer{'s' * (sizes[-1] > 1)}"
 
 
 def _tiles(plan: Plan) -> Iterator[str]:
     """Yield what sees a micro-batch in tiles of its tokens."""
-    for what, tokens in (("networks", plan.layout.mlp_tile_tokens), ("loss", plan.layout.loss_tile_tokens)):
+    for what, tokens in (("networks", plan.layout.tiles.mlp), ("loss", plan.layout.tiles.loss)):
         if tokens:
             yield f"{what} in tiles of {tokens:,} tokens"
 
@@ -127,11 +130,11 @@ def _tiles(plan: Plan) -> Iterator[str]:
 def _offloaded(plan: Plan) -> Iterator[str]:
     """Yield what lives in host memory."""
     layout = plan.layout
-    if layout.offload_optimizer != "none":
-        yield f"{1.0 - layout.gpu_fraction:.0%} of the optimizer {_IN[layout.offload_optimizer]}"
-    if layout.offload_parameters != "none":
-        yield f"parameters {_IN[layout.offload_parameters]}"
-    if layout.offload_activations == "cpu":
+    if layout.offload.optimizer != "none":
+        yield f"{1.0 - layout.offload.gpu_fraction:.0%} of the optimizer {_IN[layout.offload.optimizer]}"
+    if layout.offload.parameters != "none":
+        yield f"parameters {_IN[layout.offload.parameters]}"
+    if layout.offload.activations == "cpu":
         yield "activations in host memory"
 
 

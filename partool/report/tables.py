@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.layout.gemms import Gemm, gemms
+from partool.plan.as_spec import own_yaml
 from partool.plan.diff import differences, moved_inputs, predictions
 from partool.plan.terms import MEMORY_TERMS, TIME_PARTS
 from partool.plan.types import Plan
@@ -72,7 +73,7 @@ def plan_gemms(plan: Plan) -> list[Gemm]:
     """Return the matrix products of a rank under a plan."""
     layout = plan.layout
     tokens = plan.tokens
-    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor_inner)
+    return gemms(plan.model, tensor=layout.mesh.tp, expert=layout.expert, tokens=tokens, inner=layout.tensor.inner)
 
 
 def gemm_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -94,13 +95,16 @@ def render_gemms(plan: Plan, console: Console) -> None:
 def render_layout(plan: Plan, console: Console) -> None:
     """Print the stages with their layers and policies, and the axes of the mesh."""
     mesh, layout = plan.layout.mesh, plan.layout
-    console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh.model_dump().items())}")
+    console.print(f"Mesh, outermost first: {', '.join(f'{name} {size}' for name, size in mesh._asdict().items())}")
     table = _table("stage", "pipeline rank", "layers", "count", "recompute", left=0)
-    for index, (start, stop) in enumerate(layout.stages):
+    for index, (start, stop) in enumerate(layout.pipeline.bounds):
         policies = [layout.recompute[at] for at in range(start, stop)]
         kinds = ", ".join(f"{kind} × {policies.count(kind)}" for kind in dict.fromkeys(policies))
         table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
     _show(console, "Stages", table)
+    console.print()
+    console.print("Use this layout: in the spec, write")
+    console.print(own_yaml(plan), end="", markup=False, highlight=False, soft_wrap=True)
 
 
 def comparison(old: Plan, new: Plan) -> dict[str, Any]:

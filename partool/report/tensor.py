@@ -23,11 +23,11 @@ _ONE = "One tensor rank holds every parameter whole; --set parallel.tensor=2 sho
 
 def tensor_data(plan: Plan) -> dict[str, Any]:
     """Return the partition as data: one row per parameter, or per parameter of all layers, and what each rank holds."""
-    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor_inner
+    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     return {
         "ranks": ranks,
         "shape": [ranks // inner, inner],
-        "sequence_norms": plan.layout.sequence_norms,
+        "sequence_norms": plan.layout.tensor.sequence_norms,
         "parameters": [
             {
                 **row.model_dump(mode="json", exclude={"cuts"}),
@@ -57,12 +57,12 @@ def held(rows: tuple[Partition, ...], rank: int) -> int:
 
 def render_tensor(plan: Plan, console: Console) -> None:
     """Print every parameter with its style, its parts per rank and the rule that decided, and what the ranks hold."""
-    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor_inner
+    ranks, inner = plan.layout.mesh.tp, plan.layout.tensor.inner
     if ranks == 1:
         console.print(_ONE)
         return
     shape = f", as {ranks // inner} × {inner}" if inner > 1 else ""
-    norms = "; norms on shares of the sequence" if plan.layout.sequence_norms else ""
+    norms = "; norms on shares of the sequence" if plan.layout.tensor.sequence_norms else ""
     console.print(Text(f"Parameters over {ranks} tensor ranks{shape}{norms}", "bold"))
     console.print(_table(plan, console.width))
     console.print()

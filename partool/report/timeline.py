@@ -28,10 +28,10 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
     """
     layout, ranks = plan.layout, plan.layout.mesh.pp
     times = predicted_times(plan)
-    m, stages = layout.accumulation, len(layout.stages)
-    if layout.schedule != "file" and stages != ranks * layout.chunks:
-        raise ValueError(f"{stages} stages do not fill {ranks} ranks × {layout.chunks} chunks")
-    count = _shown(m, ranks, most_actions // (2 * stages)) if layout.schedule in _REPEAT else m
+    m, stages = layout.derived.accumulation, len(layout.pipeline.bounds)
+    if layout.pipeline.schedule != "file" and stages != ranks * layout.pipeline.chunks:
+        raise ValueError(f"{stages} stages do not fill {ranks} ranks × {layout.pipeline.chunks} chunks")
+    count = _shown(m, ranks, most_actions // (2 * stages)) if layout.pipeline.schedule in _REPEAT else m
     if count == m:
         schedule = schedule_of(layout)
         if schedule.stages != stages:
@@ -39,16 +39,16 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
         return drawn(schedule, simulate(schedule, times))
     from partool.cost.pipeline import span_s
 
-    schedule = generate(layout.schedule, ranks, count, layout.chunks)
+    schedule = generate(layout.pipeline.schedule, ranks, count, layout.pipeline.chunks)
     short = _stretched(drawn(schedule, simulate(schedule, times)), m, span_s(layout, times))
-    return replace(short, in_flight=in_flight(layout.schedule, ranks, m, layout.chunks))
+    return replace(short, in_flight=in_flight(layout.pipeline.schedule, ranks, m, layout.pipeline.chunks))
 
 
 def without_pipeline(plan: Plan) -> str:
     """Return what a plan does instead of a pipeline; empty if it has one."""
     if plan.layout.mesh.pp > 1:
         return ""
-    k = plan.layout.accumulation
+    k = plan.layout.derived.accumulation
     batches = f"{k} micro-batches, one after the other" if k > 1 else "one micro-batch"
     return f"No pipeline: every rank runs all layers on {batches}, forward then backward."
 
@@ -77,10 +77,10 @@ def bubble_words(plan: Plan, drawing: Drawing) -> str:
 
 def shares_cores(plan: Plan) -> bool:
     """Return True if ranks of the pipeline wait for each other's cores, as a timeline does not show."""
-    from partool.cost.columns import columns
+    from partool.cost.codec import encode
     from partool.cost.sync import pipeline_wait
 
-    return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), columns(plan.layout))) > 0.0
+    return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), encode(plan.layout))) > 0.0
 
 
 def _job(plan: Plan) -> Job:
@@ -93,7 +93,7 @@ def _job(plan: Plan) -> Job:
         sequence_length=plan.training.sequence_length,
         global_batch=plan.training.global_batch,
         precision=plan.training.precision,
-        stack=own_stack(plan.devices.backend, plan.layout.compile, plan.layout.fused),
+        stack=own_stack(plan.devices.backend, plan.layout.compile, plan.layout.derived.fused),
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
     )

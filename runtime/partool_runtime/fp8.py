@@ -65,7 +65,7 @@ def use_fp8(blocks: Iterable[nn.Module], plan: Plan, device: torch.device) -> No
         if not found:
             message = f"{type(block).__name__} has no torch.nn.Linear that could multiply in 8 bits"
             raise ConfigurationError("PT658", message, "Plan it again with training.precision: bf16.")
-        if not plan.layout.leaves:  # which gather their parameters as they are called
+        if not plan.layout.data.leaves:  # which gather their parameters as they are called
             _share_inputs(block, attention=plan.layout.mesh.cp == 1)
 
 

@@ -90,8 +90,8 @@ def lay_mesh(plan: Plan, device: torch.device) -> Ranks:
     copy of it on every rank.
     """
     mesh = plan.layout.mesh
-    axes = (mesh.dp * mesh.cp, 1) if plan.layout.zero == 0 else (mesh.dp_replicate, mesh.dp_shard * mesh.cp)
-    inner = plan.layout.tensor_inner
+    axes = (mesh.dp * mesh.cp, 1) if plan.layout.data.zero == 0 else (mesh.dp_replicate, mesh.dp_shard * mesh.cp)
+    inner = plan.layout.tensor.inner
     copies = init_device_mesh(
         device.type, (mesh.pp, *axes, mesh.tp), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp")
     )

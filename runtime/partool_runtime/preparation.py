@@ -96,10 +96,10 @@ def _plain(plan: Plan, ranks: Ranks) -> Prepared:
 
 def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory) -> HostParameters | None:
     """Give a sharded model memory, and return what keeps its shards where they are not on the device."""
-    if plan.layout.offload_parameters == "none":
+    if plan.layout.offload.parameters == "none":
         materialise(model, ranks.device)
         return None
-    disk = plan.layout.host if plan.layout.offload_parameters == "nvme" else None
+    disk = plan.layout.offload if plan.layout.offload.parameters == "nvme" else None
     shards = HostParameters(model.roots(), ranks.device, memory=memory, disk=disk, owner=f"rank {ranks.rank}")
     for root in model.roots() if disk is None else ():  # a new file holds zeros, and would be written twice
         poison(root)
@@ -108,12 +108,12 @@ def _give_memory(model: AnyDecoder, plan: Plan, ranks: Ranks, memory: HostMemory
 
 def host_memory(plan: Plan, device: torch.device) -> HostMemory:
     """Return the owner of the host memory of a rank that its device copies to and from, within the plan's limit."""
-    return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.host.pinned_bytes)
+    return HostMemory(pinned=device.type == "cuda", limit_bytes=plan.layout.offload.pinned_limit_bytes)
 
 
 def _widen(model: Decoder | HfDecoder | DecoderParts | HfParts, plan: Plan) -> None:
     """Keep the sums of gradients as wide as they are without offload, where parameters are held narrow."""
-    if plan.layout.offload_optimizer != "none" and not travels_narrow(plan.layout):
+    if plan.layout.offload.optimizer != "none" and not travels_narrow(plan.layout):
         for root in model.roots():
             wide_gradients(root, MASTER_DTYPE[plan.training.precision])
 
@@ -129,8 +129,8 @@ def _model(plan: Plan, ranks: Ranks) -> Decoder | HfDecoder:
 
 def _parts(plan: Plan, mine: Sequence[int], ranks: Ranks) -> DecoderParts | HfParts:
     if plan.hf is None:
-        return build_parts(plan.model, plan.layout.stages, mine)
-    parts = HfParts(plan.hf, plan.model, plan.layout.stages, mine, wide=plan.training.precision == "fp64")
+        return build_parts(plan.model, plan.layout.pipeline.bounds, mine)
+    parts = HfParts(plan.hf, plan.model, plan.layout.pipeline.bounds, mine, wide=plan.training.precision == "fp64")
     _seed(plan, ranks)
     return parts
 
@@ -162,12 +162,12 @@ def _of_shares(passes: Passes, plan: Plan, ranks: Ranks) -> Passes:
 def _ring(plan: Plan, schedule: Schedule, ranks: Ranks, report: Report) -> Prepared:
     if ranks.cp.size() > 1:
         raise ConfigurationError("PT650", f"{schedule.name} keeps whole sequences on a rank", "Plan it again.")
-    if plan.layout.offload_optimizer != "none":
+    if plan.layout.offload.optimizer != "none":
         message = f"{schedule.name} moves weights from rank to rank: an optimizer in host memory has none of them"
         raise ConfigurationError("PT664", message, "another schedule, or parallel.offload.optimizer: none")
     rank = ranks.pp.get_local_rank()
     with torch.device("meta"):
-        model = RingDecoder(plan.model, plan.layout.stages, schedule.on_rank(rank))
+        model = RingDecoder(plan.model, plan.layout.pipeline.bounds, schedule.on_rank(rank))
     materialise(model, ranks.device, MASTER_DTYPE[plan.training.precision])
     frozen = freeze(model, plan.frozen)
     for name, parameter in model.elsewhere():

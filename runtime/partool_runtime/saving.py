@@ -62,7 +62,7 @@ class Saver:
             folder,
             keep=spec.keep,
             # What is on disks because memory does not hold it is not copied there to be written in the background.
-            mode="sync" if plan.layout.offload_optimizer == "nvme" else spec.mode,
+            mode="sync" if plan.layout.offload.optimizer == "nvme" else spec.mode,
             rank=ranks.rank,
             world_size=ranks.world_size,
             run=run_dir.name,

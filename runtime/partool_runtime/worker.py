@@ -21,6 +21,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
+from partool.plan.outline import older
 from partool.plan.run import starting_file
 from partool.plan.types import Plan
 from partool_runtime import _numa
@@ -68,6 +69,8 @@ def load_plan(path: Path) -> Plan:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
+        if found := older(path):
+            raise ConfigurationError("PT503", *found) from None
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         fix = "make it again: partool plan SPEC --out FILE"
         raise ConfigurationError("PT503", f"{path} is no plan of this version: {reason}", fix) from None

@@ -31,7 +31,7 @@ def whole_steps(run: Run) -> dict[str, Any]:
         plain = _plan(run, folder / "eager", "none", "[]")
         unfused = _plan(run, folder / "compiled", compiled, "[]")
         fused = _plan(run, folder / "fused", compiled, "auto")
-        found["fused_parts"] = json.loads(fused.read_text(encoding="utf-8"))["layout"]["fused"]
+        found["fused_parts"] = json.loads(fused.read_text(encoding="utf-8"))["layout"]["derived"]["fused"]
         steps: dict[str, list[dict[str, Any]]] = {}
 
         def trained(kind: str, plan: Path) -> dict[str, Any]:

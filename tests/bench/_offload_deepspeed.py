@@ -74,7 +74,7 @@ class DeepSpeed:
         optimizer = cpu_adam.DeepSpeedCPUAdam(groups, lr=spec.lr, betas=tuple(spec.betas), eps=spec.eps)
         self._config = {
             "train_micro_batch_size_per_gpu": plan.layout.micro_batch,
-            "gradient_accumulation_steps": plan.layout.accumulation,
+            "gradient_accumulation_steps": plan.layout.derived.accumulation,
             "gradient_clipping": spec.clip,
             plan.training.precision: {"enabled": True},
             "zero_optimization": {

@@ -20,9 +20,12 @@ import torch.distributed as dist
 from _pipeline_net import sent_bytes
 from _sequence_job import Case, Job, Shape
 from gather_peak import allocated_bytes
+
+sys.path.append(str(Path(__file__).parents[1]))
+from layouts import new_layout
 from torch import nn
 
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Mesh
 from partool.spec.model import ModelConfig
 from partool_runtime.model import AttentionLayout, Block, kernels
 from partool_runtime.model.attention import Context, SelfAttention, Tokens
@@ -132,13 +135,13 @@ class Runner:
         for block in self.blocks if job.rate_mbit else ():
             block.attention.core = self._wait
         mesh = Mesh(cp=job.ranks)
-        layout = Layout(
+        layout = new_layout(
             mesh=mesh, zero=0, micro_batch=1, accumulation=1, recompute=("none",), compile="none",
             stages=((0, len(self.blocks)),),
             sequence_method=case.method, sequence_order=case.order, sequence_inner=case.inner,
             sequence_teams=case.teams, sequence_inside=case.inside,
-        )  # type: ignore[arg-type]  # fmt: skip
-        METHODS[layout.sequence_method](self.blocks, self.team, layout)
+        )  # fmt: skip
+        METHODS[layout.sequence.method](self.blocks, self.team, layout)
         self.index = torch.tensor(self.team.index(rank))
         self.context = Context(None, Tokens(shape.length, self.index, None, shape.grid))
         if shape.grid:

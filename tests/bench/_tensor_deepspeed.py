@@ -32,7 +32,7 @@ def deepspeed_step(plan: Plan, folder: str, *, overlap: bool) -> Callable[[int, 
         optimizer=torch.optim.AdamW(groups, lr=spec.lr, betas=betas, eps=spec.eps, fused=True),
         config={
             "train_micro_batch_size_per_gpu": plan.layout.micro_batch,
-            "gradient_accumulation_steps": plan.layout.accumulation,
+            "gradient_accumulation_steps": plan.layout.derived.accumulation,
             "gradient_clipping": spec.clip,
             "tensor_parallel": {"autotp_size": dist.get_world_size(), "tp_overlap_comm": overlap},
             "zero_optimization": {"stage": 0},

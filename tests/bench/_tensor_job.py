@@ -15,8 +15,12 @@ from typing import Any
 
 from _start import start_ranks
 
+sys.path.append(str(Path(__file__).parents[1]))
+from layouts import laid
+
 from partool.layout.tensor import own_partition
-from partool.plan.types import Layout, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 
 RANK = Path(__file__).with_name("_tensor_rank.py")
 ENGINES = ("partool", "hooked", "dtensor", "deepspeed")
@@ -69,10 +73,9 @@ class Job:
         if case.plan:
             return Plan.from_json(case.plan)
         plan = Plan.from_json(self.plan)
-        layout = Layout.model_validate(
-            plan.layout.model_dump() | {"mesh": Mesh(tp=self.ranks).model_dump()} | dict(case.layout)
-        )
-        partition = own_partition(plan.model, layout.mesh.tp, layout.tensor_inner, layout.sequence_norms)
+        fields = dict(case.layout)
+        layout = laid(plan.layout, mesh=Mesh(**fields.pop("mesh", {"tp": self.ranks})), **fields)
+        partition = own_partition(plan.model, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
         return plan.model_copy(update={"layout": layout, "partition": partition})
 
 

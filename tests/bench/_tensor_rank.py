@@ -113,7 +113,7 @@ def batches(plan: Plan, seed: int) -> list[MicroBatch]:
     drawn = torch.Generator().manual_seed(seed)
     shape = (plan.layout.micro_batch, plan.training.sequence_length)
     found = []
-    for _ in range(plan.layout.accumulation):
+    for _ in range(plan.layout.derived.accumulation):
         tokens_BS = torch.randint(plan.model.vocab, shape, generator=drawn)
         labels_BS = torch.randint(plan.model.vocab, shape, generator=drawn)
         found.append(MicroBatch(tokens_BS, labels_BS))

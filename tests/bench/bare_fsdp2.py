@@ -46,7 +46,7 @@ def main(plan_path: str) -> None:
     tokens_per_step = plan.training.global_batch * plan.training.sequence_length
     marks = [_mark(device)]
     for _ in range(plan.training.steps):
-        for _ in range(plan.layout.accumulation):
+        for _ in range(plan.layout.derived.accumulation):
             tokens_BS = torch.randint(plan.model.vocab, shape, device=device)
             # FSDP2 averages over ranks, so each rank's share is scaled up by their number.
             (model(tokens_BS, tokens_BS) * (dist.get_world_size() / tokens_per_step)).backward()

@@ -52,7 +52,7 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
     import torch
     from torch import nn
 
-    from partool.plan.types import Mesh
+    from partool.plan.layout import DataLayout, Derived, Layout, PipelineLayout
     from partool_runtime.mesh import lay_mesh
     from partool_runtime.parallel.zero import shard
 
@@ -87,14 +87,13 @@ def build(job: dict[str, Any], gather: str, depth: int) -> Any:
                 x = layer(x) * 0.01
             return self.head(x).sum()
 
-    layout: Any = SimpleNamespace(
-        zero=3,
-        mesh=Mesh(dp_shard=RANKS),
-        tensor_inner=1,
-        gather=gather,
-        prefetch=depth,
-        persistent_elements=0,
-        leaves=(),
+    layout = Layout(
+        data=DataLayout(zero=3, shard=RANKS, gather=gather, prefetch=depth),
+        pipeline=PipelineLayout(layers=(1,)),
+        recompute=("none",),
+        compile="none",
+        micro_batch=1,
+        derived=Derived(accumulation=1),
     )
     ranks = lay_mesh(SimpleNamespace(layout=layout), torch.device("cpu"))  # type: ignore[arg-type]
     with torch.device("meta"):

@@ -98,8 +98,9 @@ def line(result: Result, metric: str) -> str:
     mesh = layout.mesh
     how = (
         f"{job.devices.accelerator} x{mesh.world_size} {job.precision} s{job.sequence_length} dp{mesh.dp} tp{mesh.tp} "
-        f"pp{mesh.pp} cp{mesh.cp} ep{layout.expert} z{layout.zero} mb{layout.micro_batch} x{layout.accumulation} "
-        f"{layout.recompute[0]} {layout.schedule} v{layout.chunks} {job.stack.name}"
+        f"pp{mesh.pp} cp{mesh.cp} ep{layout.expert} z{layout.data.zero} mb{layout.micro_batch} "
+        f"x{layout.derived.accumulation} {layout.recompute[0]} {layout.pipeline.schedule} "
+        f"v{layout.pipeline.chunks} {job.stack.name}"
     )
     name = result.case.cells.text("model")[:22]
     what = f"{result.case.source[:24]:24} {name:22} {result.predicted / scale:9.3f} {truth} {unit}"

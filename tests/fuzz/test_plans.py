@@ -99,10 +99,10 @@ def test_edited_plans_are_shown_or_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_groups_that_do_not_divide_their_ranks_are_refused() -> None:
     """Also those of ranks that there are none of: it once was a division by zero."""
-    for name in ("tensor_inner", "sequence_inner", "sequence_teams"):
+    for section, name, value in (("tensor", "shape", [1, 7]), ("sequence", "ulysses", 7), ("sequence", "teams", 7)):
         for document in plans().values():
             edited_ = deepcopy(document)
-            edited_["layout"][name] = 7
+            edited_["layout"][section][name] = value
             plan = Plan.from_json(json.dumps(edited_))
             assert name in plan.contradiction
             assert not Plan.from_json(json.dumps(document)).contradiction

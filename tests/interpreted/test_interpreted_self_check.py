@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from _telemetry import small_plan
+from layouts import laid
 
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
@@ -45,7 +46,7 @@ def test_kernels_pass(kind: str, dtype: torch.dtype) -> None:
 def plan(mode: str = "auto") -> Plan:
     """Return one that fuses norms and gates."""
     plain = small_plan(model=SMALL, kernels=KernelsSpec(mode=mode))  # type: ignore[arg-type]
-    return plain.model_copy(update={"layout": plain.layout.model_copy(update={"fused": ("norm", "glu")})})
+    return plain.model_copy(update={"layout": laid(plain.layout, fused=("norm", "glu"))})
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
@@ -72,7 +73,7 @@ def test_a_wrong_kernel_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     spoilt(monkeypatch)
     said: list[str] = []
     kept = self_check.with_working_parts(plan(), ranks(), said.append)
-    assert kept.layout.fused == ("norm",)
+    assert kept.layout.derived.fused == ("norm",)
     assert len(said) == 1
     assert "glu: results are" in said[0]
 
@@ -80,7 +81,7 @@ def test_a_wrong_kernel_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_that_fails_is_left_to_torch_or_ends_a_native_run(monkeypatch: pytest.MonkeyPatch) -> None:
     spoilt(monkeypatch, RuntimeError("out of resource: shared memory\nmore"))
     said: list[str] = []
-    assert self_check.with_working_parts(plan(), ranks(), said.append).layout.fused == ("norm",)
+    assert self_check.with_working_parts(plan(), ranks(), said.append).layout.derived.fused == ("norm",)
     assert "RuntimeError: out of resource: shared memory" in said[0]
     with pytest.raises(ConfigurationError, match="PT652: kernels differ from torch on this device: glu"):
         self_check.with_working_parts(plan("native"), ranks(), said.append)

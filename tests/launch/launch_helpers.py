@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from layouts import laid, new_layout
+
+from partool.plan.layout import Mesh
 from partool.plan.run import RunStatus, read_status
 from partool.plan.types import (
     Devices,
-    Layout,
     MemoryPrediction,
-    Mesh,
     Plan,
     Prediction,
     TimePrediction,
@@ -49,7 +50,7 @@ def make_plan(ranks: int = 2, **launch: Any) -> Plan:
             fabric_bytes_per_s=1e9,
             threads_per_rank=1,
         ),
-        layout=Layout(
+        layout=new_layout(
             mesh=Mesh(dp_replicate=ranks),
             zero=0,
             micro_batch=1,
@@ -86,14 +87,13 @@ def make_plan(ranks: int = 2, **launch: Any) -> Plan:
 def trainable_plan(text: Path, steps: int, **launch: Any) -> Plan:
     """Return a plan that the real trainer can run: two layers, two ranks with ZeRO-1, a checkpoint every tenth step."""
     plan = make_plan(2, **launch)
-    layout = plan.layout.model_copy(
-        update={
-            "mesh": Mesh(dp_shard=2),
-            "zero": 1,
-            "micro_batch": 2,
-            "recompute": ("none", "none"),
-            "stages": ((0, 2),),
-        }
+    layout = laid(
+        plan.layout,
+        mesh=Mesh(dp_shard=2),
+        zero=1,
+        micro_batch=2,
+        recompute=("none", "none"),
+        stages=((0, 2),),
     )
     return plan.model_copy(
         update={

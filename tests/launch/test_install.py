@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from partool.plan.types import PLAN_VERSION
+
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -54,7 +56,7 @@ def test_core_install_plans_every_example_without_torch(installed: Path, tmp_pat
     for spec in SPECS:
         done = run(installed / "partool", "plan", spec, "--output", "json", cwd=tmp_path)
         assert done.returncode == 0, f"{spec.name}: {done.stderr}"
-        assert json.loads(done.stdout)["plan_version"] == 1
+        assert json.loads(done.stdout)["plan_version"] == PLAN_VERSION
     refused = run(installed / "partool", "launch", ROOT / "specs" / "quickstart.yaml", cwd=tmp_path)
     assert refused.returncode == 3
     assert "partool[train]" in refused.stderr

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from launch_helpers import HERE, trainable_plan
+from layouts import laid
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.training import CheckpointSpec
 from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
 
@@ -26,9 +28,7 @@ def plan_of(folder: Path, precision: str = "fp32", *, ranks: int = 2, zero: int 
         text.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(3000)))
     plan = trainable_plan(text, STEPS)
     training = plan.training.model_copy(update={"precision": precision, "global_batch": 6})
-    layout = plan.layout.model_copy(
-        update={"mesh": Mesh(dp_shard=ranks), "zero": zero, "micro_batch": 1, "accumulation": 6 // ranks}
-    )
+    layout = laid(plan.layout, mesh=Mesh(dp_shard=ranks), zero=zero, micro_batch=1, accumulation=6 // ranks)
     devices = plan.devices.model_copy(update={"per_node": ranks})
     checkpoint = CheckpointSpec(every=3, keep=2)
     return plan.model_copy(

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import typer
 from launch_helpers import make_plan
+from layouts import laid
 from typer.testing import CliRunner, Result
 
 from partool.launch.checkpoints import complete, set_aside_after
 from partool.launch.store import Run, RunStore
+from partool.plan.layout import Mesh
 from partool.plan.run import RunStatus, rank_log, read_status, write_status
-from partool.plan.types import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -285,12 +286,13 @@ def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monke
         (run.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     assert "partool: goes on from step 10\n" in invoke("launch", run.id, "--resume").stderr
     assert "partool: goes on from step 4\n" in invoke("launch", run.id, "--resume", "--step", "4").stderr
-    layout = make_plan().layout
-    other = layout.model_copy(update={"mesh": Mesh(pp=2), "schedule": "hanayo", "zero": layout.zero + 1})
-    found = invoke("launch", plan_file(layout=other), "--resume").stderr
+    layout, model = make_plan().layout, make_plan().model.model_copy(update={"layers": 4})
+    pipeline = {"schedule": "hanayo", "chunks": 2, "stages": ((0, 1), (1, 2), (2, 3), (3, 4))}
+    other = laid(layout, mesh=Mesh(pp=2), zero=layout.data.zero + 1, recompute=("none",) * 4, **pipeline)
+    found = invoke("launch", plan_file(layout=other, model=model), "--resume").stderr
     (line,) = [line for line in found.splitlines() if "goes on from step 4" in line]
-    zero = f"zero {layout.zero} -> {layout.zero + 1}"
-    start = "partool: goes on from step 4; the layout is another: schedule none -> hanayo, pp 1 -> 2, "
+    zero = f"zero {layout.data.zero} -> {layout.data.zero + 1}"
+    start = "partool: goes on from step 4; the layout is another: schedule none -> hanayo, stages 1 -> 4, pp 1 -> 2, "
     assert line.startswith(start)
     assert zero in line
 

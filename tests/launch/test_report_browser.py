@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import laid
 
 from partool.plan.event_log import event_log
 from partool.plan.pipeline_log import Executed, pipeline_data
@@ -192,7 +193,7 @@ document.body.append(result);
 
 
 def test_a_runs_page_shows_three_timelines_on_one_scale(plan: Plan, tmp_path: Path) -> None:
-    few = plan.model_copy(update={"layout": plan.layout.model_copy(update={"accumulation": 8, "schedule_hash": ""})})
+    few = plan.model_copy(update={"layout": laid(plan.layout, accumulation=8, schedule_hash="")})
     drawing = planned(few, 10_000)
     for rank in range(8):
         path = event_log(tmp_path, rank * (plan.layout.mesh.world_size // 8))

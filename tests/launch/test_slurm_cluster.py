@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import wait_until
+from layouts import laid
 from slurm_cluster import Cluster
 from slurm_runs import PATIENCE_S, Login, cluster_plan, output, processes_in, steps, wait_for_step
 
@@ -357,7 +358,7 @@ def test_fewer_nodes(login: Login) -> None:
     """With a node down, an elastic run begins with those that are left."""
     plan = cluster_plan(login.folder, STEPS, nodes=3, per_node=1, min_nodes=2)
     plan = plan.model_copy(update={"training": plan.training.model_copy(update={"global_batch": 12})})
-    layout = plan.layout.model_copy(update={"accumulation": 2})
+    layout = laid(plan.layout, accumulation=2)
     login.cluster.stop_node("node3")
     login.cluster.run("scontrol", "update", "nodename=node3", "state=down", "reason=test")
     try:

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from _forks import run_forked
 from _plans import small_plan
+from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
 from partool.cost.case import Job
 from partool.cost.tensor import tensor_calls
 from partool.layout.tensor import own_partition
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
@@ -77,7 +79,7 @@ class Case:
         more = {"accumulation": self.stages, "zero": 3 if self.data > 1 else 0}
         if self.stages > 1:
             more["stages"] = ((0, 1), (1, 2))
-        layout = base.layout.model_copy(update=sizes | more | self.layout)
+        layout = laid(base.layout, **(sizes | more | self.layout))
         training = {"sequence_length": LENGTH, "global_batch": SEQUENCES * self.data, "steps": STEPS}
         partition = own_partition(base.model, mesh.tp, self.inner)
         updates = {"layout": layout, "partition": partition, "optimizer": OPTIMIZER, "frozen": self.frozen}

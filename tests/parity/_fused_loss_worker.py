@@ -15,9 +15,11 @@ import torch.distributed as dist
 from _atp_worker import LENGTH, MODELS, Named, assert_close, assert_parts, no_timer
 from _forks import run_forked
 from _plans import small_plan
+from layouts import laid
 
 from partool.layout.tensor import own_partition
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import lay_mesh
@@ -51,20 +53,19 @@ class Case:
         layers, inner = base.model.layers, self.layout.get("tensor_inner", 1)
         chunks = self.layout.get("chunks", 1)
         cuts = [layers * stage // (self.pp * chunks) for stage in range(self.pp * chunks + 1)]
-        layout = base.layout.model_copy(
-            update={
-                "mesh": Mesh(pp=self.pp, dp_shard=data, tp=self.tp),
-                "micro_batch": SEQUENCES // in_step,
-                "accumulation": in_step,
-                "zero": 3 if data > 1 and self.pp == 1 else 0,
-                "recompute": ("none",) * layers,
-                "stages": tuple(pairwise(cuts)),
-                "fused": ("loss",) if self.fused else (),
-                **self.layout,
-            }
+        layout = laid(
+            base.layout,
+            mesh=Mesh(pp=self.pp, dp_shard=data, tp=self.tp),
+            micro_batch=SEQUENCES // in_step,
+            accumulation=in_step,
+            zero=3 if data > 1 and self.pp == 1 else 0,
+            recompute=("none",) * layers,
+            stages=tuple(pairwise(cuts)),
+            fused=("loss",) if self.fused else (),
+            **self.layout,
         )
         training = {"sequence_length": LENGTH, "global_batch": SEQUENCES * data, "steps": 1, "z_loss": self.z_loss}
-        partition = own_partition(base.model, self.tp, inner, sequence_norms=layout.sequence_norms)
+        partition = own_partition(base.model, self.tp, inner, sequence_norms=layout.tensor.sequence_norms)
         updates = {"layout": layout, "partition": partition}
         return base.model_copy(update=updates | {"training": base.training.model_copy(update=training)})
 
@@ -132,7 +133,7 @@ def check(name: str, case: Case) -> None:
     replicas = RANKS // case.tp // case.pp
     expected, of_parameters, _ = reference(case.model, replicas, case.z_loss)
     tokens_BS, labels_BS = batch(plan.model.vocab, ranks.dp.get_local_rank())
-    count = plan.layout.accumulation
+    count = plan.layout.derived.accumulation
     micros = [MicroBatch(*pair) for pair in zip(tokens_BS.chunk(count), labels_BS.chunk(count), strict=True)]
     with CommCounter() as counter:
         loss = prepared.passes.step(micros, torch.ones((), dtype=torch.float64), no_timer)
@@ -154,7 +155,7 @@ def check(name: str, case: Case) -> None:
     assert_close(evaluated / case.tp, expected, 1e-12, (name, "evaluation"))
     prepared.passes.close()
     if name.startswith("tp 4"):
-        tile = plan.layout.loss_tile_tokens or SEQUENCES * LENGTH
+        tile = plan.layout.tiles.loss or SEQUENCES * LENGTH
         assert counter.snapshot()["all_reduce"].calls >= 2 * -(-SEQUENCES * LENGTH // tile), name
 
 

@@ -12,7 +12,7 @@ from _forks import run_forked
 from _hf_models import plan_of
 from _plans import small_plan
 
-from partool.plan.types import Mesh
+from partool.plan.layout import Mesh
 from partool.spec.model import Weights
 from partool_runtime.hf.building import build_causal
 from partool_runtime.mesh import close_ranks, lay_mesh

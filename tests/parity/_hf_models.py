@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from layouts import laid
+
 from partool.layout.tensor import decide
 from partool.layout.tensor.structure import Structure
-from partool.plan.types import HfModel, Layout, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import HfModel, Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.hf.building import build_causal
 from partool_runtime.hf.sizes import model_fields
@@ -98,12 +103,9 @@ def plan_of(base: Plan, path: Path, mesh: Mesh, patterns: Mapping[str, Any] | No
     config = ModelConfig.model_validate(model_fields(causal, causal.config), strict=False)
     decided = decide(structure, mesh.tp, patterns or {})
     assert not [f for f in decided.findings if f.severity == "error"], decided.findings
-    layout = Layout.model_validate(
-        base.layout.model_dump()
-        | {"mesh": mesh, "recompute": ("none",) * config.layers, "micro_batch": 2}
-        | {"stages": ((0, config.layers),), "accumulation": 4 // 2 // mesh.dp}
-        | fields
-    )
+    plain = {"mesh": mesh, "recompute": ("none",) * config.layers, "micro_batch": 2}
+    plain |= {"stages": ((0, config.layers),), "accumulation": 4 // 2 // mesh.dp}
+    layout = laid(base.layout, **(plain | fields))
     return base.model_copy(
         update={
             "model": config,

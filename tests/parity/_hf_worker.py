@@ -17,7 +17,8 @@ from _forks import run_forked
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec, Precision
 from partool_runtime.data.batches import MicroBatch

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from partool.plan.types import HostWork
+from partool.plan.layout import OffloadLayout
 from partool_runtime.offload import HostMemory
 from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.parameters import HostParameters
@@ -92,7 +92,7 @@ def trained(model: nn.Sequential, shards: HostParameters | Resting, steps: int =
 
 def moved(model: nn.Module, folder: str = "", delays: random.Random | None = None) -> HostParameters:
     """Let a model's shards be in host memory, or in a folder."""
-    disk = HostWork(folder=folder, buffers=3) if folder else None
+    disk = OffloadLayout(dir=folder, buffers=3) if folder else None
     device = next(model.parameters()).device
     memory, lanes = HostMemory(pinned=device.type == "cuda"), ThreadLanes(delays) if device.type == "cpu" else None
     return HostParameters([model], device, memory=memory, lanes=lanes, disk=disk)

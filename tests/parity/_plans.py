@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from partool.plan.types import Devices, Layout, MemoryPrediction, Mesh, Plan, Prediction, TimePrediction
+sys.path.append(str(Path(__file__).parents[1]))
+from layouts import new_layout
+
+from partool.plan.layout import Mesh
+from partool.plan.types import Devices, MemoryPrediction, Plan, Prediction, TimePrediction
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import (
@@ -66,7 +71,7 @@ def small_plan(
             fabric_bytes_per_s=1e9,
             threads_per_rank=1,
         ),
-        layout=Layout(
+        layout=new_layout(
             mesh=Mesh(dp_shard=ranks),
             zero=zero,
             micro_batch=12 // ranks // accumulation,

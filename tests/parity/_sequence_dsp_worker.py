@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from _plans import small_plan
+from layouts import laid
 from torch.nn import functional as F
 
 from partool.cost.sequence_dsp import sent_by_stages
 from partool.layout.grid import exchanges, turns
 from partool.layout.sequence import bounds, index
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.model import AnyDecoder, Decoder
@@ -57,12 +59,8 @@ class Case:
 
     def plan(self, ranks: int) -> Plan:
         base = small_plan(Path("unused"), precision="fp64", training={"sequence_length": self.length})
-        layout = base.layout.model_copy(
-            update={
-                "mesh": Mesh(cp=ranks), "sequence_method": "dsp", "sequence_order": "grid", "stages": self.spans,
-                "recompute": (self.policy,) * len(self.kinds), "zero": 0,
-            }
-        )  # fmt: skip
+        layout = laid(base.layout, mesh=Mesh(cp=ranks), sequence_method="dsp", sequence_order="grid", stages=self.spans,
+                recompute=(self.policy,) * len(self.kinds), zero=0,)  # fmt: skip
         return base.model_copy(update={"model": self.config, "layout": layout})
 
 

@@ -23,7 +23,8 @@ from _plans import small_plan
 
 from partool.cost.sequence_traffic import sequence_bytes
 from partool.layout.sequence import shares
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from _forks import run_forked
 from _sequence_plans import LENGTH, MODELS, sequence_plan
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
@@ -240,7 +241,7 @@ def check_refusals(ranks: Ranks) -> None:
     with pytest.raises(ConfigurationError, match="PT651"):
         pair.passes.step([short], torch.ones(()), lambda _: contextless())
     grids = Case("five", "dsp").plan()
-    unknown = grids.model_copy(update={"layout": grids.layout.model_copy(update={"sequence_method": "unheard"})})
+    unknown = grids.model_copy(update={"layout": grids.layout.changed({"sequence.method": "unheard"})})
     with pytest.raises(ConfigurationError, match="PT650"):
         apply_sequence(copy.deepcopy(pair.whole), unknown, ranks)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from _tensor_plans import EVEN, tensor_plan
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 
 STEPS = 5
 LENGTH = 17

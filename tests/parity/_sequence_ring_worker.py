@@ -14,7 +14,7 @@ from _forks import run_forked
 from partool.cost import sequence_gather, sequence_ring
 from partool.cost.sequence_types import Heads, Sent
 from partool.layout.sequence import Order, shares
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool_runtime.model import Decoder, blocks

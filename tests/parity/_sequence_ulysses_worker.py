@@ -19,7 +19,7 @@ from partool.cost.sequence_types import Heads, Sent
 from partool.cost.sequence_ulysses import sent as sent_by_ulysses
 from partool.cost.sequence_usp import sent as sent_by_usp
 from partool.layout.sequence import Order, shares
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool_runtime import deferral

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from _plans import small_plan
+from layouts import laid
 
 from partool.layout.tensor import own_partition
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 
 LAYERS = 4
 STEPS = 3
@@ -44,12 +46,12 @@ def tensor_plan(
     training = {"sequence_length": LENGTH} | (training or {})
     plain = small_plan(text, ranks=mesh.dp, accumulation=micro_batches, model=fields, training=training, **settings)
     update = {"mesh": mesh, "stages": stages, "chunks": len(stages) // mesh.pp, "recompute": (recompute,) * LAYERS}
-    laid = plain.layout.model_copy(update=update | layout)
+    cut = laid(plain.layout, **(update | layout))
     return plain.model_copy(
         update={
-            "layout": laid,
+            "layout": cut,
             "devices": plain.devices.model_copy(update={"per_node": mesh.world_size}),
             "frozen": frozen,
-            "partition": own_partition(plain.model, mesh.tp, laid.tensor_inner, laid.sequence_norms),
+            "partition": own_partition(plain.model, mesh.tp, cut.tensor.inner, cut.tensor.sequence_norms),
         }
     )

@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from _plans import small_plan
+from layouts import laid
 from torch import nn
 
 from partool.cost.case import Job
 from partool.cost.tensor import tensor_calls
 from partool.layout.tensor import own_partition
-from partool.plan.types import Layout, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime import deferral
@@ -84,17 +86,16 @@ class Case:
 
     def plan(self) -> Plan:
         base, config = small_plan(Path("unused"), ranks=self.dp * self.tp), CONFIGS[self.model]
-        fields = dict(self.layout)
-        layout = Layout.model_validate(
-            base.layout.model_dump()
-            | {"mesh": Mesh(dp_shard=self.dp, tp=self.tp), "zero": self.zero, "recompute": ("none",) * config.layers}
-            | {"micro_batch": SEQUENCES // self.dp // self.accumulation, "accumulation": self.accumulation}
-            | fields
-        )
+        fields: dict[str, Any] = {
+            "mesh": Mesh(dp_shard=self.dp, tp=self.tp), "zero": self.zero, "recompute": ("none",) * config.layers,
+            "stages": ((0, config.layers),), "accumulation": self.accumulation,
+            "micro_batch": SEQUENCES // self.dp // self.accumulation,
+        }  # fmt: skip
+        layout = laid(base.layout, **(fields | dict(self.layout)))
         training = base.training.model_copy(
             update={"sequence_length": LENGTH, "precision": self.precision, "steps": STEPS, "global_batch": SEQUENCES}
         )
-        partition = own_partition(config, self.tp, sequence_norms=layout.sequence_norms)
+        partition = own_partition(config, self.tp, sequence_norms=layout.tensor.sequence_norms)
         return base.model_copy(update={"model": config, "layout": layout, "training": training, "partition": partition})
 
 
@@ -253,7 +254,7 @@ def check_stages(case: Case, ranks: Ranks) -> None:
     perturbed(parts)
     tokens_BS, labels_BS = batch(0)
     handed_on = parts.stages[0](tokens_BS)
-    assert handed_on.shape == (SEQUENCES, -(-LENGTH // case.tp) if plan.layout.sequence_norms else LENGTH, 13)
+    assert handed_on.shape == (SEQUENCES, -(-LENGTH // case.tp) if plan.layout.tensor.sequence_norms else LENGTH, 13)
     total = parts.stages[1](handed_on, labels_BS)
     same(total.detach(), expected["loss"], 1e-12, case)
     total.backward()

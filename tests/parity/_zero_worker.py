@@ -6,15 +6,19 @@ import contextlib
 import gc
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+sys.path.append(str(Path(__file__).parents[1]))
+from layouts import new_layout
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Mesh
 from partool.spec.model import ModelConfig
 from partool.spec.training import DataSpec, KernelsSpec, LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import MicroBatch
@@ -130,7 +134,7 @@ def micro_batches(step: int, case: Case, ranks: Ranks) -> list[MicroBatch]:
 
 def plan_of(case: Case) -> Any:
     return SimpleNamespace(
-        layout=Layout(
+        layout=new_layout(
             zero=case.zero,
             mesh=Mesh(dp_replicate=case.mesh[0], dp_shard=case.mesh[1]),
             micro_batch=1,
@@ -140,7 +144,7 @@ def plan_of(case: Case) -> Any:
             stages=((0, LAYERS),),
             gather=case.gather,
             prefetch=case.prefetch,
-            persistent_elements=case.persistent,
+            persistent=case.persistent,
             leaves=case.leaves,
         ),
         model=ModelConfig(layers=LAYERS, hidden=8, ffn_hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=8),

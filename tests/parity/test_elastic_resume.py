@@ -12,7 +12,8 @@ import pytest
 from _plans import small_plan, write_text
 from _ranks import run_ranks
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.planner.elastic import resized
 
 STEPS, STOP = 6, 3
@@ -61,7 +62,7 @@ def test_going_on_with_fewer_nodes_changes_nothing(tmp_path: Path) -> None:
     four = two_nodes(tmp_path / "text")
     two = resized(four, 1)
     assert isinstance(two, Plan), two
-    assert (two.layout.mesh, two.layout.micro_batch, two.layout.accumulation) == (Mesh(dp_shard=2), 3, 2)
+    assert (two.layout.mesh, two.layout.micro_batch, two.layout.derived.accumulation) == (Mesh(dp_shard=2), 3, 2)
 
     whole, broken = job(four, "whole"), job(four, "broken", stop_at=STOP)
     done, stopped = run(tmp_path, 4, whole=whole, broken=broken)

@@ -10,7 +10,8 @@ from _plans import write_text
 from _tensor_plans import tensor_plan
 from test_trainer import Jobs
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 
 HALVES = ((0, 1), (1, 4))
 MODEL: dict[str, Any] = {

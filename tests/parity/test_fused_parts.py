@@ -12,14 +12,15 @@ from _sequence_plans import sequence_plan
 from _tensor_plans import HALVES, ONE, QUARTERS
 from test_sequence_trainer import Forked
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool_runtime.fused.apply import PARTS
 
 STEPS = 3
 ALL = (*PARTS, "adamw")
 SETTINGS = {"steps": STEPS, "checkpoint": {"every": STEPS}}
 ZIGZAG = {"order": "zigzag"}
-GATED = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40}
+GATED = {"gather": "sequential", "prefetch": 2, "persistent": 40}
 
 
 def cases(text: Path, *, every: bool = False) -> dict[str, tuple[Plan, str]]:

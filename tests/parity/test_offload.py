@@ -15,10 +15,12 @@ import _forked_trainer_worker as worker
 import pytest
 import torch
 from _plans import small_plan, write_text
+from layouts import laid
 from test_trainer import Jobs
 
 from partool.layout.tensor import own_partition
-from partool.plan.types import HostWork, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool_kernels import isa
 
 LAYERS, STEPS, STOP = 3, 5, 3
@@ -52,7 +54,7 @@ def plain(
     spec = plan.optimizer.model_dump() | {"clip": clip} | (optimizer or {})
     return plan.model_copy(
         update={
-            "layout": plan.layout.model_copy(update=fields),
+            "layout": laid(plan.layout, **fields),
             "devices": plan.devices.model_copy(update={"per_node": mesh.world_size}),
             "optimizer": type(plan.optimizer).model_validate(spec),
             "kernels": plan.kernels.model_copy(update={"mode": "native"}),
@@ -64,7 +66,7 @@ def plain(
 
 def offloaded(
     plan: Plan,
-    speculate: str = "deferred",
+    speculate: bool | str = True,
     *,
     gpu_fraction: float = 0.0,
     folder: str = "",
@@ -73,14 +75,14 @@ def offloaded(
 ) -> Plan:
     """Return the plan with its optimizer in host memory, or on disks in ``folder``."""
     alone = plan.layout.mesh.world_size == 1
-    work = {"gradients": "compute" if alone else "master", "bucket_bytes": 2**17, "undo_bytes": 2**20}
+    work = {"gradients": "bf16" if alone else "fp32", "bucket_mib": 2**-3, "undo_gib": 2**-10}
     fields = {
         "offload_optimizer": "nvme" if folder else "cpu",
         "gpu_fraction": gpu_fraction,
         "offload_parameters": parameters,
-        "host": HostWork.model_validate(work | {"speculate": speculate, "folder": folder} | host),
+        **(work | {"speculate": speculate, "dir": folder or None} | host),
     }
-    return plan.model_copy(update={"layout": plan.layout.model_copy(update=fields)})
+    return plan.model_copy(update={"layout": laid(plan.layout, **fields)})
 
 
 Cases = dict[str, tuple[Plan, list[Plan]]]
@@ -97,7 +99,7 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
         precision="fp32",
         frozen=FROZEN,
         clip=NEVER,
-        layout={"gather": "sequential", "prefetch": 2, "persistent_elements": 100, "leaves": ("layers.*.ffn",)},
+        layout={"gather": "sequential", "prefetch": 2, "persistent": 100, "leaves": ("layers.*.ffn",)},
     )
     tied = make(zero=3, precision="fp16", model={"tied_embeddings": True}, optimizer={"groups": GROUPS})
     lion = make(zero=2, optimizer={"name": "lion", "betas": [0.9, 0.99], "lr": 1e-3})
@@ -106,11 +108,11 @@ def two_ranks(make: Callable[..., Plan], disk: str) -> Cases:
     piped = make(mesh=Mesh(pp=2), accumulation=3, layout={"stages": HALVES})
     return {
         "zero-0": (zero_0, [offloaded(zero_0)]),
-        "zero-2": (zero_2, [offloaded(zero_2, how) for how in ("none", "deferred")]),
+        "zero-2": (zero_2, [offloaded(zero_2, how) for how in (False, True)]),
         "zero-3 apart": (apart, [offloaded(apart), offloaded(apart, parameters="nvme", folder=disk)]),
         "tied groups": (tied, [offloaded(tied, "undo"), offloaded(tied, parameters="cpu")]),
         "lion": (lion, [offloaded(lion, gpu_fraction=0.4)]),
-        "files": (files, [offloaded(files, how, folder=disk, buffers=3) for how in ("deferred", "undo")]),
+        "files": (files, [offloaded(files, how, folder=disk, buffers=3) for how in (True, "undo")]),
         "tensor": (tensor, [offloaded(tensor)]),
         "pipeline": (piped, [offloaded(piped)]),
     }
@@ -196,7 +198,7 @@ def test_parameters_on_the_host(pair: tuple[Jobs, Cases]) -> None:
         (f"{name} {index}", f"{name} plain")
         for name, (_, others) in cases.items()
         for index, plan in enumerate(others)
-        if plan.layout.offload_parameters != "none"
+        if plan.layout.offload.parameters != "none"
     ]
     assert len(on_host) == 2  # one of them in files
     for name, reference in on_host:
@@ -234,7 +236,7 @@ def alone(folder: Path) -> tuple[Jobs, Cases]:
     jobs, make = Jobs(folder), partial(plain, folder / "text", ranks=1)
     bare, half = make(zero=0, accumulation=3), make(zero=0, accumulation=1, precision="fp16", clip=ALWAYS)
     cases = {
-        "alone bf16": (bare, [offloaded(bare), offloaded(bare, gradients="master", gpu_fraction=0.3)]),
+        "alone bf16": (bare, [offloaded(bare), offloaded(bare, gradients="fp32", gpu_fraction=0.3)]),
         "alone fp16": (half, [offloaded(half)]),
     }
     add(jobs, cases)

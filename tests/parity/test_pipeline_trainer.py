@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from _plans import small_plan, write_text
+from layouts import laid
 from test_checkpoint import stored_values
 from test_trainer import Jobs
 
 from partool.layout.parameters import parameters
+from partool.plan.layout import Mesh
 from partool.plan.schedule import schedule_of
-from partool.plan.types import Mesh, Plan
+from partool.plan.types import Plan
 from partool.schedule import to_text
 from partool_runtime.checkpoint import step_folder
 
@@ -48,17 +50,11 @@ def plan(
     fields = {"layers": LAYERS} | (model or {})
     settings = {"zero": 1, "precision": "fp64", "steps": STEPS} | settings
     plain = small_plan(text, ranks=mesh.dp, accumulation=micro_batches, model=fields, **settings)
-    layout = plain.layout.model_copy(
-        update={
-            "mesh": mesh,
-            "schedule": schedule,
-            "stages": stages,
-            "chunks": len(stages) // mesh.pp,
-            "recompute": (recompute,) * LAYERS,
-            "compile": compile_,
-        }
-        | (controls or {})
-    )
+    fields = {
+        "mesh": mesh, "schedule": schedule, "stages": stages, "chunks": len(stages) // mesh.pp,
+        "recompute": (recompute,) * LAYERS, "compile": compile_,
+    }  # fmt: skip
+    layout = laid(plain.layout, **(fields | (controls or {})))
     devices = plain.devices.model_copy(update={"per_node": mesh.world_size})
     return plain.model_copy(update={"layout": layout, "devices": devices, "frozen": frozen})
 
@@ -66,14 +62,14 @@ def plan(
 def with_list(case: Plan) -> Plan:
     """Return the plan with its schedule as a list of the user's own."""
     update = {"schedule": "file", "schedule_text": to_text(schedule_of(case.layout))}
-    return case.model_copy(update={"layout": case.layout.model_copy(update=update)})
+    return case.model_copy(update={"layout": laid(case.layout, **update)})
 
 
 ONE = Mesh()
 TWO_BY_TWO = Mesh(pp=2, dp_shard=2)
 LINE = Mesh(pp=4)
 TIED = {"tied_embeddings": True, "position": "learned", "max_position": 16}
-APART = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40, "leaves": ("layers.*.ffn",)}
+APART = {"gather": "sequential", "prefetch": 2, "persistent": 40, "leaves": ("layers.*.ffn",)}
 FROZEN = ("embed.*", "layers.[012].*", "layers.4.ffn.*")
 
 
@@ -109,7 +105,7 @@ def further_cases(text: Path) -> Cases:
     return found | {
         "leaves": (make("zb-h1", zero=0, controls={"leaves": ("layers.*.ffn", "head")}), "one"),
         "leaves recomputed": (make(zero=3, recompute="full", controls=APART | {"prefetch": 0}), "one"),
-        "persistent": (make("hanayo", stages=FOUR, zero=3, controls={"persistent_elements": 40}), "one"),
+        "persistent": (make("hanayo", stages=FOUR, zero=3, controls={"persistent": 40}), "one"),
         "replicas": (plan(text, Mesh(pp=2, dp_replicate=2), zero=1), "one"),
         "replicas frozen": (plan(text, Mesh(pp=2, dp_replicate=2), "zb-v", stages=FOUR, frozen=FROZEN), "frozen"),
         "weipipe tied": (make("weipipe", stages=FOUR, micro_batches=2, zero=0, recompute="full", model=TIED), "tied"),

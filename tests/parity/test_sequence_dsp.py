@@ -15,7 +15,8 @@ from test_trainer import Jobs
 
 from partool.cost.pipeline import stages_of_ranks
 from partool.cost.sequence_dsp import sent_by_stages
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 
 
 @pytest.mark.timeout(200)
@@ -141,12 +142,12 @@ def test_training_equals_one_process(ran: Jobs, name: str) -> None:
 def test_bytes_between_ranks_are_those_of_the_formula(ran: Jobs, name: str) -> None:
     plan, _ = core_cases(Path("text"))[name]
     layout, mesh, kinds = plan.layout, plan.layout.mesh, plan.model.layer_types
-    tensor = mesh.tp if layout.sequence_norms else 1
-    width = layout.micro_batch * layout.accumulation * plan.model.hidden
+    tensor = mesh.tp if layout.tensor.sequence_norms else 1
+    width = layout.micro_batch * layout.derived.accumulation * plan.model.hidden
     sent_bytes = []
     for rank in range(mesh.world_size):
         stages = stages_of_ranks(layout)[rank // (mesh.world_size // mesh.pp)]
-        axes = [kinds[slice(*layout.stages[stage])] for stage in stages]
+        axes = [kinds[slice(*layout.pipeline.bounds[stage])] for stage in stages]
         place = rank // mesh.tp % mesh.cp * tensor + rank % mesh.tp % tensor
         expected = sent_by_stages(GRID, mesh.cp, place, axes, width, tensor=tensor)
         summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")

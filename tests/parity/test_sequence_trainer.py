@@ -23,7 +23,8 @@ from test_trainer import Jobs
 from partool.cost.case import Job
 from partool.cost.sequence_traffic import sequence_bytes
 from partool.plan.event_log import read_events
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool_runtime.checkpoint import step_folder
 
 FOUR = Mesh(cp=4)
@@ -35,7 +36,7 @@ NORMS = {"sequence_norms": True}
 ZIGZAG = {"order": "zigzag"}
 USP = {"order": "zigzag", "inner": 2}
 STAR = {"order": "zigzag", "teams": 2}
-APART = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40}
+APART = {"gather": "sequential", "prefetch": 2, "persistent": 40}
 APART_DOCUMENTS = {"attend": "document"}
 """Files are longer than sequences, but every one ends within one."""
 SHORT = {"pack": False}

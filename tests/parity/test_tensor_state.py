@@ -13,10 +13,12 @@ import transformers
 from _hf_models import plan_of as hf_plan
 from _plans import small_plan, write_text
 from _ranks import run_ranks
+from layouts import laid
 from test_checkpoint import stored_values
 
 from partool.layout.tensor import own_partition
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import Weights
 from partool.spec.training import OptimizerSpec
 from partool_runtime.checkpoint import load_folder, step_folder, tensor_shapes
@@ -63,12 +65,12 @@ def plan_of(
         "accumulation": 6 // dp,
         "zero": 1,
         "stages": ((0, 1), (1, 2)) if pp == 2 else ((0, 2),),
-        "schedule": "1f1b" if pp == 2 else plan.layout.schedule,
+        "schedule": "1f1b" if pp == 2 else plan.layout.pipeline.schedule,
     }
     return plan.model_copy(
         update={
             "devices": plan.devices.model_copy(update={"per_node": tp * pp * dp}),
-            "layout": plan.layout.model_copy(update=fields | layout),
+            "layout": laid(plan.layout, **(fields | layout)),
             "partition": own_partition(
                 plan.model, tp, layout.get("tensor_inner", 1), layout.get("sequence_norms", False)
             ),
@@ -201,7 +203,7 @@ def test_a_model_of_transformers_goes_on_in_any_layout_and_is_exported_from_it(t
     def plan(mesh: Mesh, **fields: Any) -> Plan:
         base = plan_of(tmp_path / "text", "shared", tp=mesh.tp, pp=mesh.pp, dp_shard=mesh.dp_shard)
         weights = Weights(source="hf", path=str(tmp_path / "mixtral"))
-        kept = {"schedule": base.layout.schedule, "accumulation": base.layout.accumulation}
+        kept = {"schedule": base.layout.pipeline.schedule, "accumulation": base.layout.derived.accumulation}
         stages = {"stages": ((0, 1), (1, 2))} if mesh.pp == 2 else {}
         return hf_plan(base, tmp_path / "mixtral", mesh, **kept, **stages, **fields).model_copy(
             update={"weights": weights}

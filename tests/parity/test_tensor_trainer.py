@@ -20,7 +20,8 @@ from partool.cost.case import Job
 from partool.cost.pipeline import stages_of_ranks
 from partool.cost.tensor import tensor_calls
 from partool.plan.event_log import read_events
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool_runtime.checkpoint import step_folder
 
 TWO_BY_TWO = Mesh(tp=2, dp_shard=2)
@@ -28,7 +29,7 @@ PIPED = Mesh(tp=2, pp=2)
 FOUR = Mesh(tp=4)
 MODELS: dict[str, dict[str, Any]] = {"five": FIVE, "tied": TIED, "shared": SHARED, "even": EVEN}
 NORMS = {"sequence_norms": True}
-APART: dict[str, Any] = {"gather": "sequential", "prefetch": 2, "persistent_elements": 40}
+APART: dict[str, Any] = {"gather": "sequential", "prefetch": 2, "persistent": 40}
 FROZEN = ("embed.*", "layers.[01].*", "layers.2.attention_norm.weight")
 Cases = dict[str, tuple[Plan, str]]
 """Plans by name, each with the run of one process that it must equal."""

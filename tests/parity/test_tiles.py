@@ -15,7 +15,8 @@ from _tensor_plans import FIVE, HALVES, ONE, QUARTERS, SHARED, STEPS, TIED, tens
 from test_trainer import Jobs
 from torch import nn
 
-from partool.plan.types import Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder
 from partool_runtime.model.loss import loss
@@ -205,7 +206,7 @@ def training_cases(make: Make) -> dict[str, tuple[Plan, str]]:
         "zero-0": case("five", TWO, 0, **TILES),
         "zero-2 full": case("tied", TWO, 2, recompute="full", **TILES),
         "zero-3 keep_attention": case("shared", TWO, 3, recompute="keep_attention", **TILES),
-        "zero-3 apart": case("five", TWO, 3, gather="sequential", prefetch=2, persistent_elements=40, **TILES),
+        "zero-3 apart": case("five", TWO, 3, gather="sequential", prefetch=2, persistent=40, **TILES),
         "tensor": case("shared", CUT, **TILES),
         "tensor overlapped": case("five", CUT, tensor_overlap="backward", tensor_chunks=2, recompute="full", **TILES),
         "tensor tied": case("tied", CUT, recompute="keep_attention", **TILES),

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from layouts import new_layout
+
 from partool.catalog.hardware import resolve_hardware
-from partool.plan.types import Devices, Layout, Mesh, Plan, Variable
+from partool.plan.layout import Mesh
+from partool.plan.types import Devices, Plan, Variable
 from partool.render import Job
 from partool.spec.hardware import HardwareSpec
 from partool.spec.launch import LaunchSpec
@@ -32,7 +35,7 @@ def launch_plan(
     plan = make_plan(nodes * per_node)
     devices = _devices(nodes, per_node, accelerator)
     assert devices.backend == backend, f"{accelerator} is {devices.backend}"
-    layout = Layout(
+    layout = new_layout(
         mesh=Mesh(dp_shard=nodes * per_node),
         zero=2,
         micro_batch=1,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from layouts import new_layout
+
+from partool.plan.layout import Mesh
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
-from partool.plan.types import Devices, Layout, MemoryPrediction, Mesh, Plan, Prediction, TimePrediction
+from partool.plan.types import Devices, MemoryPrediction, Plan, Prediction, TimePrediction
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
@@ -50,7 +53,7 @@ def small_plan(*, steps: int = 12, log_every: int = 5, peak_flops: float | None 
         link_bytes_per_s=1e9,
         fabric_bytes_per_s=1e9,
     )
-    layout = Layout(
+    layout = new_layout(
         mesh=Mesh(), zero=0, micro_batch=2, accumulation=1, recompute=("none",), compile="none", stages=((0, 1),)
     )
     values: dict[str, Any] = {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import new_layout
 
 from partool.cost import collective
 from partool.cost.attention import attention_s, pairs
@@ -27,7 +28,7 @@ from partool.cost.case import (
     Job,
     Layouts,
 )
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.peak import peak_memory
 from partool.cost.predict import predict_time
@@ -36,7 +37,7 @@ from partool.cost.sequence_memory import buffer_bytes, saved_bytes
 from partool.cost.sequence_traffic import Team, heads_of, sent_by_rank
 from partool.cost.traffic import traffic_bytes
 from partool.cost.transient import communicators
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 
@@ -316,7 +317,7 @@ def even_cases(draw: st.DrawFn) -> tuple[Job, Layout, Kind]:
         update={"heads": queries, "kv_heads": keys, "head_dim": 8, "hidden": 64, "window": window}
         | ({} if window is None else {"layer_types": ("sliding",) * 4})
     )
-    layout = Layout(
+    layout = new_layout(
         mesh=Mesh(cp=ranks), zero=0, micro_batch=draw(st.integers(1, 3)), accumulation=1, recompute=("none",) * 4,
         compile="none", stages=((0, 4),), sequence_method=method, sequence_order=order, sequence_inner=inner,
         sequence_teams=teams, sequence_inside=draw(st.sampled_from(["teams", "rings"])),
@@ -333,9 +334,9 @@ def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[Job, Layou
         for parts in sent_by_rank(Team.of(one, layout), heads_of(one, layout)._replace(window=kind.window))
     ]
     for index, backward in enumerate((False, True)):
-        seconds = float(exchange(one, columns(layout), kind, backward=backward).total)
+        seconds = float(exchange(one, encode(layout), kind, backward=backward).total)
         busiest = layout.micro_batch * max(sums[index] for sums in exact)
-        if layout.sequence_order == "contiguous" and (kind.window or layout.sequence_method in ("ring", "usp")):
+        if layout.sequence.order == "contiguous" and (kind.window or layout.sequence.method in ("ring", "usp")):
             # Early ranks give keys and late ones gradients; in the middle of many ranks one gives almost all of both.
             assert 0.3 * seconds <= busiest <= seconds * (1 + 1e-9)
         else:
@@ -344,7 +345,7 @@ def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[Job, Layou
 
 def test_bytes_of_a_step_follow_policies_and_micro_batches() -> None:
     def sent_bytes(method: str, policy: str, **changes: Any) -> int:
-        layout = Layout(
+        layout = new_layout(
             mesh=Mesh(cp=4), zero=0, micro_batch=2, accumulation=3, recompute=(policy,) * 4, compile="none",
             stages=((0, 4),), sequence_method=method, sequence_order="zigzag" if method != "ulysses" else "contiguous",
             **changes,
@@ -367,7 +368,7 @@ def test_gradients_and_parameters_are_shared_by_ranks_of_one_sequence_too() -> N
     """Of four ranks that share a sequence each has gradients of its tokens: all that data-parallel ranks exchange."""
 
     def moved(**changes: Any) -> dict[str, int]:
-        layout = Layout(
+        layout = new_layout(
             micro_batch=1, accumulation=2, recompute=("none",) * 4, compile="none", stages=((0, 4),), **changes
         )
         return traffic_bytes(job(), layout)
@@ -380,7 +381,7 @@ def test_gradients_and_parameters_are_shared_by_ranks_of_one_sequence_too() -> N
 
 
 def test_more_than_some_ranks_are_counted_by_a_few_of_them() -> None:
-    heads = heads_of(job(), Layout(
+    heads = heads_of(job(), new_layout(
         mesh=Mesh(), zero=0, micro_batch=1, accumulation=1, recompute=("none",) * 4, compile="none", stages=((0, 4),)
     ))  # fmt: skip
     for method, order in (("ring", "zigzag"), ("all_gather", "contiguous"), ("ulysses", "contiguous")):
@@ -428,7 +429,7 @@ def steps(draw: st.DrawFn) -> tuple[Job, Layout]:
     layers = 8 // pp
     zero = draw(st.sampled_from([0, 1, 2, 3]))
     sharing = {"dp_shard" if zero else "dp_replicate": draw(st.sampled_from([1, 2]))}
-    layout = Layout(
+    layout = new_layout(
         mesh=Mesh(pp=pp, cp=cp, tp=draw(st.sampled_from([1, 2])), **sharing), zero=zero, micro_batch=1,
         accumulation=draw(st.sampled_from([2, 8])), recompute=(draw(st.sampled_from(RECOMPUTE)),) * 8, compile="none",
         stages=tuple((at * layers, (at + 1) * layers) for at in range(pp)), sequence_method=method,
@@ -438,7 +439,7 @@ def steps(draw: st.DrawFn) -> tuple[Job, Layout]:
         sequence_inside=draw(st.sampled_from(INSIDES)),
     )  # fmt: skip
     grid = changes.get("grid", (4, 4096))
-    batch = layout.accumulation * layout.mesh.dp
+    batch = layout.derived.accumulation * layout.mesh.dp
     return Job(MODEL.model_copy(update=changes), GPU, grid[0] * grid[1], batch, "bf16"), layout
 
 
@@ -447,10 +448,10 @@ def steps(draw: st.DrawFn) -> tuple[Job, Layout]:
 def test_whole_steps_of_every_method(case: tuple[Job, Layout]) -> None:
     one, layout = case
     found = predict_time(one, layout, 1)
-    assert float(bound_s(one, columns(layout))) <= found.step_time_s * 1.001
+    assert float(bound_s(one, encode(layout))) <= found.step_time_s * 1.001
     assert found.step_time_s == pytest.approx(sum(found.terms_s.values()))
     assert all(value >= 0 for value in found.terms_s.values())
-    assert found.terms_s["sequence_parallel"] > 0 or layout.sequence_method != "dsp"
+    assert found.terms_s["sequence_parallel"] > 0 or layout.sequence.method != "dsp"
     assert found.terms_s["sequence_parallel"] <= found.breakdown_s["sequence_parallel"] * layout.mesh.pp * (1 + 1e-9)
     assert found.traffic_bytes["sequence"] > 0
     better = replace(one, devices=GPU.model_copy(update={"link_bytes_per_s": 8e11, "fabric_bytes_per_s": 1e11}))
@@ -460,11 +461,11 @@ def test_whole_steps_of_every_method(case: tuple[Job, Layout]) -> None:
 def test_turns_of_dsp_are_counted_as_they_are_priced() -> None:
     model = MODEL.model_copy(update={"grid": (32, 64), "layer_types": ("row", "row", "column", "row")})
     one = Job(model, ONE_LINK, 2048, 64, "bf16")
-    layout = Layout(
+    layout = new_layout(
         mesh=Mesh(cp=8), zero=0, micro_batch=2, accumulation=3, recompute=("full",) * 4, compile="none",
         stages=((0, 4),), sequence_method="dsp", sequence_order="grid",
     )  # fmt: skip
     each = 2 * 2048 / 8 * 4096 * 2 * 7 / 8
     assert traffic_bytes(one, layout)["sequence"] == 3 * 2 * 4 * each
-    priced = [exchange(one, columns(layout), kind, backward=False).total for kind in kinds(model)]
+    priced = [exchange(one, encode(layout), kind, backward=False).total for kind in kinds(model)]
     assert sum(priced) == pytest.approx(4 * each)

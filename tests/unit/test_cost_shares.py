@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from layouts import new_layout
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
@@ -15,7 +16,7 @@ from partool.cost.peak import peak_memory, predict_memory
 from partool.cost.predict import predict_time
 from partool.cost.traffic import traffic
 from partool.layout.stages import balance
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Layout, Mesh
 from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.hardware import HardwareSpec
@@ -51,7 +52,7 @@ def test_experts_are_owned_alike_in_time_and_memory(ep: int, tp: int, zero: int)
 
 def layout(config: ModelConfig, pp: int) -> Layout:
     bounds = balance([1.0] * config.layers, pp)
-    return Layout(
+    return new_layout(
         mesh=Mesh(pp=pp, dp_shard=8), zero=1, micro_batch=1, accumulation=8, recompute=("none",) * config.layers,
         compile="block", stages=bounds,
     )  # fmt: skip
@@ -83,7 +84,7 @@ def test_bounds_hold_for_heads_that_weigh_as_much_as_layers(pp: int, schedule: s
     costs = micro(one, columns)
     unit = next(iter(costs.layers.values()))
     bounds = balance([float(unit.both_s)] * 12, pp, float(costs.first.both_s), float(costs.last.both_s))
-    exact = Layout(
+    exact = new_layout(
         mesh=Mesh(pp=pp, dp_replicate=8), zero=0, micro_batch=1, accumulation=8, recompute=("none",) * 12,
         compile="block", stages=bounds, schedule=schedule,
     )  # fmt: skip

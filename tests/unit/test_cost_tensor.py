@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import laid, new_layout
 
 from partool.cost import cut
 from partool.cost.bound import bound_s
 from partool.cost.case import Job, Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.cut import share_columns, shares
 from partool.cost.kinds import kinds
 from partool.cost.layer import layer
@@ -24,7 +25,7 @@ from partool.cost.tensor import tensor_bytes, tensor_calls
 from partool.cost.tensor_time import layer_seconds
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
 
@@ -48,7 +49,7 @@ def layout(model: ModelConfig = ODD, **changes: Any) -> Layout:
         "mesh": Mesh(tp=tp), "zero": 0, "micro_batch": 3, "accumulation": 2, "recompute": ("none",) * model.layers,
         "compile": "none", "stages": ((0, model.layers),),
     }  # fmt: skip
-    return Layout(**{**fields, **changes})
+    return new_layout(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 7), (28, 4), (5, 5), (24, 3), (8, 1), (12, 4)])
@@ -115,9 +116,7 @@ def test_calls_on_shares_of_the_sequence_by_hand() -> None:
     # Gradients of norms: of seven norms of 30, once a step.
     (step,) = (call for call in tensor_calls(job(), shared, [0]) if call.times == 1)
     assert (step.kind, step.payload_bytes) == ("all_reduce", 7 * 30 * 8)
-    halved = shared.model_copy(
-        update={"mesh": Mesh(pp=3, tp=3), "schedule": "zb-h1", "stages": ((0, 1), (1, 2), (2, 3))}
-    )
+    halved = laid(shared, mesh=Mesh(pp=3, tp=3), schedule="zb-h1", stages=((0, 1), (1, 2), (2, 3)))
     inner = [call for call in tensor_calls(job(), halved, [1]) if call.kind == "all_gather"]
     assert sum(call.times for call in inner) == 2 * (2 + 2)
 
@@ -226,5 +225,5 @@ def test_bounds_stay_below_the_prediction(form: dict[str, Any], compile: str) ->
             model, mesh=Mesh(pp=pp, tp=4), stages=split, compile=compile, tensor_overlap="backward", **form
         )  # fmt: skip
         exact = predict_time(case, one, 1)
-        assert float(bound_s(case, columns(one))) <= exact.step_time_s * (1 + 1e-9)
+        assert float(bound_s(case, encode(one))) <= exact.step_time_s * (1 + 1e-9)
         assert exact.traffic_bytes["tensor"] == tensor_bytes(case, one)

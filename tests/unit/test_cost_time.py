@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import new_layout
 
 from partool.cost import collective
 from partool.cost.attention import attention_s, keys_seen
 from partool.cost.bound import bound_s
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
 from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind, kinds
@@ -26,8 +27,8 @@ from partool.cost.stacks import PARTOOL, own_stack
 from partool.cost.traffic import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
+from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import TIME_PARTS, TIME_TERMS, TRAFFIC_TERMS
-from partool.plan.types import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import Mla, ModelConfig, Moe
 from partool.spec.training import Fused
@@ -198,7 +199,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_offload_is_exposed_where_nothing_hides_it() -> None:
-    layouts = Layouts(host_optimizer=1.0)
+    layouts = Layouts(gpu_fraction=0.0)
     cost = offload(job(), layouts, 1e9, saved_bytes=0.0, passes_s=1.0, last_s=0.0)
     # One pass reads the new gradient and the one that was put off, reads and writes three of fp32, writes bf16.
     adam = (2 + 2 + 24 + 2) * 1e9 / (0.5 * 200e9 / 8)
@@ -227,7 +228,7 @@ def layout(
     cp: int = 1, expert: int = 1, schedule: str = "1f1b", recompute: Any = "none", model: ModelConfig = SMALL,
     micro_batch: int = 1, **more: Any,
 ) -> Layout:  # fmt: skip
-    return Layout(
+    return new_layout(
         mesh=Mesh(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp),
         expert=expert,
         zero=zero,
@@ -308,7 +309,7 @@ def legal(values: dict[str, Any]) -> Layout:
 @given(choices)
 def test_the_bound_is_below_the_prediction_and_terms_sum_up(values: dict[str, Any]) -> None:
     chosen = legal(values)
-    world = chosen.mesh.dp * chosen.micro_batch * chosen.accumulation
+    world = chosen.mesh.dp * chosen.micro_batch * chosen.derived.accumulation
     one = job(global_batch=world)
     predicted = predict_time(one, chosen, 10)
     assert list(predicted.terms_s) == list(TIME_TERMS)
@@ -316,7 +317,7 @@ def test_the_bound_is_below_the_prediction_and_terms_sum_up(values: dict[str, An
     assert all(value >= 0 for value in predicted.terms_s.values())
     assert all(value >= -1e-12 for value in predicted.breakdown_s.values())
     assert predicted.step_time_s == pytest.approx(sum(predicted.terms_s.values()))
-    assert float(bound_s(one, columns(chosen))) <= predicted.step_time_s * 1.001
+    assert float(bound_s(one, encode(chosen))) <= predicted.step_time_s * 1.001
     slow = job(global_batch=world, time_scalar=1.5)
     assert predict_time(slow, chosen, 10).step_time_s == pytest.approx(1.5 * predicted.step_time_s)
 
@@ -327,7 +328,7 @@ def test_the_bound_is_below_the_prediction_and_terms_sum_up(values: dict[str, An
 )
 def test_faster_hardware_never_slows_a_layout(values: dict[str, Any], figure: str) -> None:
     chosen = legal(values)
-    world = chosen.mesh.dp * chosen.micro_batch * chosen.accumulation
+    world = chosen.mesh.dp * chosen.micro_batch * chosen.derived.accumulation
     before = predict_time(job(global_batch=world), chosen, 10).step_time_s
     better = devices(**{figure: 2.0 * getattr(GPU, figure)})
     assert predict_time(job(devices=better, global_batch=world), chosen, 10).step_time_s <= before * (1 + 1e-9)

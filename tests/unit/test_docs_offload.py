@@ -31,5 +31,5 @@ def test_figures(device: str, tokens: int, column: int, speculate: str) -> None:
     assert loaded.spec is not None, loaded.diagnostics
     plan = make_plan(loaded.spec, base_dir=Path(), default_name="tiers").plan
     assert plan is not None
-    assert plan.layout.offload_optimizer == "cpu"
+    assert plan.layout.offload.optimizer == "cpu"
     assert float(cells[column].split()[0]) == pytest.approx(plan.prediction.time.step_time_s, rel=0.015)

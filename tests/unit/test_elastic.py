@@ -9,8 +9,10 @@ import pytest
 from _launch_case import launch_plan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layouts import laid, new_layout
 
-from partool.plan.types import Layout, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.elastic import check_elastic, resized, sizes
 from partool.planner.hardware_checks import check_hardware, is_superchip
@@ -35,7 +37,7 @@ def planned(nodes: int = 4, batch: int = 192, more: str = "") -> Plan:
 
 
 def with_layout(plan: Plan, mesh: Mesh, **layout: Any) -> Plan:
-    return plan.model_copy(update={"layout": plan.layout.model_copy(update={"mesh": mesh, **layout})})
+    return plan.model_copy(update={"layout": laid(plan.layout, mesh=mesh, **layout)})
 
 
 def tiny(plan: Plan) -> Plan:
@@ -59,7 +61,7 @@ def test_a_plan_for_fewer_nodes_is_a_plan_of_its_own(plan: Plan) -> None:
     for nodes, smaller in found.items():
         mesh = smaller.layout.mesh
         assert mesh.world_size == 8 * nodes == smaller.devices.nodes * smaller.devices.per_node
-        assert smaller.layout.micro_batch * smaller.layout.accumulation * mesh.dp == 192
+        assert smaller.layout.micro_batch * smaller.layout.derived.accumulation * mesh.dp == 192
         assert smaller.hash != plan.hash
         assert smaller.launch == plan.launch
         assert smaller.training == plan.training
@@ -116,7 +118,7 @@ def test_micro_batches_shrink_where_the_old_ones_do_not_divide(plan: Plan) -> No
     training = plan.training.model_copy(update={"global_batch": 288})
     smaller = resized(four.model_copy(update={"training": training}), 2)
     assert isinstance(smaller, Plan)
-    assert (smaller.layout.micro_batch, smaller.layout.accumulation) == (3, 6)
+    assert (smaller.layout.micro_batch, smaller.layout.derived.accumulation) == (3, 6)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_a_smaller_plan_keeps_the_batch_and_fills_its_ranks(
     plan = launch_plan(nodes=mesh.world_size // per_node, per_node=per_node)
     batch = micro * accumulation * mesh.dp
     layers = pp * chunks
-    layout = Layout(
+    layout = new_layout(
         mesh=mesh, zero=0 if shard == 1 else 3, micro_batch=micro, accumulation=accumulation, chunks=chunks,
         recompute=("none",) * layers, compile="none", stages=tuple((i, i + 1) for i in range(layers)),
         schedule="interleaved" if chunks > 1 else "1f1b",
@@ -255,13 +257,13 @@ def test_a_smaller_plan_keeps_the_batch_and_fills_its_ranks(
         assert not divides or batch // (ranks // fixed) % rounds, smaller
         return
     new, old = smaller.layout, layout
-    assert new.micro_batch * new.accumulation * new.mesh.dp == batch
+    assert new.micro_batch * new.derived.accumulation * new.mesh.dp == batch
     assert new.mesh.world_size == nodes * per_node == smaller.devices.nodes * smaller.devices.per_node
-    assert (new.mesh.tp, new.mesh.pp, new.mesh.cp, new.expert, new.zero) == (tp, pp, cp, old.expert, old.zero)
+    assert (new.mesh.tp, new.mesh.pp, new.mesh.cp, new.expert, new.data.zero) == (tp, pp, cp, old.expert, old.data.zero)
     assert new.micro_batch <= micro
     assert new.mesh.dp_shard >= min(shard, new.mesh.dp)
-    assert chunks == 1 or new.accumulation % pp == 0
-    assert (new.stages, new.recompute, new.schedule) == (old.stages, old.recompute, old.schedule)
+    assert chunks == 1 or new.derived.accumulation % pp == 0
+    assert (new.pipeline, new.recompute) == (old.pipeline, old.recompute)
 
 
 def image(name: str, accelerator: str, **launch: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from _telemetry import small_plan
+from layouts import laid
 from torch import nn
 
 from partool.plan.types import Plan
@@ -143,7 +144,7 @@ def test_only_narrow_types_on_gpus_are_measured(
 def test_what_else_is_tried_depends_on_what_it_would_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "newer", lambda _: ("flash3",))
     cuda, plan = torch.device("cuda"), plan_of()
-    keeps = plan.model_copy(update={"layout": plan.layout.model_copy(update={"recompute": ("selective",) * 3})})
+    keeps = plan.model_copy(update={"layout": laid(plan.layout, recompute=("selective",) * 3)})
     windowed = plan_of(MODEL.model_copy(update={"window": 4}))
     assert attention._also(plan, CPU) == ()
     assert attention._also(plan, cuda) == ("flash3", "flex")

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from _telemetry import small_plan
+from layouts import laid
 from torch import nn
 from torch.func import functional_call
 
@@ -48,7 +49,7 @@ POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 
 def plan_of(name: str, parts: tuple[str, ...]) -> Plan:
     plain = small_plan(model=MODELS[name])
-    return plain.model_copy(update={"layout": plain.layout.model_copy(update={"fused": parts})})
+    return plain.model_copy(update={"layout": laid(plain.layout, fused=parts)})
 
 
 def make(name: str) -> Decoder:
@@ -165,7 +166,7 @@ def test_what_a_rank_puts_in_the_place_of_a_norm_stays() -> None:
 def test_a_norm_that_is_gathered_by_itself_is_called() -> None:
     model, called = make("llama"), []
     plan = plan_of("llama", ("norm",))
-    leaves = plan.layout.model_copy(update={"leaves": ("layers.1.ffn_norm",)})
+    leaves = laid(plan.layout, leaves=("layers.1.ffn_norm",))
     fuse(model, plan.model_copy(update={"layout": leaves}))
     for block in model.layers:
         block.ffn_norm.register_forward_pre_hook(lambda *_: called.append(1))
@@ -203,7 +204,7 @@ def test_rotation_takes_norms_of_heads_with_it() -> None:
     """Whatever the order in which parts are listed; norms that are gathered by themselves are still called."""
     model, called = make("qwen"), []
     plan = plan_of("qwen", ("norm", "rope"))
-    leaves = plan.layout.model_copy(update={"leaves": ("layers.1.attention.k_norm",)})
+    leaves = laid(plan.layout, leaves=("layers.1.attention.k_norm",))
     fuse(model, plan.model_copy(update={"layout": leaves}))
     for block in model.layers:
         for norm in (block.attention.q_norm, block.attention.k_norm):
@@ -226,11 +227,9 @@ def test_parts_that_a_model_lacks_change_nothing() -> None:
 def test_a_gradient_of_the_head_is_held_for_one_micro_batch_at_most(schedule: str, chunks: int, early: bool) -> None:
     """Where a schedule holds several, or none can be made, it is computed in the backward pass."""
     plan = plan_of("llama", ("loss",))
-    mesh = plan.layout.mesh.model_copy(update={"pp": 2, "dp_shard": 1})
-    stages = ((0, 1), (1, 2), (2, 3), (3, 3))[: 2 * chunks]
-    layout = plan.layout.model_copy(
-        update={"mesh": mesh, "schedule": schedule, "chunks": chunks, "stages": stages, "accumulation": 4}
-    )
+    mesh = plan.layout.mesh._replace(pp=2, dp_shard=1)
+    stages = ((0, 1), (1, 2), (2, 3), (3, 4))[: 2 * chunks]
+    layout = laid(plan.layout, mesh=mesh, schedule=schedule, chunks=chunks, stages=stages, accumulation=4)
     model = make("llama")
     plan = plan.model_copy(update={"layout": layout})
     fuse(model, plan)

@@ -146,7 +146,7 @@ def test_leaves_are_modules_that_are_called(monkeypatch: pytest.MonkeyPatch, tmp
 def test_leaves_of_a_module_are_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = planned(monkeypatch, tmp_path, "{tensor: 1, pipeline: 1, data: {zero: 3, leaves: ['*.mlp']}}")
     assert result.plan is not None, result.diagnostics
-    assert result.plan.layout.leaves == ("*.mlp",)
+    assert result.plan.layout.data.leaves == ("*.mlp",)
 
 
 def test_weights_beside_the_model_that_nobody_asks_for_are_told(
@@ -178,10 +178,10 @@ def test_models_share_sequences_where_their_attention_can_be_taken(
     for method in ("ulysses", "ring", "all_gather"):
         plan = planned(monkeypatch, tmp_path, f"{{sequence: {{method: {method}, degree: 2}}}}").plan
         assert plan is not None
-        assert (plan.layout.mesh.cp, plan.layout.sequence_method, plan.runnable) == (2, method, True)
+        assert (plan.layout.mesh.cp, plan.layout.sequence.method, plan.runnable) == (2, method, True)
     dropping = planned(monkeypatch, tmp_path / "dropping", "{sequence: 2}", attention_dropout=0.1)
     assert dropping.plan is not None
-    assert dropping.plan.layout.sequence_method == "ulysses"
+    assert dropping.plan.layout.sequence.method == "ulysses"
     alone = planned(monkeypatch, tmp_path / "alone", attention_problem="its attention uses s_aux")
     assert alone.plan is not None
     assert alone.plan.layout.mesh.cp == 1

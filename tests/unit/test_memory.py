@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import new_layout
 
 from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Job, Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.fit import fit_probability, verdict
 from partool.cost.held import held_by_rank
 from partool.cost.in_flight import in_flight as closed
@@ -27,8 +28,8 @@ from partool.cost.stacks import STACKS
 from partool.cost.states import States, states
 from partool.cost.traced import Kind, coefficients
 from partool.layout.parameters import count, groups, parameters
+from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import MEMORY_TERMS
-from partool.plan.types import Layout, Mesh
 from partool.schedule import check, in_flight, order
 from partool.schedule.simulate import peak_held
 from partool.spec.hardware import Devices
@@ -212,7 +213,7 @@ def layouts(draw: st.DrawFn, model: ModelConfig = LLAMA) -> Layout:
     policy = draw(st.sampled_from(RECOMPUTE))
     shards = draw(SIZES)
     offload = draw(st.sampled_from(["none", "cpu"]))
-    return Layout(
+    return new_layout(
         mesh=Mesh(
             pp=pp, dp_replicate=1 if zero else shards, dp_shard=shards if zero else 1, cp=draw(SIZES), tp=draw(SIZES)
         ),
@@ -231,7 +232,7 @@ def layouts(draw: st.DrawFn, model: ModelConfig = LLAMA) -> Layout:
 
 
 def columns_of(some: list[Layout]) -> Layouts:
-    rows = [columns(layout) for layout in some]
+    rows = [encode(layout) for layout in some]
     return Layouts(**{f.name: np.array([getattr(row, f.name) for row in rows]) for f in fields(Layouts)})
 
 
@@ -271,7 +272,9 @@ def test_higher_stages_and_more_ranks_never_hold_more_state(layout: Layout, zero
     case = job(stack=stack)
 
     def held(stage: int, shards: int) -> float:
-        found = state(case, stack, zero=stage, shards=shards, tp=layout.mesh.tp, accumulation=layout.accumulation)
+        found = state(
+            case, stack, zero=stage, shards=shards, tp=layout.mesh.tp, accumulation=layout.derived.accumulation
+        )
         return float(found.parameters + found.gradients_at_step + found.optimizer)
 
     assert held(zero + 1, 4) <= held(zero, 4)
@@ -284,7 +287,7 @@ def plain(**changes: Any) -> Layout:
         "mesh": Mesh(dp_shard=8), "zero": 3, "micro_batch": 1, "accumulation": 1, "recompute": ("none",) * 8,
         "compile": "none", "stages": ((0, 8),),
     } | changes  # fmt: skip
-    return Layout(**values)
+    return new_layout(**values)
 
 
 def test_order_of_policies_and_policies_per_layer() -> None:

@@ -141,7 +141,7 @@ def test_networks_in_tiles_are_computed_once_more_at_most() -> None:
 
 def test_inputs_of_layers_leave_the_device_but_for_three() -> None:
     job = long_job()
-    there, moved = (peak_memory(job, Layouts(compiled=0, recompute=FULL, host_activations=host)) for host in (0, 1))
+    there, moved = (peak_memory(job, Layouts(compiled=0, recompute=FULL, offload_activations=host)) for host in (0, 1))
     inputs = 131072 * 4096 * 2
     assert float(moved.host_bytes - there.host_bytes) == pytest.approx(29 * inputs)
     gone = float(np.asarray(there.terms["activations"] - moved.terms["activations"]))
@@ -153,7 +153,7 @@ def test_what_selection_keeps_stays_on_the_device() -> None:
     host = {}
     for compiled in (0, 1):
         for policy in ("keep_attention", "full"):
-            row = Layouts(compiled=compiled, recompute=RECOMPUTE.index(policy), host_activations=1)
+            row = Layouts(compiled=compiled, recompute=RECOMPUTE.index(policy), offload_activations=1)
             host[compiled, policy] = float(np.asarray(peak_memory(long_job(), row).host_bytes))
     assert host[0, "keep_attention"] == host[0, "full"] == pytest.approx(host[1, "full"], rel=1e-4)
     assert host[1, "keep_attention"] > 1.9 * host[1, "full"]

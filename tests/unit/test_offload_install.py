@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from partool.layout.parameters import parameters
-from partool.plan.types import HostWork, Plan
+from partool.plan.layout import OffloadLayout
+from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.training import OptimizerSpec
@@ -146,10 +147,10 @@ def test_state_in_files_is_not_counted_as_memory(
     on_disk: bool, undo_bytes: int, resident: float, held_bytes: int, tmp_path: Path
 ) -> None:
     """Three buckets of a state on disks are in memory; copies of one that is not are, too."""
-    undo = "undo" if undo_bytes else "deferred"
-    work = HostWork(
-        threads=1, bucket_bytes=2**17, buffers=3, folder=str(tmp_path), undo_bytes=undo_bytes, speculate=undo
-    )
+    work = OffloadLayout(
+        optimizer="nvme" if on_disk else "cpu", gpu_fraction=resident, threads=1, bucket_mib=2**-3, buffers=3,
+        dir=str(tmp_path), undo_gib=undo_bytes / 2**30, speculate="undo" if undo_bytes else True,
+    )  # fmt: skip
     setting = HostSetting(
         work,
         torch.device("cpu"),
@@ -158,8 +159,6 @@ def test_state_in_files_is_not_counted_as_memory(
         accumulates=False,
         memory=HostMemory(pinned=False),
         pool=Pool(1),
-        resident=resident,
-        on_disk=on_disk,
     )
     parameters = {name: nn.Parameter(torch.zeros(WIDE, dtype=torch.bfloat16)) for name in "ab"}
     optimizer = HostOptimizer(parameters, OptimizerSpec(), (), setting)
@@ -206,14 +205,13 @@ def test_what_stays_on_the_device_is_what_was_planned(micro_batch: int, fields: 
     share = sum(size for name, size in sizes if name in staying) / sum(size for _, size in sizes)
     plan = on_both_sides(share, *fields)
     setting = HostSetting(
-        plan.layout.host,
+        plan.layout.offload,
         torch.device("cpu"),
         torch.float32,
         torch.bfloat16,
         accumulates=micro_batch < 8,
         memory=HostMemory(pinned=False),
         pool=Pool(1),
-        resident=plan.layout.gpu_fraction,
     )
     optimizer = HostOptimizer(tensors, plan.optimizer, (), setting)
     try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from partool.plan.types import HostWork
+from partool.plan.layout import OffloadLayout
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
 from partool_runtime.offload import HostMemory
@@ -31,7 +31,7 @@ def test_an_evaluation_between_steps_is_not_expected_of_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lanes = ThreadLanes()
-    shelf = DiskShelf(SIZES_BYTES, HostWork(folder=str(tmp_path), buffers=3), lanes, owner="rank 0")
+    shelf = DiskShelf(SIZES_BYTES, OffloadLayout(dir=str(tmp_path), buffers=3), lanes, owner="rank 0")
 
     def fetch(units: Iterable[int], expected: int) -> None:
         for unit in units:
@@ -67,7 +67,7 @@ def test_an_evaluation_between_steps_is_not_expected_of_the_next_one(
 
 def test_the_order_of_a_step_outlasts_what_is_fetched_between_steps(tmp_path: Path) -> None:
     lanes = ThreadLanes()
-    shelf = DiskShelf(SIZES_BYTES, HostWork(folder=str(tmp_path), buffers=3), lanes, owner="rank 0")
+    shelf = DiskShelf(SIZES_BYTES, OffloadLayout(dir=str(tmp_path), buffers=3), lanes, owner="rank 0")
     asked: list[list[int]] = []
     expect = shelf._store.expect
     shelf._store.expect = lambda order: (asked.append(list(order)), expect(order))[1]  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ class Record:
 def test_an_interrupted_step_is_given_up_while_nothing_reads_shards(ending: str) -> None:
     shards: Any = Record()
     setting = HostSetting(
-        HostWork(threads=1),
+        OffloadLayout(optimizer="cpu", gpu_fraction=0.0, speculate=True, threads=1),
         torch.device("cpu"),
         torch.float32,
         torch.bfloat16,

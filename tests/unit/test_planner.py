@@ -108,10 +108,10 @@ def test_any_spec_gives_a_sound_plan_or_findings(spec: Spec) -> None:
     plan = result.plan
     layout, mesh, devices = plan.layout, plan.layout.mesh, plan.devices
     assert mesh.world_size == devices.nodes * devices.per_node
-    assert layout.micro_batch * layout.accumulation * mesh.dp == plan.training.global_batch
+    assert layout.micro_batch * layout.derived.accumulation * mesh.dp == plan.training.global_batch
     assert len(layout.recompute) == plan.model.layers
-    assert layout.stages[0][0] == 0
-    assert layout.stages[-1][1] == plan.model.layers
+    assert layout.pipeline.bounds[0][0] == 0
+    assert layout.pipeline.bounds[-1][1] == plan.model.layers
     memory, time = plan.prediction.memory, plan.prediction.time
     assert memory.total_bytes == sum(memory.terms_bytes.values()) <= memory.capacity_bytes
     assert time.step_time_s == pytest.approx(sum(time.terms_s.values()))
@@ -200,8 +200,8 @@ def test_examples_can_be_planned(path: Path) -> None:
 def test_what_the_spec_pins_is_kept() -> None:
     pins = ["parallel.data.zero=3", "parallel.data.shard=4", "parallel.micro_batch=2", "parallel.recompute=full"]
     layout = planned(SMALL, [*pins, "parallel.compile=none"]).layout
-    assert (layout.zero, layout.mesh.dp_shard, layout.mesh.dp_replicate) == (3, 4, 2)
-    assert (layout.micro_batch, layout.accumulation, layout.compile) == (2, 4, "none")
+    assert (layout.data.zero, layout.mesh.dp_shard, layout.mesh.dp_replicate) == (3, 4, 2)
+    assert (layout.micro_batch, layout.derived.accumulation, layout.compile) == (2, 4, "none")
     assert set(layout.recompute) == {"full"}
 
 
@@ -209,8 +209,8 @@ def test_tight_memory_leads_to_higher_stages() -> None:
     text = SMALL.replace("{layers: 4, hidden: 256, heads: 8, kv_heads: 4, vocab: 300}", "llama3-8b")
     roomy = planned(text, ["hardware.memory_gib=300"]).layout
     narrow = planned(text, ["hardware.memory_gib=45", "parallel.pipeline=1"]).layout
-    assert roomy.zero < 3
-    assert narrow.zero == 3
+    assert roomy.data.zero < 3
+    assert narrow.data.zero == 3
 
 
 def test_several_problems_come_in_one_run() -> None:
@@ -379,7 +379,7 @@ def test_host_memory_is_a_limit() -> None:
         LARGE.replace("llama3-8b", "llama3-70b")
         + "parallel: {pipeline: 1, tensor: 1, sequence: 1, offload: {optimizer: cpu}, recompute: full}\n"
     )
-    assert planned(text, ["hardware.host_memory_gib=4000"]).layout.offload_optimizer == "cpu"
+    assert planned(text, ["hardware.host_memory_gib=4000"]).layout.offload.optimizer == "cpu"
     found = plan_of(text, ["hardware.host_memory_gib=60"])
     assert found.plan is None
     assert "PT301" in codes(found)

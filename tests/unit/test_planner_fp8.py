@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from layouts import new_layout
 
 from partool.layout.tensor.structure import Structure, StructureModule
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Layout, Mesh
 from partool.planner.fp8 import stay_wide
 from partool.spec.model import ModelConfig
 
@@ -25,7 +26,7 @@ def problem(precision: str = "fp8", structure: Structure | None = None, **model:
 
 
 def layout(tensor: int = 1) -> Layout:
-    return Layout(
+    return new_layout(
         mesh=Mesh(tp=tensor), zero=0, micro_batch=1, accumulation=1, recompute=("none",) * 2, compile="none",
         stages=((0, 2),),
     )  # fmt: skip

@@ -64,7 +64,7 @@ def planned(**changes: object) -> tuple[Plan | None, dict[str, str]]:
 def test_parts_follow_device_compiler_and_precision(changes: dict[str, object], fused: tuple[str, ...]) -> None:
     plan, found = planned(**changes)
     assert plan is not None, found
-    assert plan.layout.fused == fused
+    assert plan.layout.derived.fused == fused
     assert ("PT486" in found) == ("fused" in changes and changes.get("accelerator") == "cpu")
     words = " ".join(plan.reasons)
     assert ("Own kernels:" in words) == (bool(fused) and "fused" not in changes)

@@ -217,7 +217,7 @@ def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: P
 
     exact = one(entry(request), "exact")
     assert (exact.state, exact.measured, exact.call_s, exact.lost_s) == ("tuned", True, 1e-3, 0.0)
-    assert exact.total_s == pytest.approx(1e-3 * 4 * plan.layout.accumulation)
+    assert exact.total_s == pytest.approx(1e-3 * 4 * plan.layout.derived.accumulation)
     assert exact.share == pytest.approx(exact.total_s / plan.prediction.time.step_time_s)
     whole = coverage(plan, Registry([tmp_path / "exact"], folder=tmp_path / "none"))
     # The gradient of the input of gate and up is the same product.

@@ -13,19 +13,20 @@ from hypothesis import strategies as st
 from partool.catalog.hardware import resolve_hardware
 from partool.cost import host_state
 from partool.cost.case import Job, Layouts
-from partool.cost.columns import columns
+from partool.cost.codec import encode
 from partool.cost.offload import chain, device_share, disk_rate, link_rate, offload
-from partool.cost.tiers import Tiers, tiers_from
 from partool.layout.parameters import count, parameters
+from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan, queries
 from partool.planner.queries import largest
 from partool.planner.solve import harder_ones
-from partool.planner.words import change, summary
+from partool.planner.words import summary
 from partool.spec import load_text
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig
+from partool.spec.parallel import Offload
 
 ONE_CPU = """\
 model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
@@ -67,12 +68,12 @@ def test_fields_are_those_of_the_spec() -> None:
         "bucket_mib: 0.5, threads: 1, dir: state, buffers: 5, pinned_gib: 2"
     )
     layout = planned(ONE_CPU, "training.precision=bf16", offloaded(asked)).layout
-    work = layout.host
-    assert (layout.offload_optimizer, layout.gpu_fraction, layout.offload_parameters) == ("nvme", 0.25, "none")
-    assert (work.speculate, work.undo_bytes, work.gradients, work.moments) == ("undo", 2**29, "master", "bf16")
-    assert (work.bucket_bytes, work.threads, work.buffers, work.pinned_bytes) == (2**19, 1, 5, 2**31)
-    assert work.folder == "/base/state"
-    assert layout.offloads
+    work = layout.offload
+    assert (layout.offload.optimizer, layout.offload.gpu_fraction, layout.offload.parameters) == ("nvme", 0.25, "none")
+    assert (work.speculate, work.undo_bytes, work.gradients, work.moments) == ("undo", 2**29, "fp32", "bf16")
+    assert (work.bucket_bytes, work.threads, work.buffers, work.pinned_limit_bytes) == (2**19, 1, 5, 2**31)
+    assert work.dir == "/base/state"
+    assert layout.offload.active
     assert "optimizer 75% to disks" in summary(layout)
 
 
@@ -84,20 +85,20 @@ def test_what_leaves_is_planned_on_several_devices(moved: str) -> None:
     plan = planned(ONE_GPU, "hardware.per_node=4", offloaded(moved), "parallel.recompute=auto")
     assert {row.devices for row in plan.candidates} > {4}
     if moved.startswith("parameters"):
-        assert plan.layout.zero == 3
+        assert plan.layout.data.zero == 3
 
 
 def test_what_is_open_follows_from_the_layout() -> None:
     """One rank's gradients lose nothing as they are; sums over ranks are as wide as masters."""
     alone = planned(ONE_CPU, offloaded("optimizer: cpu")).layout
-    assert (alone.offload_optimizer, alone.gpu_fraction, alone.host.folder) == ("cpu", 0.0, "")
-    assert (alone.host.speculate, alone.host.gradients, alone.host.moments) == ("deferred", "compute", "master")
+    assert (alone.offload.optimizer, alone.offload.gpu_fraction, alone.offload.dir) == ("cpu", 0.0, None)
+    assert (alone.offload.speculate, alone.offload.gradients, alone.offload.moments) == (True, "bf16", "fp32")
     both = planned(ONE_CPU, offloaded("optimizer: cpu, speculate: false"), "hardware.per_node=2").layout
-    assert (both.host.speculate, both.host.gradients) == ("none", "master")
+    assert (both.offload.speculate, both.offload.gradients) == (False, "fp32")
     # Two cores of the node's for a rank's training at least.
-    cores = planned(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.host
+    cores = planned(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.offload
     assert cores.threads == 14
-    assert not planned(ONE_CPU).layout.offloads
+    assert not planned(ONE_CPU).layout.offload.active
 
 
 @pytest.mark.parametrize(("text", "tier"), [(ONE_CPU, "cpu"), (ONE_CPU, "nvme"), (ONE_GPU, "nvme")])
@@ -105,21 +106,21 @@ def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
     folder = ", dir: /nvme" if tier == "nvme" else ""
     plan = planned(text, offloaded(f"parameters: {tier}, activations: none{folder}"))
     layout = plan.layout
-    assert (layout.zero, layout.offload_parameters, layout.offload_optimizer) == (3, tier, "cpu")
-    assert layout.gpu_fraction == 0.0
-    assert layout.host.folder == ("/nvme" if folder else "")
+    assert (layout.data.zero, layout.offload.parameters, layout.offload.optimizer) == (3, tier, "cpu")
+    assert layout.offload.gpu_fraction == 0.0
+    assert layout.offload.dir == ("/nvme" if folder else None)
     assert plan.runnable
     assert plan.prediction.memory.host_terms_bytes["parameters"] > 0
 
 
 def test_the_plan_is_what_its_own_words_ask_for() -> None:
-    """``change`` of a layout, put into the spec, gives the layout again; it can be priced from the layout alone."""
+    """A layout as a section of a spec gives the layout again; it can be priced from the layout alone."""
     first = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
-    text = change(first.layout).removeprefix("parallel: ")
+    text = own_yaml(first, flow=True).removeprefix("parallel: ").rstrip()
     again = planned(ONE_GPU, f"parallel={text}")
     assert again.layout == first.layout
-    found = tiers_from(first.layout)
-    assert (found.optimizer, found.speculate, found.buffers) == ("nvme", "deferred", 4)
+    found = first.layout.offload
+    assert (found.optimizer, found.speculate, found.buffers) == ("nvme", True, 4)
 
 
 REFUSED = {
@@ -152,7 +153,7 @@ def test_a_disk_that_is_too_small_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 def test_shards_in_files_count_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = offloaded(f"optimizer: cpu, parameters: nvme, dir: {tmp_path}, activations: none")
     plan = planned(ONE_CPU, fields, "training.precision=bf16")
-    assert (plan.layout.offload_optimizer, plan.layout.offload_parameters) == ("cpu", "nvme")
+    assert (plan.layout.offload.optimizer, plan.layout.offload.parameters) == ("cpu", "nvme")
     size = 2 * count(parameters(plan.model))
     for free, codes in ((size, []), (size - 1, ["PT487"])):
         usage = type("Usage", (), {"free": free})
@@ -167,7 +168,7 @@ def test_small_models_are_in_files_too() -> None:
     plan = planned(spec)
     kept = plan.prediction.memory.host_terms_bytes
     assert kept["masters"] + kept["moments"] < 0.35 * 12 * count(parameters(plan.model))
-    assert plan.layout.host.bucket_bytes == 2**18
+    assert plan.layout.offload.bucket_bytes == 2**18
     tiny = plan_of(ONE_CPU, offloaded("optimizer: nvme, dir: /x"), "training.precision=bf16")
     (found,) = (one for one in tiny.diagnostics if one.code == "PT478")
     assert found.help == "use optimizer: cpu, which does as much without disks"
@@ -197,7 +198,7 @@ def test_copies_have_room_for_a_bucket() -> None:
         result = plan_of(text, offloaded("optimizer: cpu, speculate: undo, activations: none, gpu_fraction: 0"))
         assert result.plan is not None
         assert "PT488" not in [one.code for one in result.diagnostics]
-        assert result.plan.layout.host.undo_bytes >= 2**20
+        assert result.plan.layout.offload.undo_bytes >= 2**20
 
 
 def test_a_folder_that_is_not_there_is_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +226,7 @@ def test_host_memory_by_term() -> None:
     plan = planned(ONE_GPU, offloaded("optimizer: cpu, gpu_fraction: 0, activations: none"))
     elements = count(parameters(plan.model))
     terms = plan.prediction.memory.host_terms_bytes
-    bucket = plan.layout.host.bucket_bytes
+    bucket = plan.layout.offload.bucket_bytes
     assert list(terms) == [name for name in HOST_TERMS if name in terms]
     assert terms["masters"] == pytest.approx(4 * elements, rel=1e-6)
     assert terms["moments"] == pytest.approx(8 * elements, rel=1e-6)
@@ -245,7 +246,7 @@ def test_host_memory_by_term() -> None:
     assert several["gradients"] == 2 * bucket
     disk = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, gpu_fraction: 0, activations: none"))
     kept = disk.prediction.memory.host_terms_bytes
-    assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.host.bucket_bytes // 2
+    assert kept["masters"] + kept["moments"] == 4 * 12 * disk.layout.offload.bucket_bytes // 2
     assert disk.prediction.time.step_time_s > plan.prediction.time.step_time_s
 
 
@@ -260,9 +261,11 @@ def test_frozen_masters_stay_in_memory() -> None:
             one for one in parameters(trained.model) if not one.name.startswith("layers.")
         )
         for plan in both:
-            terms, host = plan.prediction.memory.host_terms_bytes, 1 - plan.layout.gpu_fraction
+            terms, host = plan.prediction.memory.host_terms_bytes, 1 - plan.layout.offload.gpu_fraction
             tail = host * (count(parameters(trained.model)) - frozen)
-            kept = tail if tier == "cpu" else min(tail, plan.layout.host.buffers * plan.layout.host.bucket_bytes / 2)
+            kept = (
+                tail if tier == "cpu" else min(tail, plan.layout.offload.buffers * plan.layout.offload.bucket_bytes / 2)
+            )
             assert terms["masters"] == pytest.approx(4 * (frozen + kept), rel=1e-3)
 
 
@@ -294,8 +297,8 @@ def test_files_are_taken_where_host_memory_is_short() -> None:
     assert [one.code for one in refused.diagnostics if one.severity == "error"] == ["PT301"]
     assert any("nvme" in one.help for one in refused.diagnostics)
     files = planned(ONE_GPU, *short, offloaded("activations: none, parameters: none, dir: /nvme"))
-    assert files.layout.offload_optimizer == "nvme"
-    assert files.layout.host.folder == "/nvme"
+    assert files.layout.offload.optimizer == "nvme"
+    assert files.layout.offload.dir == "/nvme"
     assert any("files under /nvme" in reason for reason in files.reasons)
 
 
@@ -303,7 +306,7 @@ def test_a_state_may_be_on_both_sides() -> None:
     """What host memory has no room for stays on the device, though the spec asks for the host."""
     fields = offloaded("optimizer: cpu, activations: none, parameters: none")
     plan = planned(ONE_GPU, "hardware.host_memory_gib=5", fields)
-    assert plan.layout.gpu_fraction >= 0.25
+    assert plan.layout.offload.gpu_fraction >= 0.25
     assert plan.prediction.memory.host_bytes <= 0.9 * 5 * 2**30
 
 
@@ -349,7 +352,7 @@ MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, 
 
 def job(**changes: Any) -> Job:
     assert GPU is not None
-    return Job(MODEL, GPU, 1024, 8, "bf16", tiers=Tiers(**changes))
+    return Job(MODEL, GPU, 1024, 8, "bf16", offload=Offload(**changes))
 
 
 def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:
@@ -376,7 +379,7 @@ def test_the_least_share_hides_the_host(backward_s: float, host_s: float) -> Non
 
 def test_a_step_is_the_slowest_part_with_one_bucket_of_lag() -> None:
     """Speculating, the update hides behind the backward pass; without, all of it comes behind the norm."""
-    elements, layouts = 1e9, Layouts(host_optimizer=1.0)
+    elements, layouts = 1e9, Layouts(gpu_fraction=0.0)
     parts = chain(job(), layouts, elements)
     assert parts.down_s == pytest.approx(2e9 / link_rate(job()))
     assert parts.up_s == parts.down_s
@@ -389,16 +392,16 @@ def test_a_step_is_the_slowest_part_with_one_bucket_of_lag() -> None:
     slow = 5.0 * float(parts.update_s)
     assert shown(slow) == pytest.approx(parts.lag_s)
     assert shown(0.0) == pytest.approx(max(parts.update_s, parts.down_s) + parts.lag_s)
-    late = chain(job(speculate="none"), layouts, elements)
-    assert shown(slow, speculate="none") == pytest.approx(max(late.update_s, late.up_s) + late.lag_s)
+    late = chain(job(speculate=False), layouts, elements)
+    assert shown(slow, speculate=False) == pytest.approx(max(late.update_s, late.up_s) + late.lag_s)
     assert late.update_s < parts.update_s
 
 
 def test_disks_read_and_write_the_state_once_a_step() -> None:
     files = job(optimizer="nvme")
-    found = chain(files, Layouts(host_optimizer=1.0), 1e9)
+    found = chain(files, Layouts(gpu_fraction=0.0), 1e9)
     assert found.disk_s == pytest.approx(24e9 / disk_rate(files))
-    narrow = chain(job(optimizer="nvme", narrow_moments=True), Layouts(host_optimizer=1.0), 1e9)
+    narrow = chain(job(optimizer="nvme", moments="bf16"), Layouts(gpu_fraction=0.0), 1e9)
     assert narrow.disk_s == pytest.approx(16e9 / disk_rate(files))
 
 
@@ -428,4 +431,4 @@ def test_harder_problems_save_more_and_more() -> None:
     on_disks = ["disks" in one.relaxed for one in found]
     assert on_disks == sorted(on_disks)
     assert len(found) == len({id(one) for one in found})
-    assert columns(planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme")).layout).host_optimizer > 0
+    assert encode(planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme")).layout).gpu_fraction < 1

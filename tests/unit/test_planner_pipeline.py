@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import laid
 
 from partool.cli.main import run
 from partool.cost.case import SCHEDULES
@@ -89,27 +90,27 @@ PLANS: dict[str, tuple[str, tuple[str, int, int]]] = {
 def test_what_is_pinned_is_planned(pipeline: str, wanted: tuple[str, int, int], tmp_path: Path) -> None:
     plan = planned(text(f"micro_batch: 1, pipeline: {pipeline}"), tmp_path)
     layout = plan.layout
-    assert (layout.schedule, layout.chunks, layout.in_flight) == wanted
+    assert (layout.pipeline.schedule, layout.pipeline.chunks, layout.pipeline.in_flight) == wanted
     schedule = schedule_of(layout)
     assert validate(schedule) == []
     assert schedule.placement == placement_of(layout)
-    assert layout.schedule_hash == schedule_hash(schedule)
-    assert len(layout.stages) == layout.mesh.pp * layout.chunks
+    assert layout.derived.schedule_hash == schedule_hash(schedule)
+    assert len(layout.pipeline.bounds) == layout.mesh.pp * layout.pipeline.chunks
     assert plan.runnable
 
 
 def test_a_plan_of_other_lists_is_refused(tmp_path: Path) -> None:
     layout = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: hanayo, waves: 1}"), tmp_path).layout
     with pytest.raises(ValueError, match="not the one that was planned"):
-        schedule_of(layout.model_copy(update={"schedule": "zb-v"}))
+        schedule_of(laid(layout, schedule="zb-v"))
 
 
 def test_layers_are_split_as_given(tmp_path: Path) -> None:
     plan = planned(text("pipeline: {stages: 2, schedule: hanayo, layers: [3, 3, 1, 1]}"), tmp_path)
-    assert plan.layout.stages == ((0, 3), (3, 6), (6, 7), (7, 8))
+    assert plan.layout.pipeline.bounds == ((0, 3), (3, 6), (6, 7), (7, 8))
     open_schedule = planned(text("pipeline: {layers: [1, 3, 3, 1]}"), tmp_path).layout
-    assert open_schedule.stages == ((0, 1), (1, 4), (4, 7), (7, 8))
-    assert open_schedule.mesh.pp * open_schedule.chunks == 4
+    assert open_schedule.pipeline.bounds == ((0, 1), (1, 4), (4, 7), (7, 8))
+    assert open_schedule.mesh.pp * open_schedule.pipeline.chunks == 4
 
 
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
@@ -117,7 +118,12 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "my.csv").write_text("# mine\n" + to_text(own))
     plan = planned(text("pipeline: {schedule: {file: my.csv}}"), tmp_path)
     layout = plan.layout
-    assert (layout.schedule, layout.mesh.pp, layout.chunks, layout.accumulation) == ("file", 4, 2, 4)
+    assert (layout.pipeline.schedule, layout.mesh.pp, layout.pipeline.chunks, layout.derived.accumulation) == (
+        "file",
+        4,
+        2,
+        4,
+    )
     assert schedule_of(layout).lists == own.lists
     named = planned(text("pipeline: {stages: 4, schedule: hanayo, waves: 1}, micro_batch: 2"), tmp_path)
     assert plan.prediction.time.step_time_s == pytest.approx(named.prediction.time.step_time_s, rel=1e-9)
@@ -265,13 +271,13 @@ def test_ranks_of_own_lists_may_have_different_numbers_of_stages(placement: tupl
             for policy in policies[space.allowed(np.full(len(policies), group), policies)]:
                 row = space.rows(np.array([group]), np.array([policy]))
                 exact = Priced(problem, layout_of(problem, space.rows(group, policy)))
-                assert len(exact.layout.stages) == len(placement)
+                assert len(exact.layout.pipeline.bounds) == len(placement)
                 assert float(bounds_s(problem, row)[0]) <= exact.time.step_time_s * (1.0 + 1e-9), exact.layout
                 assert float(np.ravel(room(problem, row).total_bytes)[0]) <= 1.5 * exact.memory.total_bytes
         plan = planned(text(parallel), tmp_path)
         assert placement_of(plan.layout) == placement
         assert schedule_of(plan.layout).lists == own.lists
-    sizes = [stop - start for start, stop in plan.layout.stages]
+    sizes = [stop - start for start, stop in plan.layout.pipeline.bounds]
     layers = [sum(size for size, where in zip(sizes, placement, strict=True) if where == rank) for rank in range(4)]
     held = [rank.terms_bytes["optimizer"] for rank in plan.prediction.memory.ranks]
     assert layers[held.index(max(held))] == max(layers)
@@ -323,7 +329,7 @@ def test_bounds_of_every_schedule_are_below_exact_times(case: dict[str, Any], sc
             time_s = exact.time.step_time_s * (1.0 + 1e-9)
             assert float(bounds_s(problem, row)[0]) <= time_s, exact.layout
             assert float(np.ravel(refined_s(problem, row))[0]) <= time_s, exact.layout
-            seen.add(exact.layout.schedule)
+            seen.add(exact.layout.pipeline.schedule)
     assert seen == schedules
 
 
@@ -342,7 +348,7 @@ def test_bytes_that_are_sent(tmp_path: Path) -> None:
     hanayo = planned(
         text("micro_batch: 1, pipeline: {stages: 2, schedule: hanayo, waves: 2}, data: {zero: 0}"), tmp_path
     )
-    layout, m, waves = hanayo.layout, hanayo.layout.accumulation, 2
+    layout, m, waves = hanayo.layout, hanayo.layout.derived.accumulation, 2
     # 4 M W (P - 1) messages in all (Hanayo), of which two ranks send half each.
     assert messages(layout) == 4 * m * waves // 2
     boundary = 128 * 64 * 2
@@ -449,7 +455,7 @@ def test_layouts_that_are_hardly_faster_say_why_they_are_not_taken() -> None:
 def test_examples_plan_and_can_run(name: str) -> None:
     root = Path(__file__).parents[2]
     plan = planned((root / f"specs/{name}.yaml").read_text(), root / "specs")
-    assert plan.layout.schedule == name
+    assert plan.layout.pipeline.schedule == name
     assert plan.runnable
 
 

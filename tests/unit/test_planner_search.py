@@ -215,7 +215,7 @@ def test_ties_go_to_the_simpler_layout() -> None:
     tiny = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 256}
     best = solve(problem_of(case(tiny, 1, 1, memory_gib=40, batch=8))).chosen
     assert best is not None
-    assert (best.layout.zero, best.layout.mesh.world_size, set(best.layout.recompute)) == (0, 1, {"none"})
+    assert (best.layout.data.zero, best.layout.mesh.world_size, set(best.layout.recompute)) == (0, 1, {"none"})
 
 
 @given(st.integers(1, 10**6))

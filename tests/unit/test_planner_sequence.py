@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import laid
 from rich.console import Console
 
 from partool.cli.main import run
 from partool.cost.case import INSIDES, ORDERS, RING, SEQUENCE_METHODS
 from partool.diagnostics.record import Diagnostic
-from partool.plan.types import Layout, Plan
+from partool.plan.as_spec import own_yaml
+from partool.plan.layout import Layout
+from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.longest import NONE, Longest, longest
 from partool.planner.make import resolve
@@ -23,10 +26,9 @@ from partool.planner.problem import Problem
 from partool.planner.queries import fits
 from partool.planner.sequence_forms import best_forms, every_form, seconds
 from partool.planner.sequence_rules import SequenceForm, all_forms, methods
-from partool.planner.sequence_words import fields_of, rivals, sequence_reasons
+from partool.planner.sequence_words import formed, rivals, sequence_reasons
 from partool.planner.solve import solve
 from partool.planner.space import build
-from partool.planner.words import change
 from partool.report.longest import longest_rows, render_longest
 from partool.spec import load_text
 from partool.spec.spec import Spec
@@ -122,7 +124,7 @@ def test_tensor_ranks_of_two_dimensions_share_sequences() -> None:
     spec = spec_of(MODEL + REST + LENGTH, *even, "parallel.sequence=2", "parallel.tensor={shape: [1, 2]}")
     plan = make_plan(spec, base_dir=ROOT, default_name="test").plan
     assert plan is not None
-    assert (plan.layout.mesh.cp, plan.layout.mesh.tp, plan.layout.tensor_inner) == (2, 2, 2)
+    assert (plan.layout.mesh.cp, plan.layout.mesh.tp, plan.layout.tensor.inner) == (2, 2, 2)
     assert plan.runnable
 
 
@@ -130,7 +132,7 @@ def test_wide_windows_are_balanced_like_full_layers() -> None:
     text = SLIDING.replace("window: 300", "window: WIDE") + REST + LENGTH
     ring = "parallel.sequence={method: ring, degree: 4}"
     for window, order in ((300, "contiguous"), (3840, "zigzag"), (10**6, "zigzag")):
-        assert plan_of(text.replace("WIDE", str(window)), ring, *ALONE).layout.sequence_order == order
+        assert plan_of(text.replace("WIDE", str(window)), ring, *ALONE).layout.sequence.order == order
     pinned = "parallel.sequence={method: ring, degree: 4, order: zigzag}"
     assert not findings(text.replace("WIDE", "3840"), pinned)
     assert [one.severity for one in findings(text.replace("WIDE", "2000"), pinned)] == ["warning"]
@@ -145,7 +147,7 @@ def test_who_names_a_method_gets_it() -> None:
         assert plan is not None
         layout = plan.layout
         assert layout.mesh.cp > 1
-        assert layout.sequence_method == method
+        assert layout.sequence.method == method
     alone = spec_of(text, "parallel.sequence.method=ring", "parallel.sequence.degree=1", *ALONE)
     plan = make_plan(alone, base_dir=ROOT, default_name="a").plan
     assert plan is not None
@@ -221,11 +223,10 @@ def test_of_forms_alike_the_preferred_one_is_kept() -> None:
 @pytest.mark.parametrize("method", SEQUENCE_METHODS)
 def test_what_a_table_proposes_plans_the_same_layout(method: str) -> None:
     text = (GRID if method == "dsp" else MODEL) + REST + LENGTH
-    first = plan_of(text, *ALONE, f"parallel.sequence={{method: {method}, degree: 4}}").layout
-    again = plan_of(text + change(first) + "\n").layout
-    names = [name for name in Layout.model_fields if name.startswith("sequence_") or name == "mesh"]
-    assert {name: getattr(first, name) for name in names} == {name: getattr(again, name) for name in names}
-    assert first.sequence_method == method
+    first = plan_of(text, *ALONE, f"parallel.sequence={{method: {method}, degree: 4}}")
+    again = plan_of(text + own_yaml(first))
+    assert first.layout == again.layout
+    assert first.layout.sequence.method == method
 
 
 def test_state_is_shared_over_the_ranks_of_a_sequence_too() -> None:
@@ -257,13 +258,13 @@ def test_reasons_name_what_is_taken_and_what_it_is_compared_with() -> None:
     assert sent > 0
     assert f"{sent / 2**30:.2f} GiB" in told[0]
     others = rivals(problem, best.layout)
-    assert {one.layout.sequence_method for one in others} == set(SEQUENCE_METHODS) - {
+    assert {one.layout.sequence.method for one in others} == set(SEQUENCE_METHODS) - {
         "dsp",
-        best.layout.sequence_method,
+        best.layout.sequence.method,
     }
     assert [one.time.step_time_s for one in others] == sorted(one.time.step_time_s for one in others)
     for one in others:
-        assert one.layout.sequence_form in told[1]
+        assert one.layout.sequence.form in told[1]
     # Of what fits none is clearly faster than what was taken.
     assert all(one.time.step_time_s > best.time.step_time_s * 0.998 for one in others if one.safe)
 
@@ -282,7 +283,7 @@ def test_reasons_tell_of_uneven_shares_and_heads() -> None:
 
 
 def priced(problem: Problem, layout: Layout, **fields: Any) -> Priced:
-    return Priced(problem, layout.model_copy(update=fields_of(SequenceForm()) | fields))
+    return Priced(problem, laid(formed(layout, SequenceForm()), **fields))
 
 
 def test_windows_cost_what_they_see() -> None:
@@ -317,7 +318,7 @@ def test_the_longest_sequence_of_each_method_fits_and_a_longer_one_does_not() ->
         assert plan.prediction.memory.verdict == "green"
         assert plan.training.sequence_length == one.tokens
         assert (plan.layout.mesh.cp > 1) == (name != NONE)
-        assert name in (NONE, plan.layout.sequence_method)
+        assert name in (NONE, plan.layout.sequence.method)
         longer = problem_of(SMALL, one.overrides[0], f"training.sequence_length={one.tokens + one.tokens // 16 + 256}")
         assert not fits(longer)
     # Ranks that share sequences hold less of each; gathered keys are held whole.

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.space import build
 from partool.planner.tensor_forms import Form, best_inner, busy, divides, forms, sent_s
-from partool.planner.words import change, summary
+from partool.planner.words import summary
 from partool.spec import load_text
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \
@@ -133,7 +134,7 @@ def test_tiers_decide_the_shape() -> None:
     assert best_inner(problem_of(slow("16")), 16) == (8,)
     chosen, plain = plan_of(slow("16")), plan_of(slow("{shape: [16, 1]}"))
     assert chosen.prediction.time.step_time_s < 0.8 * plain.prediction.time.step_time_s
-    assert chosen.layout.tensor_inner == 8
+    assert chosen.layout.tensor.inner == 8
     text = reason(chosen, "Tensor 2 × 8: collectives of a layer take")
     assert text.endswith("less than in 16 × 1 (d1 across nodes, d2 inside a node).")
     assert "less in 2 × 8, but the spec asks for this shape" in reason(plain, "Tensor 16 × 1")
@@ -145,12 +146,12 @@ def test_reasons_give_the_price_of_other_forms() -> None:
     assert "GiB" in reason(plan, "Norms on ")
     assert reason(plan, "Tensor overlap none").endswith("as the compiler, or halved passes, order them.")
     pinned = plan_of(gpus("{degree: 8, overlap: backward, chunks: 2}"))
-    assert (pinned.layout.compile, pinned.layout.tensor_overlap, pinned.layout.tensor_chunks) == ("none", "backward", 2)
+    assert (pinned.layout.compile, pinned.layout.tensor.overlap, pinned.layout.tensor.chunks) == ("none", "backward", 2)
     assert reason(pinned, "Tensor overlap backward") == "Tensor overlap backward: the spec asks for it."
     eager = plan_of(gpus(8, more=", compile: none"))
-    assert eager.layout.tensor_overlap == "backward"
+    assert eager.layout.tensor.overlap == "backward"
     on_cpu = plan_of(cpu(2, 2))
-    assert on_cpu.layout.tensor_overlap == "none"
+    assert on_cpu.layout.tensor.overlap == "none"
     assert "the same cores" in reason(on_cpu, "Tensor overlap none")
     shared = plan_of(gpus(8, kv=4))
     assert "4 heads on 8 tensor ranks" in reason(shared, "Keys and values")
@@ -161,14 +162,14 @@ def test_reasons_give_the_price_of_other_forms() -> None:
 )
 def test_a_plans_own_change_gives_it_again(tensor: Any) -> None:
     first = plan_of(cpu(3, tensor))
-    again = plan_of(CPU.replace("RANKS", "3") + change(first.layout) + "\n")
+    again = plan_of(CPU.replace("RANKS", "3") + own_yaml(first))
     assert again.layout == first.layout
     assert summary(again.layout) == summary(first.layout)
 
 
 def test_fused_collectives_are_planned_not_run() -> None:
     plan = plan_of(gpus("{degree: 8, overlap: symmetric}"))
-    assert (plan.not_runnable, plan.layout.sequence_norms) == (("PT401",), True)
+    assert (plan.not_runnable, plan.layout.tensor.sequence_norms) == (("PT401",), True)
 
 
 def told(text: str) -> list[str]:

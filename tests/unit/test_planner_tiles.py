@@ -42,7 +42,7 @@ def about(plan: Plan, word: str) -> list[str]:
 
 def test_short_memory_asks_for_tiles_and_says_so() -> None:
     plan = planned()
-    assert plan.layout.mlp_tile_tokens == 4096
+    assert plan.layout.tiles.mlp == 4096
     assert plan.layout.compile == "none"
     assert plan.runnable
     (why,) = about(plan, "Networks in tiles")
@@ -54,7 +54,7 @@ def test_short_memory_asks_for_tiles_and_says_so() -> None:
 
 def test_where_all_fits_there_are_none() -> None:
     plan = planned(SHORT)
-    assert (plan.layout.mlp_tile_tokens, plan.layout.loss_tile_tokens) == (0, 0)
+    assert (plan.layout.tiles.mlp, plan.layout.tiles.loss) == (0, 0)
     assert plan.layout.compile == "block"
     assert not about(plan, "Networks")
     assert not about(plan, "Loss")
@@ -62,7 +62,7 @@ def test_where_all_fits_there_are_none() -> None:
 
 def test_pinned_tiles_are_kept() -> None:
     plan = planned(SHORT, "parallel.tiles.mlp=512", "parallel.tiles.loss=100")
-    assert (plan.layout.mlp_tile_tokens, plan.layout.loss_tile_tokens) == (512, 100)
+    assert (plan.layout.tiles.mlp, plan.layout.tiles.loss) == (512, 100)
     assert plan.layout.compile == "none"
     assert "the spec asks for it" in about(plan, "Networks in tiles")[0]
     assert "the spec asks for it" in about(plan, "Loss in tiles")[0]
@@ -78,11 +78,11 @@ def test_tiles_as_large_as_what_a_rank_holds_are_none() -> None:
     assert plan.prediction.time.step_time_s == plain.prediction.time.step_time_s
     assert "tiles.mlp: 2048" in about(plan, "Networks see all")[0]
     assert "tiles.loss: 1000000" in about(plan, "All logits")[0]
-    assert planned(SHORT, "parallel.tiles={mlp: 2047}").layout.mlp_tile_tokens == 2047
+    assert planned(SHORT, "parallel.tiles={mlp: 2047}").layout.tiles.mlp == 2047
     # Three ranks hold 683, 683 and 682 tokens.
     shared = (SHORT, "hardware.per_node=3", "parallel.sequence={method: ring, degree: 3}", "parallel.tensor=1")
-    assert planned(*shared, "parallel.tiles.mlp=683").layout.mlp_tile_tokens == 0
-    assert planned(*shared, "parallel.tiles.mlp=682").layout.mlp_tile_tokens == 682
+    assert planned(*shared, "parallel.tiles.mlp=683").layout.tiles.mlp == 0
+    assert planned(*shared, "parallel.tiles.mlp=682").layout.tiles.mlp == 682
 
 
 def test_a_loss_that_would_split_by_itself_can_be_asked_for_all_at_once() -> None:
@@ -110,8 +110,8 @@ def test_tiles_where_they_cannot_be_are_findings(code: str, overrides: list[str]
 
 def test_tensor_ranks_of_tiles_hold_whole_tokens() -> None:
     plan = planned(SHORT, "hardware.per_node=2", "parallel.tensor=2", "parallel.tiles.mlp=512")
-    assert not plan.layout.sequence_norms
-    assert plan.layout.tensor_inner == 1
+    assert not plan.layout.tensor.sequence_norms
+    assert plan.layout.tensor.inner == 1
 
 
 def test_long_sequences_keep_attention() -> None:
@@ -131,7 +131,7 @@ def test_a_layout_that_just_does_not_fit_rules_out_no_other() -> None:
 
 def test_activations_in_host_memory_can_run_on_a_gpu() -> None:
     plan = planned("parallel.offload={optimizer: none, activations: cpu}", SHORT)
-    assert plan.layout.offload_activations == "cpu"
+    assert plan.layout.offload.activations == "cpu"
     assert plan.runnable
     found = plan_of("parallel.offload={activations: cpu}", "hardware={accelerator: cpu}", SHORT).diagnostics
     assert "PT274" in {finding.code for finding in found}

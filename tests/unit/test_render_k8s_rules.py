@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from _k8s_case import EVERY_KIND, k8s_job, k8s_plan
 from _launch_case import launch_job
+from layouts import laid
 
 from partool.diagnostics.record import Diagnostic
 from partool.render import Job
@@ -101,8 +102,7 @@ def test_paths_that_no_pod_has() -> None:
     assert {each.severity for each in found(launch_job(open_image), "PT566")} == {"warning"}
     scratch = data.model_copy(update={"source": "/data/tokens", "cache": "/tmp/cache"})
     tuned = KernelsSpec(tuned=["/home/me/tuned"])
-    host = plan.layout.host.model_copy(update={"folder": "/nvme"})
-    layout = plan.layout.model_copy(update={"offload_optimizer": "nvme", "host": host})
+    layout = laid(plan.layout, offload_optimizer="nvme", dir="/nvme")
     job = launch_job(plan.model_copy(update={"data": scratch, "kernels": tuned, "layout": layout}))
     assert [(each.severity, each.path) for each in found(job, "PT566")] == [
         ("warning", ("kernels", "tuned", 0)), ("error", ("parallel", "offload", "dir")),

@@ -44,7 +44,7 @@ def test_a_row_becomes_a_job_and_a_layout() -> None:
     ((job, layout),) = case.options
     assert (job.model.layers, job.model.kv_heads, job.sequence_length, job.global_batch) == (32, 8, 4096, 32)
     assert (job.devices.accelerator, job.stack.name) == ("h100-sxm", "fsdp2-compiled")
-    assert (layout.mesh.dp_shard, layout.zero, layout.micro_batch, layout.accumulation) == (8, 3, 2, 2)
+    assert (layout.mesh.dp_shard, layout.data.zero, layout.micro_batch, layout.derived.accumulation) == (8, 3, 2, 2)
     assert set(layout.recompute) == {"full"}
     assert step_s(case.cells, job, layout) == 3.0
 
@@ -152,7 +152,7 @@ def test_names_that_tables_write_with_sizes() -> None:
 )  # fmt: skip
 def test_only_what_is_offloaded_is(zero: str, notes: str, optimizer: str, parameters: str) -> None:
     _, layout = case_of(cells(zero_or_fsdp=zero, notes=notes)).options[0]
-    assert (layout.offload_optimizer, layout.offload_parameters) == (optimizer, parameters)
+    assert (layout.offload.optimizer, layout.offload.parameters) == (optimizer, parameters)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import laid
 
 from partool.cli.main import run
 from partool.plan.terms import TIME_TERMS
@@ -165,7 +166,7 @@ def trace_rows(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 def test_the_trace_holds_every_action_once_and_none_overlap(plan: Plan) -> None:
     trace = json.loads(json.dumps(plan_trace(plan)))
-    rows, m = trace_rows(trace), plan.layout.accumulation
+    rows, m = trace_rows(trace), plan.layout.derived.accumulation
     assert sorted(rows) == [0, 1, 2, 3]
     for rank, events in rows.items():
         seen = {(event["cat"], event["args"]["micro_batch"]) for event in events}
@@ -212,7 +213,9 @@ PIPELINES = {
 def test_every_kind_of_schedule_is_drawn(name: str) -> None:
     plan = plan_of(SPEC.replace("{stages: 4, schedule: SCHEDULE}", PIPELINES[name]))
     drawing = planned(plan, 10**6)
-    assert len(drawing.boxes) == plan.layout.accumulation * len(plan.layout.stages) * (3 if name == "zb-v" else 2)
+    assert len(drawing.boxes) == plan.layout.derived.accumulation * len(plan.layout.pipeline.bounds) * (
+        3 if name == "zb-v" else 2
+    )
     source = render_html(plan)
     page = Page(source)
     assert f"Schedule {name}: {seconds(drawing.span_s)}" in " ".join(page.words)
@@ -242,13 +245,13 @@ def test_plans_without_a_pipeline_or_candidates_or_ranks(plan: Plan) -> None:
 
 
 def test_a_schedule_that_cannot_be_made_is_a_note(plan: Plan) -> None:
-    layout = plan.layout.model_copy(update={"stages": plan.layout.stages[:-1]})
+    layout = laid(plan.layout, stages=plan.layout.pipeline.bounds[:-1])
     assert "cannot be drawn: 3 stages do not fill 4 ranks" in render_html(plan.model_copy(update={"layout": layout}))
 
 
 def test_large_plans_stay_small_pages(plan: Plan) -> None:
-    mesh = plan.layout.mesh.model_copy(update={"dp_shard": 4096})
-    layout = plan.layout.model_copy(update={"mesh": mesh})
+    mesh = plan.layout.mesh._replace(dp_shard=4096)
+    layout = laid(plan.layout, mesh=mesh)
     devices = plan.devices.model_copy(update={"nodes": 2048})
     rank = plan.prediction.memory.ranks[0]
     ranks = tuple(rank.model_copy(update={"pipeline_rank": index}) for index in range(64))

@@ -141,10 +141,11 @@ def test_units() -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("layout", "mesh", "dp_shard"), 0), (("devices", "per_node"), -1), (("layout", "micro_batch"), 10**30),
-        (("layout", "mesh", "tp"), 10**9), (("devices", "fabric_bytes_per_s"), 5e-324),
+        (("layout", "data", "shard"), 0), (("devices", "per_node"), -1), (("layout", "micro_batch"), 10**30),
+        (("layout", "tensor", "degree"), 10**9), (("devices", "fabric_bytes_per_s"), 5e-324),
         (("prediction", "memory", "total_bytes"), 10**400), (("prediction", "time", "step_time_s"), float("nan")),
-        (("devices", "nodes"), 7), (("layout", "stages"), [[0, 1]]), (("layout", "recompute"), []),
+        (("devices", "nodes"), 7), (("layout", "pipeline", "layers"), [1]), (("layout", "recompute"), []),
+        (("layout", "pipeline", "waves"), 1), (("layout", "tensor", "shape"), [1, 2]),
     ],
 )  # fmt: skip
 def test_numbers_of_an_edited_plan_are_refused(

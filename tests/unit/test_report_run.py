@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from _executed import executed, plan_of, scaled, write_event, write_run
+from layouts import laid
 
 from partool.cli.main import run
 from partool.plan.event_log import event_log
@@ -82,7 +83,7 @@ def test_what_lies_between_actions_is_neither_compute_nor_waiting(plan: Plan, tm
     times = predicted_times(plan)
     write_run(tmp_path, plan, lambda _: times, gap_s=0.002)
     found = compare(tmp_path, plan)
-    m = plan.layout.accumulation
+    m = plan.layout.derived.accumulation
     assert found.executed.span_s > found.simulated.span_s + 2 * m * 0.0019
     assert [rank.compute_s for rank in found.ranks] == pytest.approx(
         [m * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True)], rel=1e-3
@@ -256,9 +257,9 @@ def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_pa
     assert "error[PT515]" in err
     (folder / "summary.json").write_text("{")
     assert "No terms: the run has not ended yet" in home()[1]
-    mesh = plan.layout.mesh.model_copy(update={"pp": 1, "dp_shard": plan.layout.mesh.dp_shard * plan.layout.mesh.pp})
+    mesh = plan.layout.mesh._replace(pp=1, dp_shard=plan.layout.mesh.dp_shard * plan.layout.mesh.pp)
     whole = {"mesh": mesh, "stages": ((0, plan.model.layers),)}
-    flat = plan.model_copy(update={"layout": plan.layout.model_copy(update=whole)})
+    flat = plan.model_copy(update={"layout": laid(plan.layout, **whole)})
     (folder / "plan.json").write_text(flat.to_json())
     assert "No timeline: the run has no pipeline." in home()[1]
     assert home("nothing")[0] == 1
@@ -308,13 +309,14 @@ def test_a_step_of_an_earlier_plan_is_set_beside_that_plan(before: str, plan: Pl
     code, out, _ = home("--step", 3)
     assert code == 0
     ranks = old.layout.mesh.pp
-    title = f"{old.layout.schedule}, {ranks} ranks, {old.layout.accumulation} micro-batches: step 3, done in attempt 1"
+    schedule, batches = old.layout.pipeline.schedule, old.layout.derived.accumulation
+    title = f"{schedule}, {ranks} ranks, {batches} micro-batches: step 3, done in attempt 1"
     assert f"{title} under an earlier plan\n" in out
     assert "of usual length" not in out
     assert re.search(r"^predicted .* 1\.50$", out, re.MULTILINE)
     assert len(re.findall(r"^rank \d ", out, re.MULTILINE)) == 2 * ranks
     code, out, _ = home("--step", 5)  # done again
-    assert f"1f1b, 4 ranks, {plan.layout.accumulation} micro-batches: step 5\n" in out
+    assert f"1f1b, 4 ranks, {plan.layout.derived.accumulation} micro-batches: step 5\n" in out
     assert "step 8, of usual length among 5 logged steps" in home()[1] or "step 7, of usual length" in home()[1]
 
     kept.unlink()

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from _telemetry import small_plan
+from layouts import laid
 from torch import nn
 
 from partool.plan.types import Plan
@@ -32,7 +33,7 @@ ODD = MODEL.model_copy(update={"ffn_hidden": 84})
 def plan_of(model: ModelConfig, precision: str = "fp8", **layout: Any) -> Plan:
     plan = small_plan(model=model)
     training = plan.training.model_copy(update={"precision": precision})
-    return plan.model_copy(update={"training": training, "layout": plan.layout.model_copy(update=layout)})
+    return plan.model_copy(update={"training": training, "layout": laid(plan.layout, **layout)})
 
 
 def make(model: ModelConfig = MODEL, precision: str = "fp8", **layout: Any) -> Decoder:

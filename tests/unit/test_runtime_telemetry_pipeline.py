@@ -15,6 +15,7 @@ import torch
 from _telemetry import small_plan
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import laid
 from rich.console import Console
 
 from partool.plan.event_log import event_log, read_events
@@ -133,7 +134,7 @@ def test_functions_are_called_on_log_steps_only(tmp_path: Path, clock: Clock) ->
 
 
 def test_long_steps_are_written_less_often_but_the_last_one_always(tmp_path: Path, clock: Clock) -> None:
-    layout = small_plan().layout.model_copy(update={"accumulation": 900})  # 5400 actions: every third log step
+    layout = laid(small_plan().layout, accumulation=900)  # 5400 actions: every third log step
     with recorder(tmp_path, clock, steps=11, log_every=2, layout=layout) as it:
         for step in range(1, 12):
             it.pipeline(list(work(clock)))
@@ -151,7 +152,7 @@ def test_a_step_without_actions_writes_none(tmp_path: Path, clock: Clock) -> Non
 
 def test_the_most_that_micro_batches_keep_at_once_is_measured(tmp_path: Path, clock: Clock) -> None:
     layout = small_plan().layout
-    deep = layout.model_copy(update={"mesh": layout.mesh.model_copy(update={"pp": 2})})
+    deep = layout.changed({"pipeline.stages": 2})
     weight = torch.nn.Parameter(torch.randn(5, 3))
     for name, chosen, kept in (("pipeline", deep, 3), ("plain", layout, 1)):
         with recorder(tmp_path / name, clock, layout=chosen) as it:

@@ -172,7 +172,7 @@ def saver_on(folder: Path, keep: int, every: int | str = 1) -> Any:
     """A saver of one weight, whose stepper says how many steps in a row were skipped."""
     plan: Any = SimpleNamespace(
         checkpoint=CheckpointSpec(every=every, keep=keep, dir=None, mode="sync"),
-        layout=SimpleNamespace(offload_optimizer="none"),
+        layout=SimpleNamespace(offload=SimpleNamespace(optimizer="none")),
         model=CONFIG,
         optimizer=SimpleNamespace(name="adamw"),
     )

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from partool.plan.types import HfModel, Mesh
+from partool.plan.layout import Mesh
+from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
@@ -177,8 +178,7 @@ def test_sharded_models_with_shards_anywhere(offload: str, tmp_path: Path) -> No
     path = write_model("gemma_deep", tmp_path)
     (tmp_path / "disk").mkdir()
     base = small_plan(tmp_path, ranks=1, model={"vocab": 31})
-    host = base.layout.host.model_copy(update={"folder": str(tmp_path / "disk")})
-    plan = plan_of(base, path, Mesh(dp_shard=1), zero=3, offload_parameters=offload, host=host)
+    plan = plan_of(base, path, Mesh(dp_shard=1), zero=3, offload_parameters=offload, dir=str(tmp_path / "disk"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         prepared = prepare(plan, lay_mesh(plan, torch.device("cpu")), lambda done, sent: None)

@@ -112,10 +112,10 @@ def test_a_plan_of_a_grid_model() -> None:
     assert spec is not None
     plan = make_plan(spec, base_dir=Path(), default_name="grid").plan
     assert plan is not None
-    assert (plan.layout.sequence_method, plan.layout.sequence_order) == ("dsp", "grid")
+    assert (plan.layout.sequence.method, plan.layout.sequence.order) == ("dsp", "grid")
     assert plan.model.grid == (24, 40)
     assert plan.shares == held((24, 40), 4, "column")
-    width = plan.layout.micro_batch * plan.layout.accumulation * 64
+    width = plan.layout.micro_batch * plan.layout.derived.accumulation * 64
     expected = max(sum(sent_by_stages((24, 40), 4, rank, [["row", "column"] * 2], width).bytes(2)) for rank in range(4))
     assert plan.prediction.time.traffic_bytes["sequence"] == expected > 0
     assert plan.prediction.time.terms_s["sequence_parallel"] > 0

@@ -117,7 +117,12 @@ def test_kept_elements_are_those_of_the_models_parameters():
 
 def test_gathers_are_coalesced_where_there_is_room():
     layout = planned(LARGE).layout
-    assert (layout.gather, layout.prefetch, layout.persistent_elements, layout.leaves) == ("coalesced", 1, 0, ())
+    assert (layout.data.gather, layout.data.prefetch, layout.data.persistent, layout.data.leaves) == (
+        "coalesced",
+        1,
+        0,
+        (),
+    )
     assert about(planned(LARGE), "Gather coalesced: the fewest messages")
 
 
@@ -125,7 +130,7 @@ def test_pinned_ways_are_taken_priced_and_told():
     plain = planned(LARGE)
     pinned = planned(LARGE, *FRUGAL, "parallel.data.persistent=5000")
     layout = pinned.layout
-    assert (layout.gather, layout.prefetch, layout.persistent_elements) == ("sequential", 0, 5000)
+    assert (layout.data.gather, layout.data.prefetch, layout.data.persistent) == ("sequential", 0, 5000)
     assert about(pinned, "Gather sequential: the spec asks for it")
     assert about(pinned, "Prefetch 0: the spec asks for it")
     assert about(pinned, "Persistent up to 5,000 elements: the spec asks for it")
@@ -148,7 +153,7 @@ def test_predicted_traffic_is_what_is_counted(gather, persistent):
         Controls(gather, 1, persistent),
         zero=3,
         ranks=layout.mesh.dp_shard,
-        micro_batches=layout.accumulation,
+        micro_batches=layout.derived.accumulation,
         element_bytes=2,
     )
     predicted = plan.prediction.time.traffic_bytes["parameter_gather"]
@@ -170,8 +175,8 @@ def test_short_memory_turns_to_sequential_gathers():
     between = (needed.total_bytes + frugal.total_bytes) / 2
     short = f"limits.memory_headroom={1 - between / (needed.capacity_bytes / 0.95)}"
     turned = planned(LARGE, short)
-    assert (turned.layout.gather, turned.layout.prefetch) == ("sequential", 0)
-    assert turned.layout.persistent_elements == 4096
+    assert (turned.layout.data.gather, turned.layout.data.prefetch) == ("sequential", 0)
+    assert turned.layout.data.persistent == 4096
     assert turned.prediction.memory.verdict == "green"
     assert about(turned, "Gather sequential: no layout is sure to fit")
     assert about(turned, "Prefetch 0: memory is short")
@@ -182,8 +187,8 @@ def test_short_memory_turns_to_sequential_gathers():
 def test_fields_without_meaning_stay_as_they_are(zero):
     small = LARGE.replace("layers: 32", "layers: 4").replace("zero: 3", f"zero: {zero}")
     layout = planned(small, *FRUGAL).layout
-    assert layout.prefetch == 1
-    assert layout.gather == ("sequential" if zero else "coalesced")
+    assert layout.data.prefetch == 1
+    assert layout.data.gather == ("sequential" if zero else "coalesced")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,7 @@ def test_leaves_are_planned_and_exclude_compiled_blocks():
     assert planned(text).layout.compile == "block"
     plan = planned(text, "parallel.data.leaves=['layers.*.ffn']")
     assert plan.layout.compile == "none"
-    assert plan.layout.leaves == ("layers.*.ffn",)
+    assert plan.layout.data.leaves == ("layers.*.ffn",)
     assert about(plan, "Leaves layers.*.ffn: the spec asks for it")
 
 
@@ -220,10 +225,10 @@ def test_controls_that_the_chosen_layout_has_no_use_for_are_told():
     small = LARGE.replace("layers: 32", "layers: 2").replace("zero: 3", "zero: ZERO")
     pinned = [f"parallel.data.{value}" for value in ("prefetch=2", "persistent=100", "gather=sequential")]
     auto = planned(small.replace("ZERO", "auto"), *pinned).layout
-    assert auto.zero in (1, 2)
+    assert auto.data.zero in (1, 2)
     words = told(small.replace("ZERO", "auto"), *pinned)
     assert [word.partition(":")[0] for word in words] == ["prefetch", "persistent"]
-    assert all(word.endswith(f"the plan has ZeRO-{auto.zero}") for word in words)
+    assert all(word.endswith(f"the plan has ZeRO-{auto.data.zero}") for word in words)
     assert told(small.replace("ZERO", "3"), *pinned) == []
     assert len(told(small.replace("ZERO", "1"), *pinned)) == 2
     alone = told(small.replace("ZERO", "auto").replace("per_node: 8", "per_node: 1"), *pinned)

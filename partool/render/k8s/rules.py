@@ -127,13 +127,13 @@ def _read_and_written(plan: Plan) -> Iterator[tuple[tuple[str | int, ...], str, 
         yield ("data", "source"), source, False
     for place, table in enumerate(plan.kernels.tuned):
         yield ("kernels", "tuned", place), table, False
-    on_disk = "nvme" in (plan.layout.offload_optimizer, plan.layout.offload_parameters)
+    on_disk = "nvme" in (plan.layout.offload.optimizer, plan.layout.offload.parameters)
     named: list[tuple[tuple[str, ...], str | None, bool]] = [
         (("data", "tokenizer"), plan.data.tokenizer, False),
         (("data", "cache"), plan.data.cache, True),
         (("model", "weights", "path"), plan.weights.path, False),
         (("checkpoint", "dir"), plan.checkpoint.dir, True),
-        (("parallel", "offload", "dir"), plan.layout.host.folder if on_disk else None, True),
+        (("parallel", "offload", "dir"), plan.layout.offload.dir if on_disk else None, True),
     ]
     yield from ((path, name, writes) for path, name, writes in named if name is not None)
 

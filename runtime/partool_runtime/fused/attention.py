@@ -46,7 +46,7 @@ def select_attention(model: nn.Module, plan: Plan, device: torch.device) -> None
     """
     narrow = COMPUTE_DTYPE[plan.training.precision] in (torch.float16, torch.bfloat16)
     wanted = device.type == "cuda" and plan.kernels.mode != "torch" and not plan.training.deterministic
-    if wanted and narrow and plan.layout.tensor_inner == 1:
+    if wanted and narrow and plan.layout.tensor.inner == 1:
         put(model, plan, device, selector(device))
         # What was measured with is not left in the allocator's hands, in pieces of sizes that nothing else has.
         torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
     A collective of all ranks, which leave the same parts to torch. ``say`` is told of them. Where ``kernels.mode`` is
     native they are an error instead (ConfigurationError PT652). Nothing is compared where torch computes all anyway.
     """
-    parts, device = plan.layout.fused, ranks.device
+    parts, device = plan.layout.derived.fused, ranks.device
     if plan.kernels.mode == "torch" or (device.type == "cpu" and not interpreting()):
         return plan
     _need_fp8(plan, ranks)
@@ -52,7 +52,7 @@ def with_working_parts(plan: Plan, ranks: Ranks, say: Say) -> Plan:
         raise ConfigurationError("PT652", f"kernels differ from torch on this device: {told}", help)
     say(f"kernels differ from torch on this device, which computes these parts instead: {told}")
     kept = tuple(part for part in parts if part not in left)
-    return plan.model_copy(update={"layout": plan.layout.model_copy(update={"fused": kept})})
+    return plan.model_copy(update={"layout": plan.layout.changed({"derived.fused": kept})})
 
 
 def _need_fp8(plan: Plan, ranks: Ranks) -> None:

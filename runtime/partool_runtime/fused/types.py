@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from partool.plan.layout import Layout
 from partool.plan.schedule import schedule_of
-from partool.plan.types import Layout, Plan
+from partool.plan.types import Plan
 from partool.schedule.simulate import peak_held
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
@@ -27,12 +28,12 @@ class Fusing(NamedTuple):
     def of(cls, plan: Plan) -> Fusing:
         """Return what a plan says."""
         layout = plan.layout
-        return cls(layout.fused, plan.model, plan.kernels.mode, layout.leaves, several=_several(layout))
+        return cls(layout.derived.fused, plan.model, plan.kernels.mode, layout.data.leaves, several=_several(layout))
 
 
 def _several(layout: Layout) -> bool:
     """Tell it of a layout's schedule; of GPipe's, for one."""
-    if layout.mesh.pp == 1 or "loss" not in layout.fused:
+    if layout.mesh.pp == 1 or "loss" not in layout.derived.fused:
         return False
     try:
         schedule = schedule_of(layout)

@@ -230,8 +230,8 @@ def first_trained_stage(plan: Plan) -> int:
     def stage_of(name: str) -> int:
         layer = re.match(rf"{re.escape(base)}\.{blocks}\.(\d+)\.", name)
         if layer is None:
-            return 0 if any(name.startswith(f"{one}.") for one in before) else len(plan.layout.stages) - 1
+            return 0 if any(name.startswith(f"{one}.") for one in before) else len(plan.layout.pipeline.bounds) - 1
         number = int(layer[1])
-        return next(stage for stage, (first, stop) in enumerate(plan.layout.stages) if first <= number < stop)
+        return next(stage for stage, (first, stop) in enumerate(plan.layout.pipeline.bounds) if first <= number < stop)
 
     return min(stage_of(name) for name in names if name not in frozen)

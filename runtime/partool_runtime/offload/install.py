@@ -32,9 +32,9 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
     takes gradients as backward passes leave them, and all of its own memory now: pinning memory waits for the device,
     which must not wait for another rank then.
     """
-    if plan.layout.offload_optimizer == "none":
+    if plan.layout.offload.optimizer == "none":
         # Which parts are fused is said for accelerators; a CPU's compiled pass goes by the mode alone.
-        ours = ranks.device.type == "cpu" or "adamw" in plan.layout.fused
+        ours = ranks.device.type == "cpu" or "adamw" in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
     optimizer = _on_host(plan, prepared, ranks)
@@ -47,11 +47,11 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
     trained = trained_parameters(model)
     late = frozenset(trained) if sync is None else prepared.late
     order = list(trained) if sync is None else expected(cast("Decoder | HfDecoder", model), trained, late)
-    comes_each = sync is not None and sync.comes_each and plan.layout.accumulation > 1
+    comes_each = sync is not None and sync.comes_each and plan.layout.derived.accumulation > 1
     layout = plan.layout
-    pool, note = open_pool(layout.host.threads, plan.devices.per_node, ranks.device)
+    pool, note = open_pool(layout.offload.threads, plan.devices.per_node, ranks.device)
     setting = HostSetting(
-        layout.host,
+        layout.offload,
         ranks.device,
         MASTER_DTYPE[plan.training.precision],
         COMPUTE_DTYPE[plan.training.precision],
@@ -59,8 +59,6 @@ def _on_host(plan: Plan, prepared: Prepared, ranks: Ranks) -> HostOptimizer:
         memory=prepared.memory,
         shards=prepared.shards,
         pool=pool,
-        resident=layout.gpu_fraction,
-        on_disk=layout.offload_optimizer == "nvme",
         owner=f"rank {ranks.rank}",
         mode=plan.kernels.mode,
     )

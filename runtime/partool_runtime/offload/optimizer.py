@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from partool.plan.types import HostWork
+from partool.plan.layout import OffloadLayout
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
 from partool_runtime.offload.buckets import BLOCK, Bucket, fill_buckets, places
@@ -18,6 +18,7 @@ from partool_runtime.offload.engine import Buffers, Engine, Target
 from partool_runtime.offload.lanes import open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
+from partool_runtime.offload.passes import Speculation
 from partool_runtime.offload.resident import Resident, share_note, tail
 from partool_runtime.offload.store import MemoryStore, Store
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
@@ -29,7 +30,7 @@ from partool_runtime.torch_internals.tensors import local, placed_like
 class HostSetting:
     """How a rank's host does its part of the work."""
 
-    work: HostWork
+    work: OffloadLayout
     device: torch.device
     """Where compute is; parameters may be in host memory, from where it streams them."""
     master: torch.dtype
@@ -40,9 +41,6 @@ class HostSetting:
     pool: Pool
     shards: HostParameters | None = None
     """Keeps the parameters' shards where they are not on the device; they get new weights there."""
-    resident: float = 0.0
-    """Share of the state that stays on the device."""
-    on_disk: bool = False
     owner: str = "rank 0"
     """Whose state it is, for messages."""
     mode: Mode = "auto"
@@ -50,7 +48,13 @@ class HostSetting:
     @property
     def wire(self) -> torch.dtype:
         """Type in which gradients travel."""
-        return self.master if self.work.gradients == "master" else self.compute
+        return self.master if self.work.gradients == "fp32" else self.compute
+
+    @property
+    def speculation(self) -> Speculation:
+        """When masters and moments change; see :class:`partool_runtime.offload.engine.Engine`."""
+        asked = self.work.speculate
+        return "undo" if asked == "undo" else "deferred" if asked else "none"
 
     @property
     def bucket_elements(self) -> int:
@@ -88,12 +92,12 @@ class HostOptimizer:
         self._frozen = dict(frozen or {})
         self._kept = {name: torch.zeros(local(p).shape, dtype=setting.master) for name, p in self._frozen.items()}
         held = [(name, local(p).numel()) for name, p in parameters.items() if local(p).numel() > 0]
-        staying = tail(held, setting.resident)
+        staying = tail(held, setting.work.gpu_fraction)
         buckets = fill_buckets((shard for shard in held if shard[0] not in staying), setting.bucket_elements)
         self._buckets, self._places = buckets, places(buckets)
         dtypes = setting.dtypes(len(self._groups.moments))
         self._store, notes = _open_store(buckets, dtypes, setting)
-        shared = share_note(held, staying, setting.resident)
+        shared = share_note(held, staying, setting.work.gpu_fraction)
         self.notes = (*notes, *shared, *(() if self._shards is None else self._shards.notes))
         targets = {name: self._target(name) for name, _ in held}
         lanes = open_lanes(setting.device)
@@ -112,7 +116,7 @@ class HostOptimizer:
             lanes=lanes,
             pool=setting.pool,
             buffers=_buffers(buckets, setting),
-            speculation=setting.work.speculate,
+            speculation=setting.speculation,
             undo_bytes=setting.work.undo_bytes,
             resident=self._resident if staying else None,
             mode=setting.mode,
@@ -220,7 +224,7 @@ class HostOptimizer:
         setting, sizes = self._setting, [bucket.elements for bucket in self._buckets]
         master, *moments = (dtype.itemsize for dtype in setting.dtypes(len(self._groups.moments)))
         here, state = sum(sizes), sum(sizes) * (master + sum(moments))
-        if setting.on_disk:
+        if setting.work.optimizer == "nvme":
             here = min(here, setting.work.buffers * max(sizes, default=0))
         found = {
             "masters": here * master + sum(tensor.nbytes for tensor in self._kept.values()),
@@ -254,10 +258,10 @@ def _open_store(
     buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], setting: HostSetting
 ) -> tuple[Store, tuple[str, ...]]:
     """Return where masters and moments are kept, and what is to be said of it."""
-    if not setting.on_disk:
+    if setting.work.optimizer != "nvme":
         return MemoryStore(buckets, dtypes, setting.pool), ()
     work = setting.work
-    disk = DiskStore(buckets, dtypes, work.folder, buffers=work.buffers, owner=setting.owner)
+    disk = DiskStore(buckets, dtypes, work.dir or "", buffers=work.buffers, owner=setting.owner)
     return disk, disk.notes
 
 
@@ -268,5 +272,5 @@ def _buffers(buckets: Sequence[Bucket], setting: HostSetting) -> Buffers:
         weights=setting.compute,
         totals=setting.master if setting.accumulates else None,
         memory=setting.memory,
-        pinned_bytes=setting.work.pinned_bytes,
+        pinned_bytes=setting.work.pinned_limit_bytes,
     )

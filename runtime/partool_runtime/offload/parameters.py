@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from partool.plan.types import HostWork
+from partool.plan.layout import OffloadLayout
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.shelves import DiskShelf, MemoryShelf, Shelf
@@ -38,7 +38,7 @@ class HostParameters:
         *,
         memory: HostMemory,
         lanes: Lanes | None = None,
-        disk: HostWork | None = None,
+        disk: OffloadLayout | None = None,
         owner: str = "rank 0",
     ) -> None:
         roots = list(roots)

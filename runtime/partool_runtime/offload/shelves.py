@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from partool.plan.types import HostWork
+from partool.plan.layout import OffloadLayout
 from partool_runtime.offload.buckets import ALIGNED, Bucket, Member
 from partool_runtime.offload.disk import DiskStore
 from partool_runtime.offload.lanes import Lanes, Mark
@@ -77,10 +77,10 @@ class DiskShelf:
     read while it is written would have neither its old nor its new checksum.
     """
 
-    def __init__(self, sizes_bytes: Sequence[int], work: HostWork, lanes: Lanes, *, owner: str) -> None:
+    def __init__(self, sizes_bytes: Sequence[int], work: OffloadLayout, lanes: Lanes, *, owner: str) -> None:
         self._lanes = lanes
         self._store = DiskStore(
-            _buckets(sizes_bytes), (_UNITS,), work.folder, buffers=work.buffers, what="parameters", owner=owner
+            _buckets(sizes_bytes), (_UNITS,), work.dir or "", buffers=work.buffers, what="parameters", owner=owner
         )
         self.notes = self._store.notes
         (flat,) = self._store.flat()

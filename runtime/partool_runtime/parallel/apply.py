@@ -50,7 +50,7 @@ def parallelize(model: Decoder | HfDecoder, plan: Plan, ranks: Ranks, memory: Ho
     select_attention(model, plan, ranks.device)
     blocks = dict(enumerate(model.layers))
     _tile(model, blocks, plan)
-    recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.mlp_tile_tokens > 0)
+    recompute(model.layers, plan.layout.recompute, draws=_draws(model), tiled=plan.layout.tiles.mlp > 0)
     if plan.layout.compile == "block":
         compile_blocks(model.layers)
     _offload(blocks, plan, ranks, memory)
@@ -76,7 +76,7 @@ def parallelize_stages(
     blocks: dict[int, nn.Module] = dict(parts.blocks())
     _tile(parts, blocks, plan)
     policies = [plan.layout.recompute[layer] for layer in blocks]
-    recompute(blocks.values(), policies, draws=_draws(parts), tiled=plan.layout.mlp_tile_tokens > 0)
+    recompute(blocks.values(), policies, draws=_draws(parts), tiled=plan.layout.tiles.mlp > 0)
     if plan.layout.compile == "block":
         compile_blocks(blocks.values())
     _offload(blocks, plan, ranks, memory)
@@ -85,15 +85,15 @@ def parallelize_stages(
 
 
 def _tile(model: AnyDecoder, blocks: Mapping[int, nn.Module], plan: Plan) -> None:
-    tile_networks(blocks.values(), plan.layout.mlp_tile_tokens)
-    tile_loss(model, plan.layout.loss_tile_tokens, ranks=plan.layout.mesh.tp)
+    tile_networks(blocks.values(), plan.layout.tiles.mlp)
+    tile_loss(model, plan.layout.tiles.loss, ranks=plan.layout.mesh.tp)
     if plan.training.z_loss:
         set_loss(model, z_loss=plan.training.z_loss)
 
 
 def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: HostMemory | None) -> None:
     """Let layers keep what they save in host memory; outside of all that decides what that is."""
-    if plan.layout.offload_activations == "cpu":
+    if plan.layout.offload.activations == "cpu":
         slabs = None if memory is None else Slabs(memory)
         if slabs is not None:
             slabs.reserve(round(_SPARE * plan.prediction.memory.host_terms_bytes.get("activations", 0)))
@@ -102,7 +102,7 @@ def _offload(blocks: Mapping[int, nn.Module], plan: Plan, ranks: Ranks, memory: 
 
 def _narrow(model: nn.Module, plan: Plan) -> None:
     """Let the device hold parameters in the type of computation where masters are in host memory."""
-    if plan.layout.offload_optimizer == "none":
+    if plan.layout.offload.optimizer == "none":
         return
     for parameter in model.parameters():
         parameter.data = parameter.data.to(COMPUTE_DTYPE[plan.training.precision])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool.spec.training import Precision
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.model import HfDecoder
@@ -48,10 +48,10 @@ def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, r
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return GradSync(
         modules,
-        zero=layout.zero,
+        zero=layout.data.zero,
         replicas=ranks.replicas,
         persistent=sharding.tune(layers, root),
-        reduce_each=layout.offload_optimizer != "none" and reduces_alone(layout),
+        reduce_each=layout.offload.optimizer != "none" and reduces_alone(layout),
         overlapped=sums if _overlaps(layout, ranks) else None,
     )
 
@@ -64,7 +64,7 @@ def shard_stages(parts: DecoderParts | HfParts, *, layout: Layout, precision: Pr
     """
     leaves = _leaves(parts, layout, everywhere=False)
     # FSDP2 itself sums over replicas here: its pipelines put that off by a switch of its own.
-    sums = _host_sums(layout, ranks) if layout.zero else None
+    sums = _host_sums(layout, ranks) if layout.data.zero else None
     sharding = _Sharding(layout, _mesh(ranks), _policy(precision), leaves, sums)
     units = []
     for number, stage in parts.stages.items():
@@ -92,7 +92,7 @@ class _Sharding:
     def layer(self, group: Sequence[nn.Module]) -> Layer:
         """Shard a group of modules as one unit, and the leaves within it as units of their own."""
         inner = self._inner(group)
-        return [self._unit(group, release=self.layout.zero == 3), *inner]
+        return [self._unit(group, release=self.layout.data.zero == 3), *inner]
 
     def root(self, module: nn.Module, layers: Sequence[Layer]) -> FSDPModule:
         """Shard what is left of a module, which stays gathered between its passes."""
@@ -120,16 +120,16 @@ class _Sharding:
         ``in_turns`` says that other micro-batches lie between a forward pass and its backward pass.
         """
         units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
-        apart = self.layout.gather == "sequential"
-        most_kept = self.layout.persistent_elements if self.layout.zero == 3 else 0
+        apart = self.layout.data.gather == "sequential"
+        most_kept = self.layout.data.persistent if self.layout.data.zero == 3 else 0
         gathers = []
         for unit in units if apart or most_kept else ():
             # Where nothing is gathered ahead, nothing is gained by messages that travel at the same time.
-            in_turn = self.layout.prefetch == 0
+            in_turn = self.layout.data.prefetch == 0
             gathers += gather_otherwise(unit, apart=apart, in_turn=in_turn, most_kept=most_kept)
         in_background = self._in_background(units) if not (in_turns or gathers) else False
-        if self.layout.zero == 3:
-            depth = self.layout.prefetch
+        if self.layout.data.zero == 3:
+            depth = self.layout.data.prefetch
             # FSDP2 goes one unit ahead by itself, on a GPU, where it gathers on a stream of its own.
             own_way = depth == 1 and not apart and not self.leaves and not in_background
             if not own_way or in_turns:
@@ -142,8 +142,8 @@ class _Sharding:
 
     def _in_background(self, units: Sequence[FSDPModule]) -> bool:
         """Let CPUs gather while they compute, where a gather is of a whole unit; return whether they do."""
-        ahead = self.layout.prefetch > 0 or self.layout.zero < 3
-        if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload_parameters != "none":
+        ahead = self.layout.data.prefetch > 0 or self.layout.data.zero < 3
+        if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload.parameters != "none":
             return False
         for unit in units:
             unit.set_custom_all_gather(cast(Any, Gather()))
@@ -154,7 +154,7 @@ class _Sharding:
         within = [leaf for module in group for leaf in module.modules() if leaf is not module]
         leaves = {id(leaf): leaf for leaf in self.leaves.values()}
         return [
-            self._unit([module], release=self.layout.zero == 3)
+            self._unit([module], release=self.layout.data.zero == 3)
             for module in within
             if id(module) in leaves and not isinstance(module, FSDPModule)
         ]
@@ -179,8 +179,8 @@ class _Sharding:
 
 def _leaves(model: AnyDecoder, layout: Layout, *, everywhere: bool) -> dict[str, nn.Module]:
     """Return the modules that are leaves; ``everywhere`` says that this rank holds the whole model."""
-    leaves = find_leaves(model, layout.leaves)
-    for pattern in layout.leaves if everywhere else ():
+    leaves = find_leaves(model, layout.data.leaves)
+    for pattern in layout.data.leaves if everywhere else ():
         if not find_leaves(model, [pattern]):
             raise ConfigurationError("PT464", f"parallel.data.leaves: no module is called {pattern!r}", _LEAF_HELP)
     for name, module in leaves.items():
@@ -200,13 +200,13 @@ def _host_sums(layout: Layout, ranks: Ranks) -> HostSum | None:
     if _mesh(ranks).size(-1) > 1:
         return ScatterSum()
     # Other stages put the sum over replicas off to the last micro-batch, by a switch of FSDP2's own.
-    alone = layout.zero == 0 and ranks.replicas > 1
+    alone = layout.data.zero == 0 and ranks.replicas > 1
     return ReplicaSum(ranks.state.get_group("dp_replicate")) if alone else None
 
 
 def _overlaps(layout: Layout, ranks: Ranks) -> bool:
     """Return whether nobody needs a sum at once: replicas of shards do, and an optimizer in host memory does."""
-    return (ranks.replicas == 1 or layout.zero == 0) and layout.offload_optimizer == "none"
+    return (ranks.replicas == 1 or layout.data.zero == 0) and layout.offload.optimizer == "none"
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh:
@@ -230,7 +230,7 @@ def reduces_alone(layout: Layout) -> bool:
 def travels_narrow(layout: Layout) -> bool:
     """Return whether gradients reach the host as a backward pass has made them: no rank and no pass adds to them."""
     alone = reduces_alone(layout) and layout.mesh.tp == 1
-    return layout.offload_optimizer != "none" and layout.host.gradients == "compute" and alone
+    return layout.offload.optimizer != "none" and layout.offload.gradients == "bf16" and alone
 
 
 def _own_groups(groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:

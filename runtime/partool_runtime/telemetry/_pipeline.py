@@ -26,7 +26,7 @@ class PipelineSteps:
 
     def __init__(self, plan: Plan, spans: Spans, host: HostClock) -> None:
         self._spans, self._host = spans, host
-        count = plan.layout.accumulation * plan.layout.chunks * _ACTIONS_PER_PASS
+        count = plan.layout.derived.accumulation * plan.layout.pipeline.chunks * _ACTIONS_PER_PASS
         self._every = math.ceil(count / _ACTIONS_PER_LOG_STEP)
         self._log_steps = 0
         self._last = plan.training.steps

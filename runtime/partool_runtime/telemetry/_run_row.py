@@ -74,8 +74,9 @@ def _shared(plan: Plan, run_dir: Path, step_time_s: float, memory_bytes: float |
         model.kv_heads, model.vocab, training.sequence_length, devices.accelerator, world, devices.per_node,
         f"{devices.link_bytes_per_s / 1e9:.3g} GB/s per rank in the plan",
         "single node" if devices.nodes == 1 else f"{devices.fabric_bytes_per_s / 1e9:.3g} GB/s per rank in the plan",
-        training.precision, mesh.dp, mesh.tp, mesh.pp, mesh.cp, layout.expert, layout.schedule if mesh.pp > 1 else "",
-        f"ZeRO-{layout.zero}", _shares_norms(plan), _recompute(layout.recompute), layout.micro_batch,
+        training.precision, mesh.dp, mesh.tp, mesh.pp, mesh.cp, layout.expert,
+        layout.pipeline.schedule if mesh.pp > 1 else "",
+        f"ZeRO-{layout.data.zero}", _shares_norms(plan), _recompute(layout.recompute), layout.micro_batch,
         training.global_batch, step_time_s, flops / step_time_s / world / 1e12,
         None if utilisation is None else 100 * utilisation,
         training.global_batch * training.sequence_length / step_time_s / world,
@@ -91,7 +92,7 @@ def _model_name(plan: Plan) -> str:
 
 def _shares_norms(plan: Plan) -> str:
     """Return whether tensor ranks share the sequence for norms; nothing without tensor ranks."""
-    return ("yes" if plan.layout.sequence_norms else "no") if plan.layout.mesh.tp > 1 else ""
+    return ("yes" if plan.layout.tensor.sequence_norms else "no") if plan.layout.mesh.tp > 1 else ""
 
 
 def _recompute(policies: Sequence[str]) -> str:

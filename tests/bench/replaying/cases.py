@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
@@ -11,10 +12,13 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2]))
+from layouts import new_layout
+
 from partool.cost.case import RECOMPUTE, Job
 from partool.cost.stacks import Stack
 from partool.layout.stages import balance
-from partool.plan.types import Layout, Mesh
+from partool.plan.layout import Layout, Mesh
 from partool.schedule import check
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -107,7 +111,7 @@ def _options(cells: Cells, model: ModelConfig, devices: Devices, precision: str)
     layouts = (_layout(cells, model, stack, reading) for reading in _readings(cells, stack, devices, length))
     for layout in islice((layout for layout in layouts if layout is not None), _MOST):
         mesh = layout.mesh
-        batch = layout.micro_batch * layout.accumulation * mesh.dp
+        batch = layout.micro_batch * layout.derived.accumulation * mesh.dp
         vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if "megatron" in stack.name else None
         yield Job(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
 
@@ -179,7 +183,7 @@ def _layout(cells: Cells, model: ModelConfig, stack: Stack, reading: Reading) ->
         "schedule": name, "chunks": chunks, "sequence_method": "ulysses" if _ulysses(cells, stack) else "ring",
         "sequence_order": "zigzag" if stack.ring_balanced else "contiguous",
     }  # fmt: skip
-    return Layout(**values, **reading.offload)
+    return new_layout(**values, **reading.offload)
 
 
 def _ulysses(cells: Cells, stack: Stack) -> bool:

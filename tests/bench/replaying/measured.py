@@ -7,7 +7,7 @@ import re
 from partool.cost.case import Job
 from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token
 from partool.layout.parameters import count, parameters
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from replaying.cells import Cells
 from replaying.methods import AGAIN
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from launch_helpers import trainable_plan, wait_until
+from layouts import laid
 from slurm_cluster import Cluster
 
 from partool.launch.store import Run
-from partool.plan.types import CheckpointSpec, Mesh, Plan
+from partool.plan.layout import Mesh
+from partool.plan.types import CheckpointSpec, Plan
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 500
 PATIENCE_S = 200.0
@@ -36,7 +38,7 @@ def cluster_plan(
     return plan.model_copy(
         update={
             "devices": plan.devices.model_copy(update={"nodes": nodes, "per_node": per_node}),
-            "layout": plan.layout.model_copy(update={"mesh": Mesh(dp_shard=world)}),
+            "layout": laid(plan.layout, mesh=Mesh(dp_shard=world)),
             "training": plan.training.model_copy(update={"global_batch": 2 * world}),
             "checkpoint": CheckpointSpec(every=0),
         }

@@ -130,9 +130,9 @@ def boundary_shape(plan: Plan, sequence_rank: int = 0) -> tuple[int, int, int]:
     That is its share of the tokens, of these its tensor ranks' share, rounded up, or of the hidden size.
     """
     layout, length = plan.layout, tokens(plan.shares[sequence_rank])
-    if layout.sequence_norms:
+    if layout.tensor.sequence_norms:
         length = -(-length // layout.mesh.tp)
-    return layout.micro_batch, length, plan.model.hidden // layout.tensor_inner
+    return layout.micro_batch, length, plan.model.hidden // layout.tensor.inner
 
 
 def first_trained_stage(plan: Plan) -> int:
@@ -141,7 +141,7 @@ def first_trained_stage(plan: Plan) -> int:
         return hf_stages.first_trained_stage(plan)
     shapes = whole_shapes(plan.model)
     frozen = frozen_names(shapes, plan.frozen)
-    return min(_stage_of(name, plan.layout.stages) for name in shapes if name not in frozen)
+    return min(_stage_of(name, plan.layout.pipeline.bounds) for name in shapes if name not in frozen)
 
 
 def _stage_of(name: str, spans: Sequence[tuple[int, int]]) -> int:
@@ -165,7 +165,7 @@ def pipeline_passes(
 ) -> PipelinePasses:
     """Return the passes of this rank's stages; a collective of all ranks. The model may still be on the meta device."""
     layout, rank = plan.layout, ranks.pp.get_local_rank()
-    sync = PipelineSync(schedule.lists[rank], units, zero=layout.zero, replicas=ranks.replicas)
+    sync = PipelineSync(schedule.lists[rank], units, zero=layout.data.zero, replicas=ranks.replicas)
     boundary = Boundary(
         boundary_shape(plan, ranks.cp.get_local_rank()), COMPUTE_DTYPE[plan.training.precision], ranks.device
     )

@@ -37,7 +37,7 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     blocks = _blocks(cast(Decoder | DecoderParts, model))
     for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
         stage.contexts.share = (team.length, tuple(team.index(team.rank)))
-        if plan.layout.sequence_method == "dsp" and plan.model.grid is not None:
+        if plan.layout.sequence.method == "dsp" and plan.model.grid is not None:
             stage.contexts.turned = turned(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
@@ -61,9 +61,9 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
 
 
 def _method(model: AnyDecoder, plan: Plan) -> Put:
-    put = METHODS.get(plan.layout.sequence_method)
+    put = METHODS.get(plan.layout.sequence.method)
     if put is None:
-        message = f"{plan.layout.sequence_method} is not there for {type(model).__name__}"
+        message = f"{plan.layout.sequence.method} is not there for {type(model).__name__}"
         raise ConfigurationError("PT650", message, "Plan it again with this version.")
     return put
 

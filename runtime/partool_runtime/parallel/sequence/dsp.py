@@ -18,7 +18,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from partool.layout.grid import Axis, Turn, held, turns, whole_rows
 from partool.layout.sequence import Spans, index, tokens
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.attention import Context
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import SEQUENCE
@@ -59,7 +59,7 @@ class Turner:
     @classmethod
     def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
         """Return that of a plan's team; a collective of all ranks of the world."""
-        tensor = layout.mesh.tp if layout.sequence_norms else 1
+        tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         if tensor == 1:
             return cls(team.group, team.rank, team.ranks)
         found, mine = None, dist.get_rank()
@@ -147,7 +147,7 @@ def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     the model says which tokens the rank then holds.
     """
     turner = Turner.open(team, layout)
-    for chain in chains(blocks, layout.stages):
+    for chain in chains(blocks, layout.pipeline.bounds):
         axes = [axis for block in chain if (axis := block.attention.layout.axis) is not None]
         assert len(axes) == len(chain), "a layer that attends along no axis of a grid"
         for block, turn in zip(chain, turns(axes), strict=True):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from partool.layout.sequence import Spans
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from partool.layout.reach import reach
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block

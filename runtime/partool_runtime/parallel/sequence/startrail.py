@@ -17,7 +17,7 @@ import torch
 
 from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block
@@ -30,7 +30,7 @@ from partool_runtime.parallel.sequence.types import SequenceTeam
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Let layers attend in teams and rings, those with windows to what they see of other ranks' tokens."""
-    attend = attend_in(team, Trails(team.ranks, layout.sequence_teams, layout.sequence_inside))
+    attend = attend_in(team, Trails(team.ranks, layout.sequence.teams, layout.sequence.inside))
     for block in blocks:
         block.attention.core = attend
 

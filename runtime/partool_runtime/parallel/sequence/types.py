@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from partool.layout.sequence import Spans, index, tokens
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import Exchange as Exchange  # noqa: PLC0414 - part of what methods are made of

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime import deferral
 from partool_runtime.hf.attention import HfAttention
 from partool_runtime.model.attention import AttentionLayout, Context, SelfAttention, Tokens
@@ -40,7 +40,7 @@ def around(attention: SelfAttention | HfAttention, exchange: HeadExchange, core:
         return
     cast(Any, attention).core = core
     # Where tensor parallelism has two dimensions, inner ranks hold parts of the same heads' weights, and share heads.
-    width = attention.head_dim * layout.tensor_inner
+    width = attention.head_dim * layout.tensor.inner
     heads = (attention.q.weight.shape[0] // width, attention.k.weight.shape[0] // width)
     hook(attention, "forward", _forward, attention, exchange, exchange.ranges(*heads))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partool.layout.sequence import Spans, bounds, joined
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.sequence import ring
 from partool_runtime.parallel.sequence.exchange import HeadExchange
@@ -15,11 +15,11 @@ from partool_runtime.parallel.tensor.apply import no_heads
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
-    """Let layers trade tokens for heads in groups of ``layout.sequence_inner`` ranks, and these meet in rings.
+    """Let layers trade tokens for heads in groups of ``layout.sequence.ulysses`` ranks, and these meet in rings.
 
     Rings are formed of the ranks that work on the same heads. A collective of all ranks of the world.
     """
-    inner, outer = split(team, layout.sequence_inner)
+    inner, outer = split(team, layout.sequence.ulysses)
     with_heads = [block for block in blocks if block.attention.core is not no_heads]
     ring.put(with_heads, outer, layout)
     for block in with_heads:

@@ -43,7 +43,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
     if ranks.tp.size() == 1:
         return
     place(model, plan, ranks)
-    if plan.layout.tensor_inner > 1:
+    if plan.layout.tensor.inner > 1:
         put_two_dim(model, plan, ranks)
         return
     team = make_team(plan, ranks)
@@ -55,7 +55,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
     """Return how tensor ranks work together in a layer, which may hold other tokens than the first one."""
-    turned = plan.layout.sequence_method == "dsp" and block.attention.layout.axis == "row"
+    turned = plan.layout.sequence.method == "dsp" and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
     rows = whole_rows(*plan.model.grid, ranks.cp.size())[ranks.cp.get_local_rank()]
@@ -72,11 +72,11 @@ def make_team(plan: Plan, ranks: Ranks) -> Team:
         ranks.tp.get_group().group_name,
         ranks.tp.get_local_rank(),
         ranks.tp.size(),
-        length=tokens(plan.shares[ranks.cp.get_local_rank()]) if layout.sequence_norms else None,
-        overlap=layout.tensor_overlap != "none",
-        chunks=layout.tensor_chunks,
-        loss_tile=layout.loss_tile_tokens,
-        symmetric=layout.tensor_overlap == "symmetric",
+        length=tokens(plan.shares[ranks.cp.get_local_rank()]) if layout.tensor.sequence_norms else None,
+        overlap=layout.tensor.overlap != "none",
+        chunks=layout.tensor.chunks,
+        loss_tile=layout.tiles.loss,
+        symmetric=layout.tensor.overlap == "symmetric",
     )
     if team.symmetric:
         check_symmetric(team, ranks.device, plan.partition)

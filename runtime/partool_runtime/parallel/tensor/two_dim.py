@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from partool.plan.types import Layout
+from partool.plan.layout import Layout
 from partool_runtime.model import Block, Decoder, DecoderParts
 from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.attention import SelfAttention
@@ -26,7 +26,7 @@ from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, in
 def grid_of(layout: Layout, mesh: DeviceMesh) -> Grid:
     """Return the grid of this rank; ``mesh`` has the axes ``tp0`` and ``tp1``."""
     outer, inner = (Axis(mesh.get_group(at).group_name, mesh.size(at), mesh.get_local_rank(at)) for at in (0, 1))
-    return Grid(outer, inner, layout.tensor_chunks, overlap=layout.tensor_overlap == "backward")
+    return Grid(outer, inner, layout.tensor.chunks, overlap=layout.tensor.overlap == "backward")
 
 
 def put_products(model: Decoder | DecoderParts, grid: Grid) -> None:

@@ -52,7 +52,7 @@ def put_two_dim(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> None
     put_products(model, grid)
     # The head's rows lie over all ranks, and a tied embedding's with them; those of another one over the outer axis.
     first = chunks(plan.model.vocab, size)[place][0]
-    team = Team(ranks.tp.get_group().group_name, place, size, loss_tile=plan.layout.loss_tile_tokens)
+    team = Team(ranks.tp.get_group().group_name, place, size, loss_tile=plan.layout.tiles.loss)
     _put_loss(model, _Loss(grid, team, first))
     embedding = model.embed
     if isinstance(embedding, TiedEmbedding):

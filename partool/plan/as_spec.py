@@ -1,0 +1,112 @@
+"""A layout as the section of a spec that leaves it and no other: what "use this layout" prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from partool.plan.layout import Layout
+from partool.plan.types import Plan
+from partool.spec.parallel import Offload, ParallelSpec, ScheduleFile
+
+_HOW = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads", "dir", "buffers", "pinned_gib")
+"""Fields of ``parallel.offload`` that say how, not what: where the spec leaves them open they follow from the rest."""
+
+
+def as_yaml(layout: Layout, asked: ParallelSpec, *, flow: bool = False) -> str:
+    """Return the section of :func:`as_spec` as YAML that ends in a newline; ``flow``: on one line."""
+    section = as_spec(layout, asked)
+    if not flow:
+        return yaml.safe_dump({"parallel": section}, default_flow_style=None, sort_keys=False, width=100)
+    return f"parallel: {yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**9)}"
+
+
+def own_yaml(plan: Plan, *, flow: bool = False) -> str:
+    """Return the section that leaves a plan's own layout, as :func:`as_yaml` does."""
+    return as_yaml(plan.layout, plan.asked, flow=flow)
+
+
+def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
+    """Return the section ``parallel`` that leaves this layout, for the same batch and kernels.
+
+    ``asked`` is the section that the layout was planned from: its patterns, its file of a schedule and what it says of
+    how the host works are kept. Accumulation follows from the batch, fused parts of the model from ``kernels``.
+    """
+    return {
+        "data": _data(layout),
+        "tensor": _tensor(layout),
+        "pipeline": _pipeline(layout, asked),
+        "sequence": _sequence(layout),
+        "tiles": {"mlp": layout.tiles.mlp, "loss": layout.tiles.loss},
+        "expert": layout.expert,
+        "offload": _offload(layout, asked.offload),
+        "recompute": layout.recompute[0] if len(set(layout.recompute)) == 1 else list(layout.recompute),
+        "compile": layout.compile,
+        "micro_batch": layout.micro_batch,
+    }
+
+
+def _data(layout: Layout) -> dict[str, Any]:
+    data = layout.data
+    found: dict[str, Any] = {"zero": data.zero}
+    if data.zero and layout.mesh.dp > 1:
+        found["shard"] = data.shard
+    if data.zero and data.shard > 1:
+        found["gather"] = data.gather
+    if data.zero == 3 and data.shard > 1:
+        found |= {"prefetch": data.prefetch, "persistent": data.persistent}
+    return found | ({"leaves": list(data.leaves)} if data.leaves else {})
+
+
+def _tensor(layout: Layout) -> dict[str, Any]:
+    tensor = layout.tensor
+    if tensor.degree == 1:
+        return {"degree": 1}
+    fields = tensor.model_dump(mode="json", exclude_defaults=True, include={"patterns"})
+    return {
+        "degree": tensor.degree,
+        "shape": list(tensor.shape),
+        "sequence_norms": tensor.sequence_norms,
+        "overlap": tensor.overlap,
+        "chunks": tensor.chunks,
+        **fields,
+    }
+
+
+def _pipeline(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
+    pipeline = layout.pipeline
+    if pipeline.stages == 1:
+        return {"stages": 1}
+    found: dict[str, Any] = {"stages": pipeline.stages, "schedule": pipeline.schedule}
+    if isinstance(asked.pipeline.schedule, ScheduleFile) and pipeline.schedule == "file":
+        found["schedule"] = {"file": asked.pipeline.schedule.file}
+    elif pipeline.waves:
+        found["waves"] = pipeline.waves
+    elif pipeline.chunks > 1:
+        found["chunks"] = pipeline.chunks
+    if pipeline.in_flight:
+        found["in_flight"] = pipeline.in_flight
+    return found | {"layers": list(pipeline.layers)}
+
+
+def _sequence(layout: Layout) -> dict[str, Any]:
+    sequence = layout.sequence
+    if sequence.degree == 1:
+        return {"degree": 1}
+    found: dict[str, Any] = {"method": sequence.method, "degree": sequence.degree}
+    if sequence.method == "usp":
+        found["ulysses"] = sequence.ulysses
+    if sequence.method == "startrail":
+        found |= {"teams": sequence.teams, "inside": sequence.inside}
+    return found | ({} if sequence.order == "grid" else {"order": sequence.order})
+
+
+def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
+    offload = layout.offload
+    found: dict[str, Any] = {"optimizer": offload.optimizer}
+    if offload.optimizer != "none":
+        found["gpu_fraction"] = offload.gpu_fraction
+    found |= {"parameters": offload.parameters, "activations": offload.activations}
+    said = {name: getattr(asked, name) for name in _HOW}
+    return found | {name: value for name, value in said.items() if value not in ("auto", None)}

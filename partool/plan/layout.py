@@ -1,0 +1,290 @@
+"""The layout of a plan: the ``parallel`` section of the spec with nothing left open, and what follows from it.
+
+Sections and fields have the names that :class:`partool.spec.parallel.ParallelSpec` gives them, so that a resolved
+layout reads as a spec does. ``derived`` holds what a spec cannot say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, Field
+
+from partool.layout.sequence import Order
+from partool.plan.record import Record
+from partool.spec.numbers import (
+    Cores,
+    Elements,
+    Experts,
+    Figure,
+    Layers,
+    LayersOrNone,
+    Pieces,
+    Ranks,
+    Sequences,
+    Share,
+    StepsOrNone,
+    TensorRanks,
+    TokensOrNone,
+)
+from partool.spec.parallel import (
+    Compile,
+    Gather,
+    Host,
+    Inside,
+    Recompute,
+    SequenceMethod,
+    Style,
+    TensorOverlap,
+    TensorPattern,
+    Tier,
+    ZeroStage,
+)
+from partool.spec.patterns import FilePath, Sha256
+from partool.spec.training import Fused
+
+MIB, GIB = 2**20, 2**30
+
+
+class Mesh(NamedTuple):
+    """Dense mesh axes, outermost first; they multiply to the world size. Rank order is row-major over this order."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self)
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks (replicas times shards)."""
+        return self.dp_replicate * self.dp_shard
+
+
+class DataLayout(Record):
+    """How data-parallel ranks share the training state."""
+
+    zero: ZeroStage
+    shard: Ranks = 1
+    """Ranks that share one copy of the state; with zero 0 always 1."""
+    gather: Gather = "coalesced"
+    prefetch: LayersOrNone = 1
+    """With ZeRO-3, layers gathered ahead of the one that computes."""
+    persistent: Elements = 0
+    """With ZeRO-3, parameters of at most so many elements stay gathered."""
+    leaves: tuple[str, ...] = ()
+    """Glob patterns of modules that are gathered as one unit and whose missing gradients are filled with zeros."""
+
+
+class PipelineLayout(Record):
+    """How the layers are split over ranks, and in which order they work."""
+
+    stages: Layers = 1
+    """Ranks of a pipeline."""
+    schedule: str = "1f1b"
+    """Name in :data:`partool.schedule.SCHEDULES`, or ``file``: the lists in ``derived.schedule_text``."""
+    chunks: Layers = 1
+    """Chunks of layers per rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
+    waves: LayersOrNone = 0
+    """With ``hanayo``, half of the chunks; 0 with other schedules."""
+    in_flight: StepsOrNone = 0
+    """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
+    layers: tuple[Layers, ...]
+    """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """First and one-past-last layer of each pipeline stage."""
+        return _bounds(self.layers)
+
+
+@lru_cache(maxsize=4096)
+def _bounds(layers: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(pairwise(accumulate(layers, initial=0)))
+
+
+class TensorLayout(Record):
+    """How ranks share every matrix."""
+
+    degree: TensorRanks = 1
+    shape: tuple[TensorRanks, TensorRanks] = (1, 1)
+    """d1 × d2 of two-dimensional tensor parallelism (ATP, arXiv 2301.08658): the axis ``tp`` of the mesh is ``tp0`` ×
+    ``tp1`` of these sizes, ``tp1`` innermost; degree × 1 is tensor parallelism on one axis."""
+    sequence_norms: bool = False
+    """Norms and residuals work on a share of the sequence per tensor rank."""
+    overlap: TensorOverlap = "none"
+    chunks: Pieces = 1
+    """Pieces of a micro-batch whose sums travel while the next is multiplied."""
+    patterns: dict[str, Style | TensorPattern] = {}
+    """As the spec gives them; ``partition`` of the plan says what came of them."""
+
+    @property
+    def inner(self) -> int:
+        """d2 of d1 × d2."""
+        return self.shape[1]
+
+
+class SequenceLayout(Record):
+    """How ranks share one sequence."""
+
+    method: SequenceMethod = "ulysses"
+    degree: Ranks = 1
+    ulysses: Ranks = 1
+    """With ``usp``: neighbouring ranks that trade sequence for heads, of the degree."""
+    teams: Ranks = 1
+    """With ``startrail``: ranks of a team (C)."""
+    inside: Inside = "teams"
+    """With ``startrail``: which of both neighbouring ranks form."""
+    order: Order = "contiguous"
+    """Which tokens a rank holds (:func:`partool.layout.sequence.shares`); ``grid`` follows from ``dsp``."""
+
+    @property
+    def form(self) -> str:
+        """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
+        if self.method == "usp":
+            return f"usp, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
+        if self.method == "startrail":
+            return f"startrail, teams of {self.teams}, rings of {self.degree // self.teams**2}"
+        return self.method
+
+
+class TilesLayout(Record):
+    """Pieces in which a micro-batch passes what needs much memory per token."""
+
+    mlp: TokensOrNone = 0
+    """Tokens of a sequence that pass a feed-forward network at once; 0: all."""
+    loss: TokensOrNone = 0
+    """Tokens whose logits exist at once; 0: as many as the runtime's own limit allows."""
+
+
+class OffloadLayout(Record):
+    """What is in host memory or on its disks, and how the host's part of the work is done.
+
+    Where nothing leaves the device, the fields behind ``activations`` are of no meaning.
+    """
+
+    optimizer: Tier = "none"
+    gpu_fraction: Share = 1.0
+    """Share of the optimizer state that stays on the device; 1 where ``optimizer`` is none."""
+    parameters: Tier = "none"
+    activations: Host = "none"
+    speculate: bool | Literal["undo"] = False
+    undo_gib: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Of one rank."""
+    gradients: Literal["bf16", "fp32"] = "bf16"
+    """Type in which gradients travel: that of computation, or that of masters."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Type of the moments on the host: that of masters, or bf16."""
+    bucket_mib: Annotated[float, Field(gt=0.0, le=4096)] = 64.0
+    """Of gradients that travel together, in the type in which they travel."""
+    threads: Cores = 1
+    """Of one rank."""
+    dir: FilePath | None = None
+    """Absolute; None where nothing goes to disks."""
+    buffers: Pieces = 4
+    """Buckets of a state on disks that are in host memory at once."""
+    pinned_gib: Figure | None = None
+    """Most pinned memory of a rank; None: no limit."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is in host memory or on its disks."""
+        return {self.optimizer, self.parameters, self.activations} != {"none"}
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of gradients that travel together."""
+        return int(self.bucket_mib * MIB)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Of one rank's copies of the state."""
+        return int(self.undo_gib * GIB)
+
+    @property
+    def pinned_limit_bytes(self) -> int:
+        """Most pinned memory of a rank; 0: no limit."""
+        return 0 if self.pinned_gib is None else int(self.pinned_gib * GIB)
+
+
+class Derived(Record):
+    """What follows from the layout and its machines, and what a spec cannot say."""
+
+    replicas: Ranks = 1
+    """Copies of the sharded state (``dp_replicate`` of the mesh)."""
+    accumulation: Sequences
+    """Micro-batches per rank and optimizer step."""
+    schedule_text: str = ""
+    """With the schedule ``file``, the user's own lists in full (:func:`partool.schedule.from_text`)."""
+    schedule_hash: Sha256 = ""
+    """SHA-256 of the schedule's text, for pipelines of more than one rank: what was planned is what runs. Empty for
+    lists of more than 50,000 passes."""
+    fused: tuple[Fused, ...] = ()
+    """Parts of the model that kernels of partool compute, see ``kernels.fused`` of the spec."""
+
+
+class Layout(Record):
+    """How the work is split over ranks and time."""
+
+    data: DataLayout
+    tensor: TensorLayout = TensorLayout()
+    pipeline: PipelineLayout
+    sequence: SequenceLayout = SequenceLayout()
+    tiles: TilesLayout = TilesLayout()
+    expert: Experts = 1
+    """Ranks that share the experts of a layer."""
+    offload: OffloadLayout = OffloadLayout()
+    recompute: tuple[Recompute, ...]
+    """One policy per layer."""
+    compile: Compile
+    micro_batch: Sequences
+    """Sequences per rank and forward pass."""
+    derived: Derived
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of the dense mesh, from the degrees of all sections."""
+        data, derived = self.data, self.derived
+        return Mesh(self.pipeline.stages, derived.replicas, data.shard, self.sequence.degree, self.tensor.degree)
+
+    @property
+    def contradiction(self) -> str:
+        """What an edited layout says in two ways; empty: nothing."""
+        pipeline, tensor, sequence = self.pipeline, self.tensor, self.sequence
+        if prod(tensor.shape) != tensor.degree:
+            return f"layout.tensor.shape is of {prod(tensor.shape)} ranks, degree of {tensor.degree}"
+        groups = (("ulysses", sequence.ulysses), ("teams", sequence.teams**2))
+        for name, size in groups:
+            if sequence.degree % size:
+                return f"layout.sequence.{name} makes groups of {size} ranks among {sequence.degree}"
+        if len(pipeline.layers) != pipeline.stages * pipeline.chunks:
+            named, there = len(pipeline.layers), pipeline.stages * pipeline.chunks
+            return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
+        if 2 * pipeline.waves != (pipeline.chunks if pipeline.schedule == "hanayo" else 0):
+            return f"layout.pipeline.waves is {pipeline.waves}, with {pipeline.chunks} chunks of {pipeline.schedule}"
+        if len(self.recompute) != sum(pipeline.layers):
+            return f"layout.recompute names {len(self.recompute)} layers, layout.pipeline.layers {sum(pipeline.layers)}"
+        return ""
+
+    def changed(self, changes: Mapping[str, Any]) -> Layout:
+        """Return the layout with other values, which are not checked, at dotted names such as ``tensor.shape``.
+
+        Raises ``AttributeError`` for a name that is no field's.
+        """
+        update: dict[str, Any] = {}
+        for name, value in changes.items():
+            section, _, field = name.partition(".")
+            whole: BaseModel = update.get(section, getattr(self, section))
+            if field and field not in type(whole).model_fields:
+                raise AttributeError(f"a layout has no {name}")
+            update[section] = whole.model_copy(update={field: value}) if field else value
+        return self.model_copy(update=update)

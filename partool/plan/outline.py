@@ -1,0 +1,61 @@
+"""What every version of a plan says in the same form: enough to list, follow and cancel a run of an older version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from partool.plan.run import SPEC_FILE
+from partool.plan.types import PLAN_VERSION
+from partool.spec.launch import LaunchSpec
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
+
+
+class _Training(_Part):
+    steps: int
+
+
+class _Devices(_Part):
+    nodes: int
+    per_node: int
+
+
+class Outline(_Part):
+    """Of a plan: its steps, its machines, and how it was launched."""
+
+    plan_version: int
+    training: _Training
+    devices: _Devices
+    launch: LaunchSpec
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.devices.nodes * self.devices.per_node
+
+
+def outline(file: Path) -> Outline:
+    """Return the outline of the plan in a file; raises ``OSError`` or ``ValueError``."""
+    return Outline.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def older(file: Path) -> tuple[str, str] | None:
+    """Return what to say of a plan of an older version, and how its training goes on; None if it is of this one."""
+    try:
+        version = outline(file).plan_version
+    except (OSError, ValueError):
+        return None
+    if version >= PLAN_VERSION:
+        return None
+    message = f"{file} is a plan of version {version}, and this partool reads version {PLAN_VERSION}"
+    copy, run = file.parent / SPEC_FILE, file.parent.name
+    if not copy.is_file():
+        return message, "make it again from its spec: partool plan SPEC --out FILE"
+    return message, (
+        f"plan its spec anew, and the run goes on from its checkpoint: partool launch SPEC --resume {run}; {copy} is a "
+        "copy of that spec, whose relative paths begin at the folder of the original"
+    )
