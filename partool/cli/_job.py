@@ -53,7 +53,7 @@ def plan_for(path: Path, overrides: list[str], target: str | None, *, strict: bo
 
 def _about_launch(plan: Plan) -> list[Diagnostic]:
     """Return what the planner would find about the way a plan is launched, whatever target it was made for."""
-    from partool.planner.launching import check_duration, check_launch
+    from partool.planner.checks.launching import check_duration, check_launch
 
     found = check_launch(plan.launch, plan.devices)
     found += check_duration(plan.launch, plan.prediction.time.total_s)

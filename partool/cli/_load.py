@@ -23,7 +23,7 @@ from partool.plan.types import Plan
 from partool.spec.patterns import PATTERNS
 
 if TYPE_CHECKING:
-    from partool.planner.longest import Longest
+    from partool.planner.search.longest import Longest
 
 Output = Literal["text", "json", "github", "sarif"]
 Lines = Mapping[str, list[str]]
@@ -93,7 +93,7 @@ def check_specs(paths: list[Path], overrides: list[str], output: Output, strict:
 
 def varied(path: Path, overrides: list[str], keys: list[str]) -> list[tuple[list[str], Plan | None, str]]:
     """Return the best plan for each combination of values, or what is wrong with it; unknown keys end the command."""
-    from partool.planner.queries import combinations
+    from partool.planner.search.queries import combinations
     from partool.spec import without_value
 
     try:
@@ -119,8 +119,8 @@ def longest_sequences(
 
     One such list for every combination of what else is varied.
     """
-    from partool.planner.longest import longest
-    from partool.planner.queries import LENGTH, combinations
+    from partool.planner.search.longest import longest
+    from partool.planner.search.queries import LENGTH, combinations
     from partool.spec import load
 
     rows = combinations(keys)
@@ -139,7 +139,7 @@ def longest_sequences(
 
 def answer_or_exit(path: Path, overrides: list[str], question: str) -> list[str]:
     """Return the overrides that answer ``smallest`` or the largest of something; ends the command if there are none."""
-    from partool.planner.queries import LARGEST, largest, smallest_cluster
+    from partool.planner.search.queries import LARGEST, largest, smallest_cluster
     from partool.spec import load
 
     loaded = load(path, overrides)

@@ -83,7 +83,7 @@ def _print_dockerfile(path: Path, overrides: list[str], base_image: str | None) 
     """Print a Dockerfile for the machines of a spec or plan, which may well lack its image still."""
     from partool.catalog.hardware import resolve_hardware
     from partool.cli._load import load_plan_or_exit, read_plan_or_exit
-    from partool.planner.hardware_checks import is_superchip
+    from partool.planner.checks.hardware import is_superchip
     from partool.render.dockerfile import dockerfile
     from partool.spec import load
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partool.cost.stacks import PARTOOL, Stack
-from partool.cost.zero_controls import COALESCED, Controls
+from partool.cost.traffic.gathers import COALESCED, Controls
 from partool.plan.layout import OffloadLayout
 from partool.schedule import Schedule
 from partool.spec.hardware import Devices

@@ -1,7 +1,7 @@
 """Code bases as rows of facts: how fast each computes, what it fuses and what it overlaps.
 
 The planner prices partool's own runtime. The other rows serve replays of published runs, and plans for people who
-compare. How each keeps training state stands in :mod:`partool.cost.memory_stacks`.
+compare. How each keeps training state stands in :mod:`partool.cost.memory.stacks`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def requests_of(plan: Plan, tuning: Tuning) -> list[Event]:
 
     Raises ``TableError`` where a table of the plan's cannot be read.
     """
-    from partool.planner.kernels import coverage, requests
+    from partool.planner.kernels.choose import coverage, requests
     from partool_kernels.registry.tables import bucket
 
     wanted = set(requests(plan, tuning.kernels))

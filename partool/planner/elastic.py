@@ -8,17 +8,17 @@ of ranks, so a run goes on where it stopped.
 from __future__ import annotations
 
 from partool.cost.case import RECOMPUTE, Job
-from partool.cost.peak import host_bytes, predict_memory
+from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
-from partool.cost.time import predict_time
+from partool.cost.time.predict import predict_time
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout, Mesh
 from partool.plan.schedule import refuses, sealed
 from partool.plan.types import MemoryPrediction, Plan, Prediction
-from partool.planner.launching import environment
-from partool.planner.price import host_room
+from partool.planner.checks.launching import environment
 from partool.planner.problem import divisors
-from partool.planner.runnable import gaps, task_of
+from partool.planner.search.price import host_room
+from partool.planner.search.runnable import gaps, task_of
 from partool.spec.hardware import Devices, LimitsSpec
 from partool.strategies.optimizers import OPTIMIZERS
 

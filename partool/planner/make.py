@@ -17,18 +17,20 @@ from partool.catalog.profile import Applied, apply_profile
 from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Generation, Plan, Prediction
-from partool.planner import fp8, tensor_rules, zero_controls
-from partool.planner.checks import check
-from partool.planner.data import resolve_data
+from partool.planner.checks import fp8
+from partool.planner.checks import tensor as tensor_rules
+from partool.planner.checks.data import resolve_data
+from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
+from partool.planner.checks.launching import check_duration, environment, resolve_launch
+from partool.planner.checks.offload import with_folder
+from partool.planner.checks.schedule_file import read_schedule
+from partool.planner.checks.table import check
+from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.described import Description
 from partool.planner.hf import hf_model, narrowed, unused_weights
-from partool.planner.kernel_checks import absolute, check_kernels, table_hashes, without_missing
-from partool.planner.launching import check_duration, environment, resolve_launch
-from partool.planner.offload_checks import with_folder
 from partool.planner.problem import Problem
-from partool.planner.runnable import gaps, task
-from partool.planner.schedule_file import read_schedule
-from partool.planner.tensor_checks import partition, without_tensor
+from partool.planner.search import gathers
+from partool.planner.search.runnable import gaps, task
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
 from partool.spec.patterns import FilePath, fits
@@ -36,8 +38,8 @@ from partool.spec.spec import Spec
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
 
 if TYPE_CHECKING:
-    from partool.planner.price import Priced
-    from partool.planner.solve import Solution
+    from partool.planner.search.price import Priced
+    from partool.planner.search.solve import Solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def make_plan(
 
     ``trace`` asks the runtime what this very model keeps for the backward pass, instead of the data that come with
     partool; that needs torch. ``forgive``: rules about kernels that only warn, see
-    :func:`partool.planner.kernel_checks.check_kernels`. Never raises for bad input: what is wrong is among the
+    :func:`partool.planner.checks.kernels.check_kernels`. Never raises for bad input: what is wrong is among the
     diagnostics. The same spec, catalog and machine give the same plan.
     """
     if not fits(FilePath, str(base_dir)):  # paths of the plan begin with it
@@ -121,22 +123,22 @@ def make_plan(
 
 def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, default_name: str) -> PlanResult:
     """Search the problem's layouts and write the plan down."""
-    from partool.planner import explain, table
-    from partool.planner.offload_room import check_layout
-    from partool.planner.solve import solve
+    from partool.planner.checks.offload_room import check_layout
+    from partool.planner.explain import candidates, reasons
+    from partool.planner.search.solve import solve
 
     found = resolved.diagnostics
     solution = solve(problem)
     best = solution.chosen
     if best is None:
-        from partool.planner import changes
+        from partool.planner.explain import changes
 
         finding = changes.does_not_fit(solution) if solution.space.size else changes.no_layout(solution)
         return PlanResult(None, [*found, finding])
     missing = gaps(task(problem), best.layout)
     found += [_gap(code, what, path) for code, what, path in ((gap.code, gap.what, gap.path) for gap in missing)]
-    found += explain.tight(solution, best)
-    found += [*zero_controls.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
+    found += reasons.tight(solution, best)
+    found += [*gathers.unused(problem, best.layout), *tensor_rules.unused(problem, best.layout)]
     wide = [*fp8.stay_wide(problem, best.layout), *check_layout(problem, best)]
     found += wide
     if _failed(wide):
@@ -148,7 +150,7 @@ def _planned(spec: Spec, resolved: Resolved, problem: Problem, base_dir: Path, d
         return PlanResult(None, found)
     told = _told(solution, best, resolved)
     error = told["prediction"].relative_error
-    found += table.fewer_are_faster(problem, best, told["candidates"], error)
+    found += candidates.fewer_are_faster(problem, best, told["candidates"], error)
     plan = Plan(
         partool_version=__version__,
         name=spec.name or default_name,
@@ -198,12 +200,12 @@ def _elastic(plan: Plan) -> list[Diagnostic]:
 
 def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of a plan that tell what to expect of it and why it is so."""
-    from partool.cost.time import RELATIVE_ERROR
+    from partool.cost.time.predict import RELATIVE_ERROR
     from partool.cost.traced import current
-    from partool.planner import explain, table
+    from partool.planner.explain import candidates, reasons
 
     measured = resolved.measured or Applied(solution.problem.devices)
-    alternatives = explain.alternatives(solution, best)
+    alternatives = reasons.alternatives(solution, best)
     return {
         "prediction": Prediction(
             memory=best.memory,
@@ -213,10 +215,10 @@ def _told(solution: Solution, best: Priced, resolved: Resolved) -> dict[str, Any
             memory_scalar=measured.memory_scalar,
         ),
         "alternatives": alternatives,
-        "candidates": table.candidates(solution, best),
+        "candidates": candidates.candidates(solution, best),
         "search": solution.summary(),
-        "limit": explain.limit(solution, best),
-        "reasons": (*explain.reasons(solution, best), *([measured.reason] if measured.reason else [])),
+        "limit": reasons.limit(solution, best),
+        "reasons": (*reasons.reasons(solution, best), *([measured.reason] if measured.reason else [])),
         "inputs": {**resolved.inputs, "cost/trace": current().sha256},
     }
 

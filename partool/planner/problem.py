@@ -12,8 +12,8 @@ import numpy as np
 from partool.catalog.profile import Applied
 from partool.cost.case import EAGER, SCHEDULES, Column, Job, Mask
 from partool.cost.kinds import Kind, kinds
-from partool.cost.micro import layer_elements
-from partool.cost.zero_controls import Controls, controls_of
+from partool.cost.time.micro import layer_elements
+from partool.cost.traffic.gathers import Controls, controls_of
 from partool.layout.parameters import count, is_frozen, parameters
 from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
@@ -60,7 +60,7 @@ class Problem:
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Shared by the problems that are made of this one; the same problem takes the same work on every machine."""
     jobs: dict[Compile, Job] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What :func:`partool.planner.cost_job.cost_job` has made of this problem."""
+    """What :func:`partool.planner.search.cost_job.cost_job` has made of this problem."""
 
     @property
     def world_size(self) -> int:

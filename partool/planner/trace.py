@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partool.cost.traced import Trace, TraceError, refresh
-from partool.planner.fused import fused
+from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
-from partool.planner.kernels import STATES, Coverage, Line, State, coverage
+from partool.planner.kernels.choose import STATES, Coverage, Line, State, coverage
 from partool.report.units import counted, seconds
 
 _WORDS: dict[State, str] = {

@@ -37,7 +37,7 @@ def planned(plan: Plan, most_actions: int) -> Drawing:
         if schedule.stages != stages:
             raise ValueError(f"the lists have {schedule.stages} stages, the layout {stages}")
         return drawn(schedule, simulate(schedule, times))
-    from partool.cost.pipeline import span_s
+    from partool.cost.time.pipeline import span_s
 
     schedule = generate(layout.pipeline.schedule, ranks, count, layout.pipeline.chunks)
     short = _stretched(drawn(schedule, simulate(schedule, times)), m, span_s(layout, times))
@@ -55,7 +55,7 @@ def without_pipeline(plan: Plan) -> str:
 
 def predicted_times(plan: Plan) -> StageTimes:
     """Return the predicted seconds of each stage: priced again, with the figures that the plan holds."""
-    from partool.cost.predict import stage_times
+    from partool.cost.time.predict import stage_times
 
     return stage_times(_job(plan), plan.layout)
 
@@ -78,7 +78,7 @@ def bubble_words(plan: Plan, drawing: Drawing) -> str:
 def shares_cores(plan: Plan) -> bool:
     """Return True if ranks of the pipeline wait for each other's cores, as a timeline does not show."""
     from partool.cost.codec import encode
-    from partool.cost.sync import pipeline_wait
+    from partool.cost.time.sync import pipeline_wait
 
     return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), encode(plan.layout))) > 0.0
 

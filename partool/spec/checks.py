@@ -1,4 +1,4 @@
-"""Rules that a spec can break by itself; those that need the model or the machine are in ``partool.planner.checks``."""
+"""Rules that a spec can break by itself; :mod:`partool.planner.checks` has those that need the model or the machine."""
 
 from __future__ import annotations
 

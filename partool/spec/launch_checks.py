@@ -1,7 +1,7 @@
 """Rules that a ``launch`` section can break by itself.
 
-Those that need the machines are in :mod:`partool.planner.launching`, which runs these again: a plan may be sent to
-another target than the one it was made for.
+Those that need the machines are in :mod:`partool.planner.checks.launching`, which runs these again: a plan may be sent
+to another target than the one it was made for.
 """
 
 from __future__ import annotations

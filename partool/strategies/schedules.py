@@ -1,7 +1,7 @@
 """Pipeline schedules that specs can name, one record each.
 
 A record's lists are made by the function of :data:`partool.schedule.generators.ORDERS` under its name; what of them
-exists at once is priced in :mod:`partool.cost.in_flight`.
+exists at once is priced in :mod:`partool.cost.memory.in_flight`.
 """
 
 from __future__ import annotations

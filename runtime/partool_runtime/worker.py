@@ -24,9 +24,9 @@ from pydantic import ValidationError
 from partool.plan.outline import older
 from partool.plan.run import starting_file
 from partool.plan.types import Plan
-from partool_runtime import _numa
-from partool_runtime._error_files import write_error
-from partool_runtime._lifeline import end_with_parent
+from partool_runtime.agent import numa
+from partool_runtime.agent.error_files import write_error
+from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.errors import EXIT_DONE, EXIT_PREEMPTED, ConfigurationError, exit_code
 from partool_runtime.stop import StopRequest
 
@@ -39,7 +39,7 @@ JOBS = {"train": "partool_runtime.trainer:train"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank's job and return its exit code; an error does not return but ends the process."""
-    _numa.apply()  # before threads are started and memory is touched
+    numa.apply()  # before threads are started and memory is touched
     parser = argparse.ArgumentParser(prog="python -m partool_runtime.worker", description="One rank of a run.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)

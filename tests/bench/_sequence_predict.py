@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from _sequence_job import Case, Job
 
-from partool.cost.attention import _head_share, attention_s
 from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
 from partool.cost.case import Job as CostJob
 from partool.cost.kinds import Kind, kinds
-from partool.cost.sequence import exchange
+from partool.cost.time.attention import _head_share, attention_s
+from partool.cost.time.sequence import exchange
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 

@@ -12,8 +12,8 @@ import torch
 
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.planner.kernel_parts import parts
-from partool.planner.kernel_requests import Asked, asked
+from partool.planner.kernels.parts import parts
+from partool.planner.kernels.requests import Asked, asked
 from partool.spec import load_text
 from partool_kernels import device
 from partool_kernels.registry import Choice, Request

@@ -4,9 +4,9 @@ import json
 import os
 import sys
 
-from partool_runtime._node_messages import Timing
-from partool_runtime._options import parse
-from partool_runtime.agent import run_agent
+from partool_runtime.agent.node_messages import Timing
+from partool_runtime.agent.options import parse
+from partool_runtime.agent.run import run_agent
 
 if __name__ == "__main__":
     timing = Timing(**json.loads(os.environ.pop("PARTOOL_TEST_TIMING", "{}")))

@@ -19,7 +19,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
 from partool.cost.case import Job
-from partool.cost.tensor import tensor_calls
+from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

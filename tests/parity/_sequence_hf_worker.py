@@ -21,7 +21,7 @@ from _forks import run_forked
 from _hf_models import MODELS, plan_of, write_model
 from _plans import small_plan
 
-from partool.cost.sequence_traffic import sequence_bytes
+from partool.cost.traffic.sequence import sequence_bytes
 from partool.layout.sequence import shares
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

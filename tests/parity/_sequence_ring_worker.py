@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from _forks import run_forked
 
-from partool.cost import sequence_gather, sequence_ring
-from partool.cost.sequence_types import Heads, Sent
+from partool.cost.traffic import sequence_gather, sequence_ring
+from partool.cost.traffic.sequence_types import Heads, Sent
 from partool.layout.sequence import Order, shares
 from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig

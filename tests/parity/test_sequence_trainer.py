@@ -21,7 +21,7 @@ from test_checkpoint import stored_values
 from test_trainer import Jobs
 
 from partool.cost.case import Job
-from partool.cost.sequence_traffic import sequence_bytes
+from partool.cost.traffic.sequence import sequence_bytes
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

@@ -17,8 +17,8 @@ from test_checkpoint import stored_values
 from test_trainer import Jobs
 
 from partool.cost.case import Job
-from partool.cost.pipeline import stages_of_ranks
-from partool.cost.tensor import tensor_calls
+from partool.cost.time.pipeline import stages_of_ranks
+from partool.cost.traffic.tensor import tensor_calls
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan

@@ -15,7 +15,7 @@ import torch
 from _ranks import run_ranks
 from test_zero import assert_same_run, assert_same_weights
 
-from partool.cost.zero_controls import Controls, Messages, gathers, kept_bytes, reductions
+from partool.cost.traffic.gathers import Controls, Messages, gathers, kept_bytes, reductions
 
 SCRIPT = Path(worker.__file__)
 ELEMENT_BYTES = 8

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.attention import attention_s, pairs
-from partool.cost.bound import bound_s
 from partool.cost.case import (
     ALL_GATHER,
     ATTENTION,
@@ -30,13 +28,15 @@ from partool.cost.case import (
 )
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
-from partool.cost.peak import peak_memory
-from partool.cost.predict import predict_time
-from partool.cost.sequence import Exchange, exchange
-from partool.cost.sequence_memory import buffer_bytes, saved_bytes
-from partool.cost.sequence_traffic import Team, heads_of, sent_by_rank
-from partool.cost.traffic import traffic_bytes
-from partool.cost.transient import communicators
+from partool.cost.memory.peak import peak_memory
+from partool.cost.memory.sequence import buffer_bytes, saved_bytes
+from partool.cost.memory.transient import communicators
+from partool.cost.time.attention import attention_s, pairs
+from partool.cost.time.bound import bound_s
+from partool.cost.time.predict import predict_time
+from partool.cost.time.sequence import Exchange, exchange
+from partool.cost.traffic.sequence import Team, heads_of, sent_by_rank
+from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
@@ -389,7 +389,7 @@ def test_more_than_some_ranks_are_counted_by_a_few_of_them() -> None:
         few = [sum(part.bytes(2)[0] for part in parts) for parts in sent_by_rank(team, heads)]
         assert len(few) == 7
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("partool.cost.sequence_traffic.MANY", 96)
+            patch.setattr("partool.cost.traffic.sequence.MANY", 96)
             every = [sum(part.bytes(2)[0] for part in parts) for parts in sent_by_rank.__wrapped__(team, heads)]
         assert len(every) == 96
         assert max(few) == max(every)

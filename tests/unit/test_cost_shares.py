@@ -9,12 +9,12 @@ from layouts import new_layout
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
-from partool.cost.bound import bound_s, owned_elements
 from partool.cost.case import FULL, Job, Layouts
-from partool.cost.micro import micro
-from partool.cost.peak import peak_memory, predict_memory
-from partool.cost.predict import predict_time
-from partool.cost.traffic import traffic
+from partool.cost.memory.peak import peak_memory, predict_memory
+from partool.cost.time.bound import bound_s, owned_elements
+from partool.cost.time.micro import micro
+from partool.cost.time.predict import predict_time
+from partool.cost.traffic.total import traffic
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh
 from partool.planner import make_plan

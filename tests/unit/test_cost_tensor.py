@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from layouts import laid, new_layout
 
-from partool.cost import cut
-from partool.cost.bound import bound_s
+from partool.cost import tensor_shares
 from partool.cost.case import Job, Layouts
 from partool.cost.codec import encode
-from partool.cost.cut import share_columns, shares
 from partool.cost.kinds import kinds
-from partool.cost.layer import layer
-from partool.cost.peak import predict_memory
-from partool.cost.pipeline import boundary_bytes
-from partool.cost.predict import predict_time
-from partool.cost.saved import widths
+from partool.cost.memory.activations import widths
+from partool.cost.memory.peak import predict_memory
 from partool.cost.stacks import PARTOOL, PARTOOL_CPU, PARTOOL_EAGER
-from partool.cost.tensor import tensor_bytes, tensor_calls
-from partool.cost.tensor_time import layer_seconds
+from partool.cost.tensor_shares import share_columns, shares
+from partool.cost.time.bound import bound_s
+from partool.cost.time.layer import layer
+from partool.cost.time.pipeline import boundary_bytes
+from partool.cost.time.predict import predict_time
+from partool.cost.time.tensor import layer_seconds
+from partool.cost.traffic.tensor import tensor_bytes, tensor_calls
 from partool.layout.parameters import count, groups
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout, Mesh
@@ -56,7 +56,7 @@ def layout(model: ModelConfig = ODD, **changes: Any) -> Layout:
 def test_heads_of_the_largest_rank_are_those_of_the_partition(heads: int, kv_heads: int) -> None:
     model = ODD.model_copy(update={"heads": heads, "kv_heads": kv_heads})
     ranks = np.arange(1, 20)
-    queries, keys = cut.heads(model, ranks)
+    queries, keys = tensor_shares.heads(model, ranks)
     for at, number in enumerate(ranks):
         dealt = head_ranges(heads, kv_heads, int(number))
         assert queries[at] == max(stop - start for start, stop in dealt.queries)

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.attention import attention_s, keys_seen
-from partool.cost.bound import bound_s
 from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
 from partool.cost.codec import encode
-from partool.cost.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
-from partool.cost.gemm import matmul_s
 from partool.cost.kinds import Kind, kinds
-from partool.cost.layer import head_s, layer
-from partool.cost.micro import micro
-from partool.cost.offload import offload
-from partool.cost.predict import predict_time
 from partool.cost.stacks import PARTOOL, own_stack
-from partool.cost.traffic import traffic, traffic_bytes
+from partool.cost.time.attention import attention_s, keys_seen
+from partool.cost.time.bound import bound_s
+from partool.cost.time.flops import attention_flops_per_token, matmul_flops_per_token, model_flops
+from partool.cost.time.gemm import matmul_s
+from partool.cost.time.layer import head_s, layer
+from partool.cost.time.micro import micro
+from partool.cost.time.offload import offload
+from partool.cost.time.predict import predict_time
+from partool.cost.traffic.total import traffic, traffic_bytes
 from partool.layout.parameters import count, groups, parameters
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh

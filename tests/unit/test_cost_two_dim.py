@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from partool.cost.case import Job, Layouts
-from partool.cost.moves import Move
-from partool.cost.two_dim import embedding_moves, head_moves, layer_moves
+from partool.cost.traffic.messages import Move
+from partool.cost.traffic.two_dim import embedding_moves, head_moves, layer_moves
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 

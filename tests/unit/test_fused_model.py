@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from partool.plan.types import Plan
-from partool.planner.kernel_requests import early_loss
+from partool.planner.kernels.requests import early_loss
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool.spec.training import Fused

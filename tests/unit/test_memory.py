@@ -14,18 +14,18 @@ from layouts import new_layout
 
 from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Job, Layouts
 from partool.cost.codec import encode
-from partool.cost.fit import fit_probability, verdict
-from partool.cost.held import held_by_rank
-from partool.cost.in_flight import in_flight as closed
-from partool.cost.memory_stacks import MEMORY_STACKS, memory_stack
-from partool.cost.peak import (
+from partool.cost.memory.activations import saved_by_layer
+from partool.cost.memory.fit import fit_probability, verdict
+from partool.cost.memory.in_flight import in_flight as closed
+from partool.cost.memory.peak import (
     host_bytes,
     peak_memory,
     predict_memory,
 )
-from partool.cost.saved import saved_by_layer
+from partool.cost.memory.rank_parameters import held_by_rank
+from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
+from partool.cost.memory.states import States, states
 from partool.cost.stacks import STACKS
-from partool.cost.states import States, states
 from partool.cost.traced import Kind, coefficients
 from partool.layout.parameters import count, groups, parameters
 from partool.plan.layout import Layout, Mesh

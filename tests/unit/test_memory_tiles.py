@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from partool.cost.case import FULL, RECOMPUTE, Job, Layouts
 from partool.cost.kinds import kinds
-from partool.cost.layer import layer
-from partool.cost.memory_stacks import memory_stack
-from partool.cost.peak import peak_memory
-from partool.cost.saved import saved_by_layer
+from partool.cost.memory.activations import saved_by_layer
+from partool.cost.memory.peak import peak_memory
+from partool.cost.memory.stacks import memory_stack
 from partool.cost.stacks import own_stack
+from partool.cost.time.layer import layer
 from partool.layout.tiles import network_tile
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig

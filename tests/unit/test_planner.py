@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from partool.layout.parameters import count, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.layouts import layout_of
-from partool.planner.price import Priced
+from partool.planner.explain.candidates import fewer_are_faster
 from partool.planner.problem import Problem
-from partool.planner.space import build
-from partool.planner.table import fewer_are_faster
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import Priced
+from partool.planner.search.space import build
 from partool.spec import load_text
 from partool.spec.spec import Spec
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from partool.cli.main import run
 from partool.cost.case import Job
-from partool.cost.flops import matmul_flops_per_token
-from partool.cost.gemm import matmul_s, tiled_s
+from partool.cost.time.flops import matmul_flops_per_token
+from partool.cost.time.gemm import matmul_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.kernel_checks import absolute, check_kernels
-from partool.planner.kernel_requests import PARTS, counted
-from partool.planner.kernels import Coverage, Line, coverage, requests
+from partool.planner.checks.kernels import absolute, check_kernels
+from partool.planner.kernels.choose import Coverage, Line, coverage, requests
+from partool.planner.kernels.requests import PARTS, counted
 from partool.spec import load, load_text
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
 from partool_kernels.registry.look_up import Registry

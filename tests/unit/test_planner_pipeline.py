@@ -15,20 +15,20 @@ from layouts import laid
 
 from partool.cli.main import run
 from partool.cost.case import SCHEDULES
-from partool.cost.pipeline import messages, sent_bytes
-from partool.cost.predict import stage_times
+from partool.cost.time.pipeline import messages, sent_bytes
+from partool.cost.time.predict import stage_times
 from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.planner.cost_job import cost_job
-from partool.planner.layouts import layout_of
+from partool.planner.explain.words import why_lost
 from partool.planner.make import resolve
-from partool.planner.price import Priced, bounds_s, room
 from partool.planner.problem import Problem
-from partool.planner.refine import refined_s
-from partool.planner.space import build
-from partool.planner.words import why_lost
+from partool.planner.search.cost_job import cost_job
+from partool.planner.search.layouts import layout_of
+from partool.planner.search.price import Priced, bounds_s, room
+from partool.planner.search.refine import refined_s
+from partool.planner.search.space import build
 from partool.schedule import Action, Schedule, generate, schedule_hash, simulate, to_text, validate, with_transfers
 from partool.schedule.weipipe import volume
 from partool.spec import load_text

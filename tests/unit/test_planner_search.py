@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
-from partool.planner import changes, explain
-from partool.planner.checks import check
-from partool.planner.layouts import layout_of, simplicity
-from partool.planner.price import Priced, bounds_s
+from partool.planner.checks.table import check
+from partool.planner.explain import changes
+from partool.planner.explain import reasons as explain
+from partool.planner.explain.words import TIE
 from partool.planner.problem import Problem, Work, divisors
-from partool.planner.runnable import runnable
-from partool.planner.search import Search
-from partool.planner.solve import solve
-from partool.planner.space import build
-from partool.planner.words import TIE
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.layouts import layout_of, simplicity
+from partool.planner.search.price import Priced, bounds_s
+from partool.planner.search.runnable import runnable
+from partool.planner.search.solve import solve
+from partool.planner.search.space import build
 from partool.spec.spec import Spec
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +251,7 @@ def test_a_search_ends_at_its_limit_of_work_and_says_so(monkeypatch: pytest.Monk
     problem = problem_of(case(DENSE, 1, 4, memory_gib=8, batch=16))
     whole = solve(problem)
     assert whole.overall.complete
-    monkeypatch.setattr("partool.planner.search._MOST_WORK", whole.problem.work.rows // 3)
+    monkeypatch.setattr("partool.planner.search.branch_and_bound._MOST_WORK", whole.problem.work.rows // 3)
     short = solve(replace(problem, work=Work()))
     assert not short.overall.complete
     assert short.chosen is not None
@@ -264,5 +265,5 @@ def test_proposals_end_at_their_limit_of_work(monkeypatch: pytest.MonkeyPatch) -
     problem = problem_of(case(DENSE, 1, 1, memory_gib=0.5, batch=4, offload=ON_DEVICE, tensor=1))
     tried = [text for text, _ in changes.single_changes(problem)]
     assert len(tried) > 1
-    monkeypatch.setattr("partool.planner.changes._MOST_WORK", 0)
+    monkeypatch.setattr("partool.planner.explain.changes._MOST_WORK", 0)
     assert list(changes.single_changes(replace(problem, work=Work()))) == []

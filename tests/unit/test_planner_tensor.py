@@ -11,11 +11,11 @@ import pytest
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
+from partool.planner.explain.words import summary
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
-from partool.planner.space import build
-from partool.planner.tensor_forms import Form, best_inner, busy, divides, forms, sent_s
-from partool.planner.words import summary
+from partool.planner.search.space import build
+from partool.planner.search.tensor_forms import Form, best_inner, busy, divides, forms, sent_s
 from partool.spec import load_text
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \

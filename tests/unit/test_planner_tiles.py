@@ -10,7 +10,7 @@ import pytest
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.make import resolve
-from partool.planner.space import build
+from partool.planner.search.space import build
 from partool.spec import load_text
 
 WIDE = """\

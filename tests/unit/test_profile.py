@@ -157,8 +157,8 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
-    from partool.cost import attention, layer, offload
     from partool.cost.stacks import PARTOOL
+    from partool.cost.time import attention, layer, offload
     from partool_runtime.calibrate.items import NARROW_HEADS
 
     assert catalog_profile._STREAM_SHARE == layer._STREAM_SHARE
@@ -258,7 +258,7 @@ def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     from dataclasses import replace
 
     from partool.cost.case import Layouts
-    from partool.cost.peak import peak_memory
+    from partool.cost.memory.peak import peak_memory
 
     job = Job(MODEL, devices_of()[1], 128, 8, "fp32")
     before = peak_memory(job, Layouts())

@@ -13,13 +13,13 @@ import pytest
 from partool.plan.run import agent_command, rank_environment
 from partool.plan.types import Plan, Variable
 from partool.spec.launch import LaunchSpec
-from partool_runtime._error_files import ErrorRecord
-from partool_runtime._failures import FailureLog, is_lost_peer, reached_step, signature
-from partool_runtime._options import Place, check_plan, parse, place
-from partool_runtime._rank_logs import RankLogs
-from partool_runtime._report import shortened
-from partool_runtime._secrets import _make_key, agents_key, read_secrets
-from partool_runtime.agent import main
+from partool_runtime.agent.error_files import ErrorRecord
+from partool_runtime.agent.failures import FailureLog, is_lost_peer, reached_step, signature
+from partool_runtime.agent.options import Place, check_plan, parse, place
+from partool_runtime.agent.rank_logs import RankLogs
+from partool_runtime.agent.report import shortened
+from partool_runtime.agent.run import main
+from partool_runtime.agent.secrets import _make_key, agents_key, read_secrets
 from partool_runtime.errors import ConfigurationError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "launch"))
@@ -266,8 +266,8 @@ def test_a_key_is_made_where_a_file_system_has_no_links(tmp_path: Path, monkeypa
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.delenv("PARTOOL_AGENT_KEY", raising=False)
-    monkeypatch.setattr("partool_runtime._secrets.os.link", refused)
-    monkeypatch.setattr("partool_runtime._secrets._SETTLED_S", 0.0)
+    monkeypatch.setattr("partool_runtime.agent.secrets.os.link", refused)
+    monkeypatch.setattr("partool_runtime.agent.secrets._SETTLED_S", 0.0)
     made = agents_key(tmp_path, print)
     assert len(made) == 64
     assert agents_key(tmp_path, print) == made

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from partool_runtime._clock import AwakeClock
-from partool_runtime._interfaces import interface_towards, is_loopback, resolves_to_network
-from partool_runtime._node_messages import Outcome, Timing, Verdict
-from partool_runtime._nodes import Board, NodesError, StoppedError, combined
-from partool_runtime._options import Place
-from partool_runtime._together import first_failure, judged
-from partool_runtime._wire import Desk, listen
+from partool_runtime.agent.clock import AwakeClock
+from partool_runtime.agent.interfaces import interface_towards, is_loopback, resolves_to_network
+from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
+from partool_runtime.agent.options import Place
+from partool_runtime.agent.together import first_failure, judged
+from partool_runtime.agent.wire import Desk, listen
 from partool_runtime.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
@@ -254,7 +254,7 @@ def test_a_clock_does_not_run_while_its_process_stands_still() -> None:
 def test_an_agent_that_was_away_takes_nobody_for_gone(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hours pass for both at once, as for a job that was suspended; who is silent after that is noticed."""
     away = [0.0]
-    monkeypatch.setattr("partool_runtime._clock.monotonic", lambda: time.monotonic() + away[0])
+    monkeypatch.setattr("partool_runtime.agent.clock.monotonic", lambda: time.monotonic() + away[0])
     nodes.add("0", 0)
     nodes.add("1", 1)
     nodes.begin()
@@ -316,20 +316,20 @@ def test_the_first_failure_is_a_cause() -> None:
 )
 def test_where_node_0_listens(found: list[str], bound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
-    monkeypatch.setattr("partool_runtime._wire.socket.getaddrinfo", lambda *a, **k: entries)
+    monkeypatch.setattr("partool_runtime.agent.wire.socket.getaddrinfo", lambda *a, **k: entries)
     host = "127.0.0.1" if found == ["127.0.0.1"] else "node-0"
-    monkeypatch.setattr("partool_runtime._wire.listen_at", lambda address, port: address or "::")
+    monkeypatch.setattr("partool_runtime.agent.wire.listen_at", lambda address, port: address or "::")
     assert listen(host, 0) == bound
 
 
 def test_node_0_listens_on_what_its_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As some systems tell a machine's own name: each address twice, once mapped into IPv6."""
     own = {"10.77.0.1", "fd00::1"}
-    monkeypatch.setattr("partool_runtime._wire.is_own", own.__contains__)
-    monkeypatch.setattr("partool_runtime._wire.listen_at", lambda address, port: address)
+    monkeypatch.setattr("partool_runtime.agent.wire.is_own", own.__contains__)
+    monkeypatch.setattr("partool_runtime.agent.wire.listen_at", lambda address, port: address)
     names = ["::ffff:10.77.0.1", "10.77.0.1", "fd00::1", "127.0.1.1"]
     entries = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in names]
-    monkeypatch.setattr("partool_runtime._wire.socket.getaddrinfo", lambda *a, **k: entries)
+    monkeypatch.setattr("partool_runtime.agent.wire.socket.getaddrinfo", lambda *a, **k: entries)
     assert listen("node-0", 0) == ["10.77.0.1", "fd00::1"]
 
 

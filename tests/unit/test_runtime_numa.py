@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from partool_runtime import _numa
-from partool_runtime._numa import bindings, read_list, write_list
+from partool_runtime.agent import numa
+from partool_runtime.agent.numa import bindings, read_list, write_list
 
 
 class Tree:
@@ -78,7 +78,7 @@ def hopper(tmp_path: Path) -> Tree:
     return tree
 
 
-def where(found: _numa.Bindings) -> list[int | None]:
+def where(found: numa.Bindings) -> list[int | None]:
     return [None if binding is None else binding.memory_node for binding in found.ranks]
 
 
@@ -358,7 +358,7 @@ def test_lists_of_cores() -> None:
 
 _ASK = """
 import ctypes, json, os
-from partool_runtime._numa import apply
+from partool_runtime.agent.numa import apply
 apply()
 mode, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
 ctypes.CDLL(None).syscall({get}, ctypes.byref(mode), mask, ctypes.c_ulong(1025), None, 0)
@@ -402,6 +402,6 @@ def test_containers_that_forbid_a_policy_are_no_news_where_it_hardly_matters(
     def forbidden(node: int, policy: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(_numa, "_set_memory_policy", forbidden)
-    _numa.apply({"PARTOOL_MEMORY_NODE": "0", "PARTOOL_MEMORY_POLICY": policy})
+    monkeypatch.setattr(numa, "_set_memory_policy", forbidden)
+    numa.apply({"PARTOOL_MEMORY_NODE": "0", "PARTOOL_MEMORY_POLICY": policy})
     assert ("may come from any node" in capsys.readouterr().err) == warned

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from partool_runtime._error_files import ErrorRecord, read_errors, write_error
-from partool_runtime._report import _first_failure
-from partool_runtime._supervision import FAILURE_GRACE_S, Action, Supervision
-from partool_runtime.agent import main
+from partool_runtime.agent.error_files import ErrorRecord, read_errors, write_error
+from partool_runtime.agent.report import _first_failure
+from partool_runtime.agent.run import main
+from partool_runtime.agent.supervision import FAILURE_GRACE_S, Action, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 
@@ -295,7 +295,7 @@ import signal, sys, threading, time
 sys.platform = sys.argv[2]
 if sys.platform == "linux":
     threading.Thread.start = lambda thread: None  # the kernel alone
-from partool_runtime._lifeline import end_with_parent
+from partool_runtime.agent.lifeline import end_with_parent
 end_with_parent(int(sys.argv[1]), signal.SIGKILL)
 print("alive", flush=True)
 time.sleep(60)

@@ -15,10 +15,10 @@ from rich.console import Console
 from partool.cli.main import run
 from partool.layout.tensor import Structure, decide
 from partool.plan.diff import differences
+from partool.planner.checks.tensor_cuts import check_tensor, cuttable, without_tensor
 from partool.planner.described import Description
 from partool.planner.make import make_plan, resolve
-from partool.planner.space import build
-from partool.planner.tensor_checks import check_tensor, cuttable, without_tensor
+from partool.planner.search.space import build
 from partool.report.tensor import held, render_tensor, tensor_data
 from partool.spec import load_text
 from partool.spec.spec import Spec

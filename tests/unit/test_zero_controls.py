@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partool.cost.zero_controls import (
+from partool.cost.traffic.gathers import (
     COALESCED,
     Controls,
     gathers,
@@ -25,7 +25,7 @@ from partool.cost.zero_controls import (
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.zero_controls import leaves
+from partool.planner.search.gathers import leaves
 from partool.spec import load_text
 from partool.spec.model import ModelConfig
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from partool.process import python_command
-from partool_runtime._lifeline import end_with_parent
+from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.calibrate.fit import figures
 
 _SECONDS = {"full": 1.5, "quick": 0.25, "tiny": 0.005}

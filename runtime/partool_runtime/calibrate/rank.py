@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from partool_runtime._lifeline import end_with_parent
+from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.calibrate.clock import Timing
 from partool_runtime.calibrate.fit import summary
 from partool_runtime.calibrate.items import CPU_SIZES, GPU_SIZES, Item, items

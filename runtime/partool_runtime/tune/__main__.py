@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.tables import TableError, bucket
-from partool_runtime._lifeline import end_with_parent
+from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.tune.requests import RequestError, examples, from_json
 
 _WRONG, _NO_GPU, _FAULTED, _STOPPED = 2, 3, 4, 130

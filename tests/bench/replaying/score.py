@@ -8,8 +8,8 @@ from statistics import fmean, median
 from typing import Any
 
 from partool.cost.case import Job
-from partool.cost.peak import predict_memory, rank_memories
-from partool.cost.predict import predict_time
+from partool.cost.memory.peak import predict_memory, rank_memories
+from partool.cost.time.predict import predict_time
 from partool.plan.layout import Layout
 from replaying import measured
 from replaying.cases import Case

@@ -1,0 +1,1 @@
+"""What ranks keep in device and host memory."""

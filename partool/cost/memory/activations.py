@@ -1,0 +1,256 @@
+"""Bytes that autograd keeps of one layer, by recompute policy.
+
+For partool's own runtime they are traced (:mod:`partool.cost.traced`). For other code bases, for experts and for latent
+attention they are counted operator by operator, as Korthikanti et al. count them for GPT (arXiv 2205.05198, section 4);
+sizes follow grouped queries, latent attention, gated networks and experts. Tensors of the width of the model are cut by
+tensor parallelism only where norms and residuals are sharded too ("sequence parallel" in Megatron's words), or in two
+dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost import sequence_shares, tensor_shares
+from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Job, Layouts
+from partool.cost.memory.rank_parameters import MOE
+from partool.cost.memory.stacks import MemoryStack
+from partool.cost.time.tiled import in_tiles
+from partool.cost.traced import Coefficients, coefficients
+from partool.cost.traced import Kind as Traced
+from partool.cost.traffic.tensor import keeps_gathered
+
+IMBALANCE = 1.1
+"""Tokens of the fullest expert rank against an even share: 1.0 to 1.3 with a balancing loss."""
+NONE = RECOMPUTE.index("none")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Elements per token on one rank of the tensors of one layer; each field is a column."""
+
+    hidden: Column
+    """The residual stream."""
+    query: Column
+    key: Column
+    value: Column
+    result: Column
+    latent: Column
+    """What latent attention projects queries, keys and values from."""
+    heads: Column
+    kv_heads: Column
+    scores: Column
+    """Every head's row over the sequence."""
+    inner: Column
+    """Inner width of the feed-forward network; with experts of those that a token visits."""
+    routed: Column
+    """Tokens' hidden states sent to experts and back, with the router's scores."""
+
+    @property
+    def attention(self) -> Column:
+        """Queries, keys, values and the result, and with latent attention what they are projected from."""
+        return self.query + self.key + self.value + self.result + self.latent
+
+
+def micro_batch_tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens that one rank works on in one forward pass."""
+    return layouts.micro_batch * sequence_shares.tokens(job, layouts)
+
+
+def widths(job: Job, layouts: Layouts, kind: int) -> Widths:
+    """Return the widths of a layer of a kind."""
+    m, ranks = job.model, tensor_shares.outer(layouts)
+    latent: Column = 0.0
+    queries, keys = tensor_shares.heads(m, layouts.tp)
+    # The result is gathered over the inner ranks of two dimensions for the output matrix.
+    gathered, _ = tensor_shares.heads(m, ranks)
+    if m.mla:
+        head = m.mla.nope_head_dim + m.mla.rope_head_dim
+        query, key, value, result = queries * head, queries * head, queries * m.mla.v_head_dim, m.mla.v_head_dim
+        # The latent vectors before and after their norms: the same on every tensor rank.
+        latent = 2 * (m.mla.q_rank or 0) + 2 * m.mla.kv_rank + m.mla.rope_head_dim
+    else:
+        query, result = queries * m.head_dim, m.head_dim
+        key = value = keys * m.head_dim
+    inner, routed = tensor_shares.width(m.ffn_hidden, ranks), 0.0
+    if kind == MOE and m.moe:
+        visits = m.moe.top_k * IMBALANCE
+        inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
+        routed = 2 * visits * m.hidden + 2 * m.moe.experts
+    return Widths(
+        hidden=m.hidden / tensor_shares.stream(job, layouts),
+        query=query,
+        key=key,
+        value=value,
+        result=result * gathered,
+        latent=latent,
+        heads=queries,
+        kv_heads=keys,
+        scores=queries * job.sequence_length,
+        inner=inner,
+        routed=routed,
+    )
+
+
+def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
+    """Return the bytes of one layer of a kind for one micro-batch under a policy (index in :data:`RECOMPUTE`)."""
+    tokens = micro_batch_tokens(job, layouts)
+    if stack.traced and kind != MOE:
+        known = _traced(job, layouts, policy, tokens)
+        if known is not None:
+            return known + _gathered(job, layouts, policy) * tokens
+    sizes = widths(job, layouts, kind)
+    small = job.compute_bytes
+    if policy == FULL:
+        return sizes.hidden * small * tokens
+    if policy == KEEP_ATTENTION:
+        return ((sizes.hidden + sizes.result) * small + _core(job, stack, sizes)) * tokens
+    compiled = 1 if stack.recompiles else layouts.compiled
+    if policy == SELECTIVE and stack.selective != "attention":
+        return _matmuls(job, stack, sizes, compiled) * tokens
+    whole: Column = np.where(compiled == 1, _compiled(job, stack, sizes), _eager(job, stack, sizes))
+    return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
+
+
+def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
+    """Return what was traced of the runtime's own blocks."""
+    m = job.model
+    fused = job.stack.fused
+    eager = coefficients(m, job.precision, Traced(0, RECOMPUTE[policy], fused))
+    compiled = coefficients(m, job.precision, Traced(1, RECOMPUTE[policy], fused))
+    if eager is None or compiled is None:
+        return None
+    sizes = widths(job, layouts, 0)
+    sliding = m.layer_types.count("sliding") / m.layers if m.window and job.sequence_length > m.window else 0.0
+    key = sizes.key
+    if job.devices.backend != "cpu":
+        # Off the CPU only the flash kernel takes fewer heads of keys, and it takes no wide types; what sees windows is
+        # an operator of partool's own, which keeps no copies.
+        copied = 1.0 - sliding if job.precision in ("fp32", "fp64") else 0.0
+        key = key + copied * (sizes.query - key)
+
+    # Results of lines along columns are put in the sequence's order for the output matrix.
+    turned = m.layer_types.count("column") / m.layers if policy == NONE else 0.0
+    # A network in tiles keeps its input alone; the result of its last product is kept by selection only.
+    tiled = in_tiles(job, layouts)
+    dropped = np.where(tiled, job.compute_bytes * sizes.hidden, 0.0) if policy == SELECTIVE else 0.0
+
+    def total(known: Coefficients) -> Column:
+        per_token = (
+            known.token["hidden"] * sizes.hidden
+            + (known.token["query"] + turned * job.compute_bytes) * sizes.query
+            + known.token["key"] * key
+            + known.token["inner"] * np.where(tiled, 0.0, sizes.inner)
+            + known.token["heads"] * sizes.heads
+            + known.token["kv_heads"] * sizes.kv_heads
+            + known.token["scores"] * sizes.scores
+            + known.token["one"]
+        )
+        return (per_token - dropped) * tokens + known.layer
+
+    return np.where(layouts.compiled == 1, total(compiled), total(eager))
+
+
+def tile_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the bytes that a tile's backward pass rebuilds, and those of the weights' gradients over all tiles."""
+    known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
+    if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
+        return 0.0
+    sizes, small = widths(job, layouts, 0), job.compute_bytes
+    rebuilt = known.token["inner"] * sizes.inner * layouts.mlp_tile_tokens * layouts.micro_batch
+    weights = (2 + job.model.gated) * job.model.hidden * sizes.inner * (small + max(small, 4))
+    return np.where(in_tiles(job, layouts), rebuilt + weights, 0.0)
+
+
+def _gathered(job: Job, layouts: Layouts, policy: int) -> Column:
+    """Return the bytes per token of whole hidden states that a layer on shares of the sequence keeps all the same.
+
+    A pass that keeps what it gathered has the inputs of both pairs of matrices whole. Selective recomputation keeps
+    results of collectives and of products: the gathered inputs, and the results of second matrices before they are
+    scattered.
+    """
+    more = job.model.hidden * (1.0 - 1.0 / tensor_shares.stream(job, layouts)) * job.compute_bytes
+    kept = np.where(policy == SELECTIVE, 4.0, np.where(policy == FULL, 0.0, 2.0 * keeps_gathered(job, layouts)))
+    return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
+
+
+def _eager(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return the bytes per token of operators' inputs and results, the core of attention left out."""
+    small = job.compute_bytes
+    masks = 2 * sizes.hidden if stack.dropout else 0.0
+    expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
+    inner = _products(job, stack) * sizes.inner
+    return 2 * _norm(job, stack, sizes) + small * (sizes.attention + expanded + inner + sizes.routed) + masks
+
+
+def _compiled(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return the bytes per token that a compiler's partitioner keeps, the core of attention left out.
+
+    As traced from torch.compile: inputs of matrix products, what attention needs, and the sums of norms.
+    """
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    expanded = 2 * (sizes.query - sizes.key) if stack.expanded_keys else 0.0
+    # A rectifier keeps its result and a mask of one byte; others their input and what the last product reads.
+    tensors = 3 if job.model.gated else 1 + (1 / small if job.model.activation == "relu" else 1)
+    inner = tensors * sizes.inner
+    return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
+
+
+def _core(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return what the core of attention keeps besides its inputs and its result."""
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    if job.stack.attention == "unfused":
+        return sizes.scores * (2 * small + 1 if stack.dropout else small)
+    return sizes.heads * wide
+
+
+def _matmuls(job: Job, stack: MemoryStack, sizes: Widths, compiled: Column) -> Column:
+    """Return the bytes per token of the block's input, of matrix products' results and of attention's."""
+    small = job.compute_bytes
+    gates = 2 if job.model.gated else 1
+    sums = sizes.heads * max(small, 4)
+    # A compiler sees that the backward pass does not need the result of the last product; eager selection keeps it.
+    last: Column = np.where(compiled == 1, 0, 1)
+    if stack.selective == "half-matmul":
+        # Of q, k, v, o, (gate,) up, down every other one from the first.
+        last = last if job.model.gated else 0
+        kept = (1 + last) * sizes.hidden + sizes.query + sizes.value + sizes.result + sizes.inner
+    else:
+        kept = (2 + last) * sizes.hidden + sizes.attention + gates * sizes.inner
+    return small * (kept + sizes.routed) + sums
+
+
+def _products(job: Job, stack: MemoryStack) -> int:
+    """Return the tensors of the inner width that eager operators keep."""
+    if job.model.gated:
+        return 2 + stack.gate_products
+    return 1 if job.model.activation == "relu" else 2
+
+
+def _norm(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+    """Return the bytes per token that a norm keeps: its input, wide where it is eager, and its results."""
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    if job.model.norm == "layernorm":
+        return 2 * sizes.hidden * small + 2 * wide
+    return sizes.hidden * (stack.norm_passes * wide + 2 * small) + wide
+
+
+def norm_per_token(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
+    """Return the bytes per token that the final norm keeps."""
+    return _norm(job, stack, widths(job, layouts, 0))
+
+
+def gradients_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+    """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
+
+    In the feed-forward network: of the block's result, of the product, and (unless the kernel writes in place) of gate
+    and up; in attention: of queries, keys, values and the result.
+    """
+    sizes = widths(job, layouts, kind)
+    parts: Column = 1 if stack.in_place_gates or not job.model.gated else 3
+    # Of one tile at a time.
+    share = np.minimum(1.0, layouts.mlp_tile_tokens * layouts.cp / job.sequence_length)
+    parts = np.where(in_tiles(job, layouts), parts * share, parts)
+    return job.compute_bytes * (np.maximum(parts * sizes.inner, sizes.attention) + sizes.routed + 2 * sizes.hidden)

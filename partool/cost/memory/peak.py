@@ -1,0 +1,342 @@
+"""Peak memory of a rank, by term, with how far it may be off: for columns of layouts, or exactly for one.
+
+The peak is that of the fullest of a step's phases: the loss (all activations and the logits), the first layer of the
+backward pass (all activations and one layer at work), its end (all gradients), and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from partool.catalog.profile import SMALLEST_ERROR
+from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
+from partool.cost.codec import encode
+from partool.cost.memory import in_flight as closed
+from partool.cost.memory import sequence as sequence_memory
+from partool.cost.memory.activations import (
+    gradients_per_token,
+    micro_batch_tokens,
+    norm_per_token,
+    saved_by_layer,
+    tile_bytes,
+    widths,
+)
+from partool.cost.memory.fit import fit_probability, verdict
+from partool.cost.memory.host_state import pinned_terms
+from partool.cost.memory.rank_parameters import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
+from partool.cost.memory.stacks import MemoryStack, memory_stack
+from partool.cost.memory.states import States, states
+from partool.cost.memory.transient import communicators, exchange_bytes, loss_bytes
+from partool.cost.time.pipeline import held_by_ranks, moves_weights, ring_by_ranks, stages_of_ranks
+from partool.plan.layout import Layout
+from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
+from partool.plan.types import MemoryPrediction, RankMemory
+
+MIB, GIB = 2**20, 2**30
+FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
+"""Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
+device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are
+kept)."""
+COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "rocm": 400 * MIB}
+"""Of each communicator (a group of more than one rank), outside of the framework's allocator."""
+EMPTY_SHARE = 0.5
+"""Of an accelerator's fragmentation, whole blocks that are empty. PyTorch's caching allocator frees these and tries
+again before it says that memory is short (https://docs.pytorch.org/docs/stable/notes/cuda.html)."""
+CPU_FRAGMENTATION = 0.75
+"""On a CPU, of all that is allocated. The temporaries of the backward pass count here too: glibc keeps freed blocks of
+up to 32 MiB, and the peak is of resident memory, so that the phases of a step add up."""
+CPU_FIRST_STEP_BYTES = 70 * MIB
+"""What the first step brings in on a CPU: generated matrix kernels, threads of autograd and of gloo."""
+CPU_SIGMA = 0.15
+"""Relative standard deviation on a CPU, where libraries decide what they keep."""
+_ON_DEVICE = 3.0
+"""Layers whose saved tensors are on the device while others' are in host memory."""
+Layers = dict[tuple[int, int], tuple[Column, Column]]
+"""Bytes that one layer saves, and that it takes while its backward pass runs, by kind and policy."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of the rank that needs most; every value is a column."""
+
+    terms: dict[str, Column]
+    """Bytes, keys of :data:`partool.plan.terms.MEMORY_TERMS`."""
+    sigma_bytes: Column
+    """One standard deviation of the true peak around the total."""
+    host_terms: dict[str, Column]
+    """Bytes of host memory of one rank, keys of :data:`partool.plan.terms.HOST_TERMS`."""
+    sharers: Column
+    """Ranks of a node."""
+    outside_bytes: Column
+    """Of the terms, what the framework's allocator does not see: context and communicators."""
+    reclaimable_bytes: Column
+    """Of the fragmentation, blocks that hold nothing: the allocator returns them to the device before it gives up."""
+
+    @property
+    def needed_bytes(self) -> Column:
+        """What has to fit: the total without blocks that hold nothing."""
+        return self.total_bytes - self.reclaimable_bytes
+
+    @cached_property
+    def total_bytes(self) -> Column:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+    @property
+    def host_bytes(self) -> Column:
+        """Of host memory, per node."""
+        return sum(self.host_terms.values()) * self.sharers
+
+
+def peak_memory(job: Job, layouts: Layouts) -> Memory:
+    """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
+
+    The first and the last pipeline rank are evaluated: the first has most micro-batches in flight, the last the head
+    and the loss. Where dense layers come before those with experts, the second has more parameters.
+    """
+    last = layouts.pp - 1
+    uneven = job.model.moe is not None and job.model.moe.first_dense_layers > 0
+    ranks = (0 * last, last, *((np.minimum(1, last),) if uneven else ()))
+    ranks = ranks if np.max(layouts.pp) > 1 else (last,)
+    held = [held_by_rank(job, layouts, rank, closed.in_flight(layouts, rank)) for rank in ranks]
+    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
+    found = [_memory(job, layouts, each, layers) for each in held]
+    if len(found) == 1:
+        return found[0]
+    totals = np.stack(np.broadcast_arrays(*(memory.total_bytes for memory in found)))
+    worst = np.argmax(totals, axis=0)
+
+    def chosen(values: list[Column]) -> Column:
+        return np.asarray(np.choose(worst, np.broadcast_arrays(*values, totals[0])[:-1]))
+
+    return Memory(
+        {name: chosen([memory.terms[name] for memory in found]) for name in MEMORY_TERMS},
+        chosen([memory.sigma_bytes for memory in found]),
+        {
+            name: np.maximum.reduce(np.broadcast_arrays(*(memory.host_terms[name] for memory in found)))
+            for name in found[0].host_terms
+        },
+        found[0].sharers,
+        chosen([memory.outside_bytes for memory in found]),
+        chosen([memory.reclaimable_bytes for memory in found]),
+    )
+
+
+def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPrediction:
+    """Return the predicted peak of one layout, exact for each pipeline rank.
+
+    ``headroom`` is the share of memory to keep free.
+    """
+    memories = rank_memories(job, layout)
+    totals = [round(float(memory.total_bytes)) for memory in memories]
+    worst = max(range(len(totals)), key=lambda rank: totals[rank])
+    ranks = tuple(_rank_memory(rank, memory) for rank, memory in enumerate(memories))
+    sigma = float(memories[worst].sigma_bytes)
+    capacity = job.devices.memory_bytes
+    probability = float(fit_probability(float(memories[worst].needed_bytes), sigma, capacity))
+    return MemoryPrediction(
+        rank=worst * (layout.mesh.world_size // layout.mesh.pp),
+        terms_bytes=ranks[worst].terms_bytes,
+        total_bytes=ranks[worst].total_bytes,
+        capacity_bytes=int(capacity * (1.0 - headroom)),
+        fit_probability=round(probability, 6),
+        sigma_bytes=round(sigma),
+        verdict=verdict(probability),
+        ranks=ranks,
+        **_host(job, memories, layout),
+    )
+
+
+def host_bytes(job: Job, layout: Layout) -> int:
+    """Return the host memory that offloading takes on the fullest node."""
+    return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
+
+
+def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
+    """Return the fields of a prediction about host memory, of the rank that needs most of it."""
+    if not layout.offload.active:
+        return {}
+    most = max(memories, key=lambda memory: float(memory.host_bytes))
+    terms = {name: round(float(size)) for name, size in most.host_terms.items()}
+    return {
+        "host_terms_bytes": {name: terms[name] for name in HOST_TERMS if terms.get(name)},
+        "host_bytes": round(float(most.host_bytes)),
+        "pinned_bytes": sum(terms.get(name, 0) for name in pinned_terms(job)),
+    }
+
+
+def rank_memories(job: Job, layout: Layout) -> list[Memory]:
+    """Return the memory of the ranks of each pipeline position."""
+    layouts = encode(layout)
+    ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
+    rings: Sequence[Ring | None] = ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
+    held = [
+        held_by_layout(job, layout, stages, count, ring) for (stages, count), ring in zip(ranks, rings, strict=True)
+    ]
+    layers = _layers(job, layouts, memory_stack(job.stack.name), held)
+    return [_memory(job, layouts, each, layers) for each in held]
+
+
+def _rank_memory(rank: int, memory: Memory) -> RankMemory:
+    terms = {name: round(float(memory.terms[name])) for name in MEMORY_TERMS}
+    return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
+
+
+def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
+    stack, backend = memory_stack(job.stack.name), job.devices.backend
+    state = states(job, layouts, stack, held)
+    saved, at_work = _activations(job, layouts, stack, held, layers)
+    on_host = np.where(layouts.offload_activations == 1, _movable(job, layouts, held, layers), 0.0)
+    saved = saved - on_host
+    loss, freed = (held.last * size for size in loss_bytes(job, layouts, stack))
+    buffers = state.buffers + exchange_bytes(job, layouts) + _copies_bytes(job, held)
+    if backend == "cpu":
+        activations: Column = saved + at_work
+        gradients: Column = state.gradients_at_step
+    else:
+        activations, gradients, loss = _fullest_phase(state, held, saved, at_work, loss)
+        freed = np.where(loss > 0, freed, 0.0)
+    outside = FRAMEWORK_BYTES[backend] + communicators(layouts) * COMMUNICATOR_BYTES[backend]
+    optimizer, on_its_way = state.optimizer, 0.0 * state.optimizer
+    if backend == "cpu":
+        # There is no other memory: what would leave an accelerator stays beside the rest.
+        optimizer = optimizer + state.host["masters"] + state.host["moments"] + state.host["copies"]
+        on_its_way = sum(size for name, size in state.host.items() if name not in ("masters", "moments", "copies"))
+        on_its_way = on_its_way + on_host
+    terms = {
+        "parameters": state.parameters,
+        "gathered": state.gathered,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": activations,
+        "loss": loss,
+        "communication": buffers + on_its_way + outside - FRAMEWORK_BYTES[backend],
+        "framework": FRAMEWORK_BYTES[backend] + 0.0,
+    }
+    allocated = sum(terms.values()) - outside
+    share, fixed = (CPU_FRAGMENTATION, CPU_FIRST_STEP_BYTES) if backend == "cpu" else (stack.fragmentation, 0)
+    terms["fragmentation"] = allocated * share + (fixed if backend == "cpu" else freed)
+    empty = 0.0 * allocated if backend == "cpu" else EMPTY_SHARE * allocated * share + freed
+    terms = {name: np.floor(job.memory_scalar * terms[name]) for name in MEMORY_TERMS}
+    host_terms = {**state.host, "activations": on_host}
+    outside = job.memory_scalar * outside
+    sigma = _narrowed(job, _sigma(stack, backend, terms, outside), sum(terms.values()))
+    sharers = np.minimum(layouts.world, job.devices.per_node)
+    return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
+
+
+def _movable(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Column:
+    """Return the bytes that go to the host of what layers save.
+
+    Those of three layers do not: the last one's, and of two that are on their way. Nor do results that selective
+    recomputation keeps itself, where blocks are not compiled: autograd is handed the layers' inputs only.
+    """
+    inputs = widths(job, layouts, DENSE).hidden * job.compute_bytes * micro_batch_tokens(job, layouts)
+    total: Column = 0.0
+    for (kind, policy), count in held.kept.items():
+        there = layers[kind, policy][0]
+        if policy in (SELECTIVE, KEEP_ATTENTION):
+            there = np.where(layouts.compiled == 1, there, inputs)
+        total = total + there * count
+    several = held.layer_count * np.maximum(held.in_flight, 1.0)
+    return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
+
+
+def _copies_bytes(job: Job, held: Held) -> Column:
+    """Return the bytes of the flat copies of weights and gradients that travel."""
+    ring = held.ring
+    if ring is None:
+        return 0.0
+    each = ring.weights * job.compute_bytes + ring.gradients * job.master_bytes
+    return np.where(ring.there, ring.elements * each, 0.0)
+
+
+def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: Column) -> Column:
+    """Return one standard deviation: states are known well, what moves less so."""
+    allocated = sum(terms.values()) - outside
+    if backend == "cpu":
+        return CPU_SIGMA * allocated
+    known = terms["parameters"] + terms["gradients"] + terms["optimizer"]
+    return np.hypot(stack.sigma_states * known, stack.sigma_moving * (allocated - known))
+
+
+def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
+    """Return the deviation once runs were measured: what was known before counts as one more, and 2 % always remain."""
+    if not job.memory_runs:
+        return sigma
+    both = np.hypot(sigma, np.sqrt(job.memory_runs) * job.memory_spread * total) / np.sqrt(job.memory_runs + 1)
+    return np.asarray(np.maximum(SMALLEST_ERROR * total, both))
+
+
+def _fullest_phase(
+    state: States, held: Held, saved: Column, at_work: Column, loss: Column
+) -> tuple[Column, Column, Column]:
+    """Return activations, gradients and loss in the phase that needs most."""
+    # As one micro-batch's backward pass ends, the others in flight still have their activations.
+    others = saved * (1.0 - 1.0 / np.maximum(held.in_flight, 1.0))
+    phases = (
+        (saved, state.gradients_before, loss),
+        (saved + at_work, state.gradients_before, 0.0),
+        (others + at_work, state.gradients, 0.0),
+        (0.0, state.gradients_at_step, 0.0),
+    )
+    shape = np.broadcast_shapes(*(np.shape(value) for phase in phases for value in phase))
+    fullest = np.argmax(np.stack([np.broadcast_to(sum(phase), shape) for phase in phases]), axis=0)
+
+    def chosen(part: int) -> Column:
+        return np.asarray(np.choose(fullest, [np.broadcast_to(phase[part], shape) for phase in phases]))
+
+    return chosen(0), chosen(1), chosen(2)
+
+
+def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]) -> Layers:
+    """Return the bytes that one layer saves and takes at work, by kind and policy."""
+    policies = sorted({0} | {policy for each in held for _, policy in each.kept})
+    found: Layers = {}
+    tokens = micro_batch_tokens(job, layouts)
+    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+        whole = saved_by_layer(job, layouts, stack, kind, 0) + sequence_memory.saved_bytes(job, layouts, 0)
+        backward: Column = 0.0
+        if job.devices.backend != "cpu":
+            backward = gradients_per_token(job, layouts, stack, kind) * tokens
+        for policy in policies:
+            there = whole
+            if policy != 0:
+                more = sequence_memory.saved_bytes(job, layouts, policy)
+                there = saved_by_layer(job, layouts, stack, kind, policy) + more
+            # One layer's tensors are rebuilt while its backward pass runs.
+            rebuilt = np.maximum(0.0, whole - there) + tile_bytes(job, layouts)
+            found[kind, policy] = there, rebuilt + backward
+    return found
+
+
+def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, layers: Layers) -> tuple[Column, Column]:
+    """Return the bytes of saved tensors over all micro-batches in flight, and of the one layer that is at work."""
+    saved: Column = 0.0
+    at_work: Column = 0.0
+    for key, count in held.kept.items():
+        there, rebuilt = layers[key]
+        saved = saved + there * count
+        at_work = np.maximum(at_work, np.where(count > 0, rebuilt, 0.0))
+    tokens = micro_batch_tokens(job, layouts)
+    if stack.keeps_boundary:
+        # Of every chunk but the last stage's.
+        sent = widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens * layouts.chunks
+        saved = saved + np.where(layouts.pp > 1, sent * (1 - held.last), 0.0)
+    norm = norm_per_token(job, layouts, stack) * tokens
+    whole = saved * held.in_flight
+    if held.ring is not None:
+        ring, boundary = held.ring, widths(job, layouts, DENSE).hidden * job.compute_bytes * tokens
+        rebuilt = sum(
+            count * layers[kind, 0][0] for kind, count in enumerate(ring.rebuilt) if (kind, 0) in layers
+        )  # fmt: skip
+        whole = np.where(ring.there, ring.inputs * boundary + rebuilt, whole)
+        kinds = [kind for kind in (DENSE, MOE) if (kind, 0) in layers]
+        backward = np.max(np.stack([np.asarray(layers[kind, 0][1] + 0.0 * tokens) for kind in kinds]), axis=0)
+        at_work = np.where(ring.there, backward, at_work)
+    return whole + held.last * norm, at_work

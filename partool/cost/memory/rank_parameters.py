@@ -1,0 +1,206 @@
+"""What one pipeline rank holds: layers, parameters, micro-batches in flight; as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Job, Layouts, Mask, among
+from partool.cost.tensor_shares import share_columns
+from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
+from partool.plan.layout import Layout
+from partool.spec.model import ModelConfig
+
+DENSE, MOE = 0, 1
+"""Kinds of layers."""
+"""Keeps a whole micro-batch's tensors until the weights' half of its backward passes."""
+
+
+class Elements(NamedTuple):
+    """Elements of a group of parameters, by what cuts them."""
+
+    cut: int
+    """Cut by tensor parallelism."""
+    whole: int
+    """Norms and routers: the same on every tensor rank."""
+    expert: int
+    """Cut by expert and tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The model's parameters in the groups that are gathered together."""
+
+    embedding: Elements
+    layers: tuple[Elements, Elements]
+    """Of one dense layer and of one layer with experts; zeros where the model has no such layer."""
+    head: Elements
+    """Final norm and head; the norm alone with tied embeddings."""
+    trained_embedding: float = 1.0
+    """Share of the embedding's elements that is trained."""
+    trained_layers: tuple[float, float] = (1.0, 1.0)
+    """The same of layers by kind, over all of them."""
+    trained_head: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What a rank holds of a pipeline whose weights travel; every field is a column."""
+
+    there: Mask
+    """True where weights travel; elsewhere the other fields do not count."""
+    inputs: Column
+    """Inputs of stages that are kept at the peak, one micro-batch each."""
+    rebuilt: tuple[Column, Column]
+    """Layers by kind whose tensors exist while a backward pass runs: a stage's; of halved passes, all stages'."""
+    weights: Column
+    """Flat copies of a stage's weights, beside the rank's own."""
+    gradients: Column
+    """Flat copies of a stage's gradients."""
+    elements: Column
+    """Parameters of the largest stage."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One pipeline rank's share of a job; every field but ``rank`` is a column."""
+
+    layers: tuple[Column, Column]
+    """Dense layers and layers with experts."""
+    first: Column
+    """1 where the rank holds the embedding for the first layer."""
+    last: Column
+    """1 where it holds the head."""
+    in_flight: Column
+    """Micro-batches of all its layers whose activations exist at the peak."""
+    kept: dict[tuple[int, int], Column]
+    """Layers by (kind, index of the recompute policy)."""
+    ring: Ring | None = None
+    """Where weights travel, what comes with that."""
+
+    @property
+    def layer_count(self) -> Column:
+        """Layers of both kinds."""
+        return self.layers[DENSE] + self.layers[MOE]
+
+
+@lru_cache(maxsize=16)
+def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...]) -> Groups:
+    """Return the model's groups of parameters."""
+    rows = model if padded_vocab is None else model.model_copy(update={"vocab": padded_vocab})
+    kinds: list[Elements] = []
+    for kind in (DENSE, MOE):
+        layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
+        kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
+    outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
+    found = Groups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
+    return replace(found, **_trained(model, frozen)) if frozen else found
+
+
+def _elements(infos: Sequence[ParameterInfo]) -> Elements:
+    whole = sum(info.elements for info in infos if info.kind in ("norm", "router", "position"))
+    expert = sum(info.elements for info in infos if info.kind == "expert")
+    return Elements(sum(info.elements for info in infos) - whole - expert, whole, expert)
+
+
+def _trained(model: ModelConfig, frozen: tuple[str, ...]) -> dict[str, Any]:
+    """Return the shares of the groups that are trained; of layers, the mean over those of a kind."""
+    first, *layers, last = groups(model)
+    kinds = [
+        [info for at, layer in enumerate(layers) if model.is_moe_layer(at) == bool(kind) for info in layer]
+        for kind in (DENSE, MOE)
+    ]
+    return {
+        "trained_embedding": _share(first, frozen),
+        "trained_layers": tuple(_share(infos, frozen) for infos in kinds),
+        "trained_head": _share(last, frozen),
+    }
+
+
+def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
+    held = sum(info.elements for info in infos)
+    return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(held, 1)
+
+
+def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) -> Held:
+    """Return what a pipeline rank (a column) holds where layers are split as evenly as possible.
+
+    ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
+    """
+    layers = job.model.layers
+    pp, chunks = layouts.pp, layouts.chunks
+    each, odd = np.divmod(layers, pp * chunks)
+    extra = np.clip(np.ceil((odd - rank) / pp), 0, chunks)
+    if np.any(layouts.folded):
+        folded = sum((stage < odd) & there for stage, there in _stages_of_rank(layouts, rank))
+        extra = np.where(layouts.folded, folded, extra)
+    count = each * chunks + extra
+    moe = _experts_of_rank(job.model, layouts, rank, each, odd) if job.model.moe else 0
+    kinds = (count - moe, moe)
+    share = layouts.recompute_share
+
+    def some(layers: Column) -> Column:
+        return np.ceil(share * layers - 1e-9)
+
+    # Of each stage the first layers follow the policy, as many as the share rounded up.
+    under = ((chunks - extra) * some(each) + extra * some(each + 1)) / np.maximum(count, 1)
+    kept: dict[tuple[int, int], Column] = {}
+    policies = sorted({0, *np.unique(layouts.recompute).tolist()})
+    for kind in (DENSE, MOE) if job.model.moe else (DENSE,):
+        for policy in policies:
+            chosen = np.where(layouts.recompute == policy, 1.0 if policy == 0 else under, 0.0)
+            if policy == 0:
+                chosen = np.where(layouts.recompute != 0, 1.0 - under, chosen)
+            kept[kind, policy] = kinds[kind] * chosen
+    first = np.where((rank == 0) | layouts.ring, 1, 0)
+    # Stages that come back end where they began.
+    last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
+    ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
+    return Held(kinds, first, last, in_flight / chunks, kept, ring)
+
+
+def _ring(job: Job, layouts: Layouts, most: Column) -> Ring:
+    """Return what comes with weights that travel, in stages of at most so many layers."""
+    share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
+    layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
+    each = [common + expert for common, expert in share_columns(job, layouts).layers]
+    stages = layouts.pp * layouts.chunks
+    return Ring(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
+                most * (share * each[DENSE] + (1 - share) * each[MOE]))  # fmt: skip
+
+
+def _experts_of_rank(model: ModelConfig, layouts: Layouts, rank: Column, each: Column, odd: Column) -> Column:
+    """Return the layers with experts of a rank, from a running count over the model's layers."""
+    running = np.concatenate([[0], np.cumsum([model.is_moe_layer(i) for i in range(model.layers)])])
+    total: Column = 0
+    for stage, there in _stages_of_rank(layouts, rank):
+        start = stage * each + np.minimum(stage, odd)
+        stop = start + each + (stage < odd)
+        found = running[np.clip(stop, 0, model.layers)] - running[np.clip(start, 0, model.layers)]
+        total = total + np.where(there, found, 0)
+    return total
+
+
+def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Mask]]:
+    """Yield the stage of each of a rank's chunks, and where there is such a chunk."""
+    pp = layouts.pp
+    for chunk in range(int(np.max(layouts.chunks))):
+        turned = pp - 1 - rank if chunk % 2 else rank
+        yield chunk * pp + np.where(layouts.folded, turned, rank), chunk < layouts.chunks
+
+
+def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int, ring: Ring | None = None) -> Held:
+    """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
+    model, last = job.model, len(layout.pipeline.bounds) - 1
+    kept: dict[tuple[int, int], Column] = {}
+    for start, stop in (layout.pipeline.bounds[stage] for stage in stages):
+        for layer in range(start, stop):
+            key = int(model.is_moe_layer(layer)), RECOMPUTE.index(layout.recompute[layer])
+            kept[key] = kept.get(key, 0) + 1
+    kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
+    begins, ends = int(0 in stages or ring is not None), int(last in stages or ring is not None)
+    return Held((kinds[0], kinds[1]), begins, ends, in_flight / len(stages), kept, ring)

@@ -1,0 +1,245 @@
+"""Training state of one pipeline rank: parameters, gathered parameters, gradients, optimizer; device and host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts, Mask
+from partool.cost.memory.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
+from partool.cost.memory.rank_parameters import DENSE, MOE, Groups, Held, model_groups
+from partool.cost.memory.stacks import MemoryStack
+from partool.cost.tensor_shares import share_columns
+from partool.cost.traffic.gathers import kept_elements
+
+HOST_FACTOR = 1.5
+"""Of other code bases, host memory against the training state kept there: pinned staging buffers and the allocator's
+rounding (DeepSpeed's ``additional_buffer_factor`` in ``estimate_zero2_model_states_mem_needs``)."""
+
+
+_UNITS_LEAVING = 3
+"""Groups of parameters whose gradients may be on their way to the host: two that wait and one that is copied."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank; each field is a column."""
+
+    parameters: Column
+    gathered: Column
+    gradients: Column
+    """When a backward pass ends."""
+    gradients_before: Column
+    """When activations are at their most."""
+    gradients_at_step: Column
+    """When the optimizer works."""
+    optimizer: Column
+    buffers: Column
+    """Of gathers and reductions of parameters and gradients."""
+    host: dict[str, Column]
+    """In host memory, keys of :data:`partool.plan.terms.HOST_TERMS`."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Elements on one rank before ZeRO: those every data-parallel rank has, and experts."""
+
+    common: Column
+    expert: Column
+    trained: Column
+    """Of ``common``, what is trained."""
+    trained_expert: Column
+    pair: Column
+    """The two largest groups that follow each other."""
+    root: Column
+    largest: Column
+    """The largest group."""
+
+
+def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States:
+    """Return the state of a rank."""
+    sizes = _sizes(job, layouts, held)
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    zero, on_host = layouts.zero, 1.0 - layouts.gpu_fraction
+    shards = _shards(layouts)
+    if stack.pipeline_keeps_whole:
+        layouts = replace(layouts, zero=np.where(layouts.pp > 1, np.minimum(zero, 1), zero))
+
+    def sharded(stage: int, only_trained: bool = False) -> Column:
+        cut = np.where(zero >= stage, shards, 1)
+        with_tensor = np.where((layouts.ep > 1) & (zero >= stage), layouts.tp, 1)
+        experts = np.maximum(1, cut * with_tensor / layouts.ep)
+        common, expert = (sizes.common, sizes.expert) if not only_trained else (sizes.trained, sizes.trained_expert)
+        return np.ceil(common / cut) + np.ceil(expert / experts)
+
+    everything = sizes.common + sizes.expert
+    everywhere, trained = sharded(1), sharded(1, only_trained=True)
+    kept_wide = master * everywhere * (1 - on_host)
+    parameters: Column
+    optimizer: Column
+    if stack.resident_copy:
+        parameters = small * sharded(3) + np.where(stack.wide_weights, kept_wide, 0)
+    elif job.stack.name == "partool":
+        # Beside an optimizer in host memory masters are the optimizer's, those that stay on the device too.
+        parameters = np.where(on_host > 0, small * everywhere, kept_wide)
+    else:
+        parameters = kept_wide + np.where(on_host > 0, small * everywhere, 0.0)
+    stored = np.where((on_host > 0) & (job.stack.name == "partool"), small * everywhere, parameters)
+    away = np.where(layouts.offload_parameters == 1, stored, 0.0)
+    ended, before, stepping = _gradients(job, layouts, stack, sizes.trained + sizes.trained_expert, trained)
+    leaving = _leaving(job, layouts, sizes)
+    gradients = ended + leaving, before + leaving, stepping
+    moments = job.moments * master * trained
+    gathered = _gathered(job, layouts, stack, sizes, everything)
+    if job.stack.name == "partool":
+        frozen = np.where(on_host > 0, everywhere - trained, 0.0)
+        terms = host_terms(job, layouts, frozen, on_host * trained)
+        optimizer = np.where(on_host > 0, state_bytes(job) * trained, moments) * (1 - on_host)
+    else:
+        optimizer = moments * (1 - on_host)
+        state = on_host * (moments + (2 * master if stack.wide_weights else master) * trained)
+        terms = {"masters": HOST_FACTOR * state}
+    terms["parameters"] = _stored(job, layouts, away, sizes)
+    buffers = _buffers(job, layouts, stack, sizes)
+    # Shards on their way up beside those that are gathered.
+    if job.stack.name == "partool":
+        gathered = gathered + np.where(layouts.offload_parameters == 1, 2 * small * sizes.largest / shards, 0.0)
+    return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
+
+
+def _leaving(job: Job, layouts: Layouts, sizes: _Sizes) -> Column:
+    """Return the bytes of reduced gradients on their way to the host: the backward pass waits where there are more."""
+    if job.stack.name != "partool":
+        return 0.0
+    there = (layouts.gpu_fraction < 1) & np.logical_not(waits_on_device(layouts))
+    size = _UNITS_LEAVING * wire_bytes(job, layouts) * sizes.largest / _shards(layouts)
+    return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
+
+
+def _stored(job: Job, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
+    """Return the host memory of parameters' shards: of all, or of those in files as many groups as are on their way."""
+    if job.stack.name != "partool":
+        return HOST_FACTOR * away
+    if job.offload.parameters == "nvme":
+        unit = job.compute_bytes * np.ceil(sizes.largest / _shards(layouts))
+        return np.asarray(np.minimum(away, buffers(job) * unit))
+    return away
+
+
+def _shards(layouts: Layouts) -> Column:
+    """Return the ranks that share one copy of the state: sequence parallelism's ranks hold the same parameters."""
+    return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+
+
+def _groups(job: Job) -> Groups:
+    return model_groups(job.model, job.padded_vocab, job.frozen)
+
+
+def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
+    groups, shares = _groups(job), share_columns(job, layouts)
+    common: Column = 0.0
+    expert: Column = 0.0
+    trained: Column = 0.0
+    trained_expert: Column = 0.0
+    largest_layer: Column = 0.0
+    for kind in (DENSE, MOE):
+        (one, experts), count = shares.layers[kind], held.layers[kind]
+        common, expert = common + one * count, expert + experts * count
+        trained = trained + groups.trained_layers[kind] * one * count
+        trained_expert = trained_expert + groups.trained_layers[kind] * experts * count
+        largest_layer = np.maximum(largest_layer, np.where(count > 0, one + experts, 0.0))
+    embedding, head = shares.embedding, shares.head
+    if not job.stack.vocab_parallel:
+        embedding, head = (group.cut + group.whole for group in (groups.embedding, groups.head))
+    # A tied matrix is held by the first and by the last stage.
+    tied = job.model.tied_embeddings
+    extra = embedding * held.last * (1 - held.first) if tied else 0.0
+    outer = embedding * held.first + head * held.last + extra
+    input_group = embedding * held.first
+    root = head * held.last + extra
+    follows = np.where(held.layer_count > 1, largest_layer, 0.0)
+    return _Sizes(
+        common=common + outer,
+        expert=expert,
+        trained=trained
+        + groups.trained_embedding * (embedding * held.first + extra)
+        + groups.trained_head * head * held.last,
+        trained_expert=trained_expert,
+        pair=np.maximum(largest_layer + follows, input_group + largest_layer),
+        root=root,
+        largest=np.maximum(np.maximum(largest_layer, input_group), root),
+    )
+
+
+def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
+    """Parameters gathered for the passes: all until ZeRO-2, then a group, the next one and the root."""
+    small = job.compute_bytes
+    if stack.live_elements:
+        # The limit stops fetching ahead; what is in use comes on top.
+        partial = np.minimum(everything, stack.live_elements + sizes.pair + sizes.root)
+    else:
+        partial = _ahead(job, sizes, everything) + sizes.root
+    whole = 0.0 if stack.resident_copy else np.where((layouts.zero > 0) | stack.copies_alone, everything, 0.0)
+    return small * np.where(layouts.zero == 3, partial, whole)
+
+
+def _ahead(job: Job, sizes: _Sizes, everything: Column) -> Column:
+    """Elements of the group that computes, of those gathered ahead of it, and of what stays gathered."""
+    depth = job.controls.prefetch
+    groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
+    if depth == 1 and not job.controls.persistent_elements:
+        return groups
+    return np.minimum(everything, groups + kept_elements(job.model, job.controls.persistent_elements))
+
+
+def _gradients(
+    job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+) -> tuple[Column, Column, Column]:
+    """Return the gradients as a backward pass ends, when activations are at their most, and at the optimizer's step."""
+    master = job.master_bytes if stack.wide_weights else job.compute_bytes
+    size: Column = stack.gradient_bytes or master
+    if job.stack.name == "partool":
+        # Beside an optimizer in host memory gradients are of the type in which they travel; sums are as masters are.
+        kept = np.where(accumulates(layouts), job.master_bytes, wire_bytes(job, layouts))
+        size = np.where(layouts.gpu_fraction < 1, kept, size)
+    if stack.lasting_gradients or stack.resident_copy:
+        uncut: Mask = layouts.zero < 2
+    else:
+        # Reduced as soon as they are complete, unless they have to accumulate whole.
+        uncut = (layouts.zero == 1) & (layouts.accumulation > 1)
+    gradients: Column = size * np.where(uncut, whole, sharded)
+    at_step: Column = stack.step_gradient_bytes * sharded
+    if stack.wide_bf16_gradients != "never" and job.precision == "bf16":
+        wide = (layouts.pp > 1) | (stack.wide_bf16_gradients == "always")
+        gradients = np.where(wide, job.master_bytes * whole, gradients)
+        at_step = np.where(wide, 0.0, at_step)
+    lasting = stack.lasting_gradients | (layouts.accumulation > 1)
+    before = np.where(lasting, gradients, 0.0)
+    on_device = layouts.gpu_fraction
+    if job.stack.name == "partool":
+        on_device = np.where(waits_on_device(layouts), 1, on_device)
+    elif not stack.host_accumulates:
+        on_device = np.where(layouts.accumulation > 1, 1, on_device)
+    ended = gradients + stack.narrow_gradient_bytes * whole
+    stepping = gradients * on_device + at_step * layouts.gpu_fraction
+    return ended * on_device, before * on_device, stepping
+
+
+def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
+    """Return the bytes of buckets: a gather's message, gradients, and as the reduction takes these.
+
+    A sequential gather has no message beside the parameters.
+    """
+    small = job.compute_bytes
+    master = job.master_bytes if stack.wide_weights else small
+    grouped = layouts.dp * layouts.cp > 1
+    if stack.bucket_elements:
+        buckets = 2 * small * np.minimum(stack.bucket_elements, sizes.common + sizes.expert)
+        return np.where(grouped & (layouts.zero > 0), buckets, 0.0)
+    if stack.resident_copy:
+        return 0.0 * sizes.largest
+    grouped = grouped if not stack.copies_alone else grouped | (layouts.tp * layouts.pp > 1)
+    whole_message = np.where((layouts.zero > 0) & (job.controls.gather == "sequential"), 0, small)
+    return np.where(grouped, sizes.largest * (whole_message + small + master), 0.0)

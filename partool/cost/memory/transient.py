@@ -1,0 +1,86 @@
+"""What exists for a moment only: logits, buffers of tensor, sequence and expert parallelism; and communicators."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import USP, Column, Job, Layouts
+from partool.cost.memory.activations import micro_batch_tokens, widths
+from partool.cost.memory.rank_parameters import DENSE, MOE
+from partool.cost.memory.sequence import buffer_bytes
+from partool.cost.memory.stacks import MemoryStack
+from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
+
+
+def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+    """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
+
+    The freed block stays with the allocator: what follows is twice as large and does not fit into it.
+    """
+    if "loss" in job.stack.fused:
+        return _fused_loss_bytes(job, layouts), 0.0
+    small, wide = job.compute_bytes, max(job.compute_bytes, 4)
+    vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp if job.stack.vocab_parallel else 1)
+    logits = micro_batch_tokens(job, layouts) * vocab
+    at_once = logits / stack.logit_chunks
+    if stack.logit_limit:
+        at_once = np.minimum(at_once, stack.logit_limit)
+    at_once = np.where(
+        np.asarray(layouts.loss_tile_tokens) > 0, np.minimum(logits, layouts.loss_tile_tokens * vocab), at_once
+    )
+    narrow = small if small != wide else 0
+    in_parts = at_once < logits
+    tensors = np.where(layouts.tp > 1, stack.logit_wide_parallel or stack.logit_wide, stack.logit_wide)
+    spike = at_once * tensors * wide
+    if stack.logits_kept:
+        # The logits of all parts and their gradients, as those of the parts are joined.
+        spike = spike + np.where(in_parts, 2 * small * logits, 0.0)
+    else:
+        # Of each part the gradient in the compute type, beside that of the part before; and the head's gradient, summed
+        # over the parts in a wide type, then cast.
+        spike = spike + np.where(in_parts, at_once * (small + narrow) + vocab * job.model.hidden * (wide + small), 0.0)
+    outputs = np.where(layouts.pp > 1, stack.kept_outputs * layouts.accumulation, 0)
+    return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
+
+
+def _fused_loss_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the same where gradients are computed with the loss: logits of some rows, which their gradient replaces.
+
+    Besides these there are the gradients of the hidden state and of the head, whose sum is wide over many chunks and is
+    then cast.
+    """
+    small, tokens = job.compute_bytes, micro_batch_tokens(job, layouts)
+    vocab = tensor_shares.width(job.padded_vocab or job.model.vocab, layouts.tp)
+    tile = np.asarray(layouts.loss_tile_tokens)
+    rows = np.where(tile > 0, np.minimum(tile, tokens), _chunk_rows(tokens, vocab, small))
+    head = vocab * job.model.hidden
+    many = (small == 2) & (np.ceil(tokens / rows) > WIDE_ABOVE)
+    return rows * vocab * small + tokens * job.model.hidden * small + head * (small + np.where(many, 4, 0))
+
+
+def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
+    pairs = np.stack(np.broadcast_arrays(np.ceil(tokens), np.ceil(vocab)), axis=-1).astype(np.int64)
+    known, places = np.unique(pairs.reshape(-1, 2), axis=0, return_inverse=True)
+    rows = np.array([chunk_rows(int(each), int(wide), item_bytes) for each, wide in known], dtype=np.float64)
+    return rows[places].reshape(pairs.shape[:-1])
+
+
+def exchange_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return the bytes of buffers of tensor, sequence and expert parallelism."""
+    small, m = job.compute_bytes, job.model
+    # Shares of the residual stream are gathered for each pair of matrices, forward and backward.
+    whole = (layouts.tp > 1) & (tensor_shares.stream(job, layouts) > 1)
+    tensor = np.where(whole, 2.0 * m.hidden, 0.0)
+    sizes = widths(job, layouts, MOE if m.moe else DENSE)
+    tokens = micro_batch_tokens(job, layouts)
+    expert = np.where(layouts.ep > 1, sizes.routed, 0.0)
+    return small * tokens * (tensor + expert) + buffer_bytes(job, layouts)
+
+
+def communicators(layouts: Layouts) -> Column:
+    """Return the number of groups that a rank communicates in."""
+    # Ulysses inside of a ring: those that trade heads, and those of the ring.
+    traded = np.where(np.asarray(layouts.sequence_method) == USP, layouts.sequence_inner, 1)
+    groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)
+    return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -1,0 +1,84 @@
+"""What sequence-parallel ranks have: tokens, heads, and the forms of teams and rings that they make; as columns.
+
+Everything is that of the rank that has most: uneven shares are those of :mod:`partool.layout.sequence`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Job, Layouts, Mask
+from partool.cost.kinds import Kind
+from partool.layout.sequence import deal_heads
+
+_GRID = ORDERS.index("grid")
+
+
+def tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens of one sequence that the fullest rank holds."""
+    found = tensor_shares.width(job.sequence_length, layouts.cp)
+    if not job.model.grid or not np.any(np.asarray(layouts.sequence_order) == _GRID):
+        return found
+    rows, columns = job.model.grid
+    return np.where(np.asarray(layouts.sequence_order) == _GRID, rows * tensor_shares.width(columns, layouts.cp), found)
+
+
+def trading(layouts: Layouts) -> Column:
+    """Return the ranks that trade sequence for heads, of those that share a sequence."""
+    method = np.asarray(layouts.sequence_method)
+    return np.where(method == ULYSSES, layouts.cp, np.where(method == USP, layouts.sequence_inner, 1))
+
+
+def ring(layouts: Layouts) -> Column:
+    """Return the ranks of one ring of keys and values; 1 where none travel."""
+    method = np.asarray(layouts.sequence_method)
+    teams = np.maximum(layouts.cp // np.maximum(layouts.sequence_teams * layouts.sequence_teams, 1), 1)
+    whole = np.where(method == STARTRAIL, teams, np.where(method == RING_OF_KEYS, layouts.cp, 1))
+    return np.where(method == USP, layouts.cp // layouts.sequence_inner, whole)
+
+
+def blocks(layouts: Layouts, kind: Kind) -> Column:
+    """Return the blocks of keys that a rank attends to one by one."""
+    if kind.axis:
+        return 1.0
+    return np.where(kind.window is None, ring(layouts), np.minimum(ring(layouts), 2))
+
+
+def turned(layouts: Layouts) -> Mask:
+    """Return where the axis that is cut changes from layer to layer."""
+    there: Mask = (np.asarray(layouts.sequence_method) == DSP) & (np.asarray(layouts.cp) > 1)
+    return there
+
+
+class Heads(NamedTuple):
+    """Heads that the fullest rank works on inside of attention, and what is sent for all of them; columns."""
+
+    queries: Column
+    keys: Column
+    all_keys: Column
+    """Of all ranks that trade: a head that several need counts several times."""
+
+
+def heads(job: Job, layouts: Layouts) -> Heads:
+    """Return the heads of the ranks that trade sequence for heads, of the fullest tensor rank's."""
+    queries, keys = tensor_shares.heads(job.model, layouts.tp)
+    ranks = trading(layouts)
+    if not np.any(ranks > 1):
+        return Heads(queries, keys, keys)
+    whole = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
+    code = np.asarray((whole[0] * 8192 + whole[1]) * 1048576 + whole[2])
+    known = np.unique(code)
+    table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in known.tolist()])
+    most, needed, sent = table[np.searchsorted(known, code)].T if code.ndim else table[0]
+    return Heads(most, needed, sent)
+
+
+@lru_cache(maxsize=4096)
+def _dealt(queries: int, keys: int, ranks: int) -> tuple[int, int, int]:
+    deals = deal_heads(queries, keys, ranks)
+    each = [deal.keys[1] - deal.keys[0] for deal in deals]
+    return max(deal.queries[1] - deal.queries[0] for deal in deals), max(each), sum(each)

@@ -1,0 +1,137 @@
+"""Seconds of attention's core: scores and values of the busiest rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost import sequence_shares, tensor_shares
+from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Job, Layouts
+from partool.cost.kinds import Kind
+from partool.cost.time.gemm import matmul_s
+
+_FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}
+"""Of the peak (of the achievable rate on a CPU) that fused attention reaches, both passes together, where the machine
+gives no figure."""
+_GENERATIONS = {
+    "flash1": (0.70, 200e12, False),
+    "flash2": (1.0, 350e12, True),
+    "flash3": (1.0, float("inf"), True),
+}
+"""Share of the best rate, limit in FLOP/s, and whether heads of 128 are faster than of 64. FlashAttention-2 is 1.5 to 2
+times as fast as its predecessor (arXiv 2307.08691) and reaches about 350e12 on Hopper, whose asynchronous tensor cores
+it does not use (arXiv 2407.08608, section 1)."""
+_START_S = 5e-6
+_BACKWARD = 2.5
+"""Fused backward against forward: five products instead of two."""
+_SCORE_BYTES_FORWARD, _SCORE_BYTES_BACKWARD = 16.0, 16.0
+"""Memory traffic per score of unfused attention: scores, scaled and masked softmax, dropout with its mask and the read
+by the second product; backward the same again with gradients."""
+_ALL = Kind(None, False)
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Return how many keys a causal query sees on average, in a window or in all of the sequence."""
+    return float(keys_between(0, length, length if window is None else window))
+
+
+def keys_between(start: Column, stop: Column, window: int) -> Column:
+    """Return the same for the queries between two places: the mean of the smaller of a place and the window."""
+
+    def until(place: Column) -> Column:
+        low = np.minimum(place, window)
+        return low * low / 2.0 + window * (place - low)
+
+    return (until(stop) - until(start)) / np.maximum(stop - start, 1e-9)
+
+
+def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
+    """Return the widths per token of queries, of keys and of values over the heads of one tensor rank."""
+    model = job.model
+    queries, keys = tensor_shares.heads(model, layouts.tp)
+    if model.mla:
+        query = queries * (model.mla.nope_head_dim + model.mla.rope_head_dim)
+        return query, query, queries * model.mla.v_head_dim
+    return queries * model.head_dim, keys * model.head_dim, keys * model.head_dim
+
+
+def pairs(job: Job, layouts: Layouts, kind: Kind) -> Column:
+    """Return the pairs of a query and a key of one sequence that the busiest rank works on, times its query heads.
+
+    Ulysses and DSP have each rank see whole lines, of fewer heads or fewer lines. Others see keys of all ranks: where
+    ranks hold one stretch each, the last one sees more than the mean, almost twice as much with many ranks.
+    """
+    length, ranks, inner = job.sequence_length, layouts.cp, sequence_shares.trading(layouts)
+    heads = sequence_shares.heads(job, layouts).queries
+    if kind.axis and job.model.grid:
+        return heads * _line_pairs(job.model.grid, kind, layouts)
+    window = length if kind.window is None else kind.window
+    share = tensor_shares.width(length, ranks // inner)
+    mean: Column = keys_between(0, length, window)
+    method, order = np.asarray(layouts.sequence_method), np.asarray(layouts.sequence_order)
+    uneven = (order == 0) & (ranks > 1) & ((method == RING_OF_KEYS) | (method == ALL_GATHER) | (method == USP))
+    keys: Column = np.where(uneven & (share < length), keys_between(length - share, length, window), mean)
+    # The last team works on all its queries together, each member with its part of the keys.
+    team = np.minimum(tensor_shares.width(length, ranks) * layouts.sequence_teams, length)
+    late = (order == 0) & (ranks > 1) & (method == STARTRAIL)
+    keys = np.where(late, keys_between(length - team, length, window), keys)
+    return share * keys * heads
+
+
+def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
+    """Return the pairs along rows or columns of a grid; DSP cuts the other axis, Ulysses none."""
+    line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
+    turned = np.asarray(layouts.sequence_method) == DSP
+    return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
+
+
+def attention_s(job: Job, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
+    """Return the seconds of scores and values of one layer for one micro-batch on the busiest rank."""
+    if job.stack.attention == "unfused":
+        return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
+    model = job.model
+    head = model.head_dim + model.head_dim
+    if model.mla:
+        head = model.mla.nope_head_dim + model.mla.rope_head_dim + model.mla.v_head_dim
+    flops = 2.0 * layouts.micro_batch * pairs(job, layouts, kind) * head
+    devices = job.devices
+    rate = devices.attention_flops or _FLASH_SHARE[devices.backend] * _peak(job)
+    share, limit, wide_heads = _GENERATIONS[job.stack.attention]
+    rate = min(share * rate, limit) * (_head_share(model.head_dim) if wide_heads else 1.0)
+    return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * sequence_shares.blocks(layouts, kind)
+
+
+def _peak(job: Job) -> float:
+    devices = job.devices
+    return devices.achievable_flops if devices.backend == "cpu" else devices.peak_flops or devices.achievable_flops
+
+
+def _head_share(head_dim: int) -> float:
+    """Return how fast narrow heads are against 128: less work per element of the softmax."""
+    return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
+
+
+def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
+    """Return the seconds of batched products over all pairs, masked or not, and the scores' way through memory."""
+    model, length = job.model, job.sequence_length
+    queries, _ = tensor_shares.heads(model, layouts.tp)
+    heads = layouts.micro_batch * queries / layouts.cp
+    both = matmul_s(job, length, length, model.head_dim, batch=heads, wide=True) + matmul_s(
+        job, length, model.head_dim, length, batch=heads, wide=True
+    )
+    scores = rows * length * queries
+    passes = _SCORE_BYTES_BACKWARD if backward else _SCORE_BYTES_FORWARD
+    return (2.0 if backward else 1.0) * both + scores * passes * job.compute_bytes / 2 / (
+        0.80 * job.devices.memory_bytes_per_s
+    )
+
+
+def extra_operators(job: Job, layouts: Layouts) -> Column:
+    """Return the factor on a layer's operators where unfused attention's softmax has no kernel of its own.
+
+    Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels
+    (``FusedScaleMaskSoftmax`` in https://github.com/NVIDIA/Megatron-LM).
+    """
+    if job.stack.attention != "unfused":
+        return 1.0
+    rows = layouts.micro_batch * tensor_shares.heads(job.model, layouts.tp)[0]
+    return np.where(np.mod(rows, 4) == 0, 1.0, 1.35)

@@ -1,0 +1,206 @@
+"""Time of one optimizer step of a hundred thousand layouts at once: a lower bound of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost import collective, sequence_shares, tensor_shares
+from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Job, Layouts, among
+from partool.cost.time import tensor as tensor_time
+from partool.cost.time.micro import Micro, micro
+from partool.cost.time.offload import Offload, chain, device_share, device_update_s, offload
+from partool.cost.time.pipeline import boundary_elements
+from partool.cost.time.sync import Held, Passes, Sync, pipeline_wait, sync
+from partool.cost.traffic.total import trained_share
+
+_ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything of a step but the pipeline's order: for the mean pipeline rank of each layout."""
+
+    micro: Micro
+    sync: Sync
+    offload: Offload
+    optimizer_s: Column
+    send_s: Column
+    """One transfer between neighbouring stages."""
+    owned: Column
+    """Parameters that a rank's optimizer updates."""
+    last_s: Column
+    """The last backward pass."""
+    tensor_s: Column
+    """Sums, once a step, of gradients that tensor ranks have parts of."""
+    extra_s: Column
+    """What a step takes beside its micro-batches."""
+
+
+def step(job: Job, layouts: Layouts) -> Step:
+    """Return the parts of a step; parameters and collectives are those of a pipeline rank's fair share."""
+    costs = micro(job, layouts)
+    pp, m = layouts.pp, layouts.accumulation
+    dense, expert = costs.total("dense") / pp, costs.total("expert") / pp
+    ring = layouts.ring
+    # Embedding and head are on all ranks of a ring.
+    dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
+    passes = Passes(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
+    groups = np.maximum((job.model.layers + 2) / pp, 1.0)
+    shared = sync(job, layouts, Held(dense, expert, groups), passes)
+    owned = owned_elements(job, layouts, dense, expert)
+    moved = offload(
+        job,
+        layouts,
+        owned,
+        saved_bytes=saved_bytes(job, layouts),
+        passes_s=m * passes.both_s,
+        last_s=passes.backward_s,
+    )
+    optimizer = device_update_s(job, owned * layouts.gpu_fraction) + 50e-6
+    boundary = boundary_elements(job, layouts) * job.compute_bytes
+    stride = layouts.tp * layouts.cp * layouts.dp
+    send = np.where(pp > 1, collective.send_s(job, boundary, stride), 0.0)
+    tensor = tensor_time.sync_s(job, layouts, costs.total("summed") / pp)
+    exposed = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s)
+    state = exposed + shared.slowdown_s + moved.slowdown_s
+    extra = state + tensor + optimizer + job.stack.overhead_s
+    return Step(costs, shared, moved, optimizer, send, owned, passes.backward_s, tensor, extra)
+
+
+def hidden_share(job: Job, layouts: Layouts) -> float:
+    """Return the least share of one layout's optimizer state that stays on the device so that the rest is hidden.
+
+    See :func:`partool.cost.time.offload.device_share`; ``layouts`` is of single numbers.
+    """
+    found = step(job, layouts)
+    whole = chain(job, layouts, found.owned)
+    slowest = max(float(part) for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
+    return device_share(float(found.last_s), slowest, float(whole.lag_s))
+
+
+def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) -> Column:
+    """Return the trained parameters that a rank's optimizer updates: its shard; experts have fewer ranks to share."""
+    shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
+    with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
+    owners = np.maximum(1.0, shards * with_tensor / np.maximum(layouts.ep, 1))
+    cut = np.where(layouts.zero > 0, owners, 1.0)
+    return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
+
+
+def bound_s(job: Job, layouts: Layouts) -> Column:
+    """Return a lower bound of the step time of each layout.
+
+    The busiest rank works on all micro-batches; the last one also waits until the first has come through, and the first
+    gradients until they have gone back (a zero-bubble schedule fills that with weight gradients).
+    """
+    parts = step(job, layouts)
+    costs, m = parts.micro, layouts.accumulation
+    total, forward = costs.total("forward_s") + costs.total("backward_s"), costs.total("forward_s")
+    stages = layouts.pp * layouts.chunks
+    largest, final, ahead = _largest_stage(job, costs, stages, total)
+    several = (layouts.chunks > 1) | (layouts.schedule == SCHEDULES.index("file"))
+    busiest: Column = np.where(several, total / layouts.pp, largest)
+    fill = np.where(layouts.schedule == SCHEDULES.index("zb-h1"), forward - ahead, total - final)
+    through: Column = np.where(layouts.chunks > 1, _interleaved_s(job, layouts, costs, total), m * final + fill)
+    # Whatever the order, a micro-batch passes all stages twice; only the weights' halves are not waited for.
+    path = total - costs.total("weight_s")
+    through = np.where(among(layouts.schedule, _ANY_ORDER), path, np.maximum(through, path))
+    if job.stage_layers is not None:
+        busiest, through = total / layouts.pp, path
+    if np.any(layouts.ring):
+        # Every rank runs all stages on its own micro-batches; the last stage is not run again.
+        slowest = np.maximum.reduce([np.asarray(unit.forward_s) for unit in costs.layers.values()])
+        again = _last_layers(job, stages) * slowest
+        busiest = np.where(layouts.ring, (total - again) / layouts.pp, busiest)
+        through = np.where(layouts.ring, _travelling_s(job, layouts, costs), through)
+    bound = np.where(layouts.pp > 1, np.maximum(m * busiest, through), m * total)
+    bound = bound + pipeline_wait(job, layouts) * m * busiest
+    return job.time_scalar * (bound + parts.extra_s)
+
+
+def _travelling_s(job: Job, layouts: Layouts, costs: Micro) -> Column:
+    """Return a lower bound of the time that weights and gradients take from rank to rank.
+
+    Per round of micro-batches all stages' weights go round twice, but for the first and the last stage's where a pass
+    follows the one before at once, and all gradients once; a stage's owner is passed by.
+    """
+    pp, stages = layouts.pp, layouts.pp * layouts.chunks
+    each = [unit.dense + unit.expert for unit in costs.layers.values()]
+    whole = sum(count * size for count, size in zip(costs.counts.values(), each, strict=True))
+    fullest = np.maximum.reduce([np.asarray(0.0 * pp + size) for size in each])
+    largest = (np.ceil(job.model.layers / stages) + 1) * fullest
+    moved = 2 * np.maximum(whole - largest, 0.0) * job.compute_bytes + whole * job.master_bytes
+    share = (pp - 2) / np.maximum(pp - 1, 1)
+    sent = layouts.accumulation / pp * share * moved
+    stride = layouts.tp * layouts.cp * layouts.dp
+    return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
+
+
+def _last_layers(job: Job, stages: Column) -> Column:
+    """Return the most layers that the last stage may have."""
+    # One more where a heavy embedding leaves the first stage fewer.
+    return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
+
+
+def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> Column:
+    """Return a lower bound of the time of schedules with several stages per rank and whole backward passes.
+
+    Rank r waits until the first micro-batch has passed the first stage of each rank before it, and these are last to
+    end; so the span is at least that of the mean rank with half of this. Where all stages have the same layers, stages
+    do not come back to where they began, and the head costs less than a layer, the last rank's own time is known and
+    the wait is whole.
+    """
+    m, before = layouts.accumulation, layouts.pp - 1
+    each = np.min([np.broadcast_to(unit.both_s, np.shape(total)) for unit in costs.layers.values()], axis=0)
+    stages = layouts.pp * layouts.chunks
+    least = np.floor(job.model.layers / stages) * each
+    bound: Column = m * total / layouts.pp + 0.5 * before * least
+    if len(costs.layers) > 1:
+        return bound
+    even = (job.model.layers % stages == 0) & (costs.last.both_s < each) & np.logical_not(layouts.folded)
+    exact = m * (layouts.chunks * least + costs.last.both_s) + before * least
+    return np.asarray(np.where(even, np.maximum(exact, bound), bound))
+
+
+def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
+    """Return the least time of the largest stage, and of the last one in such a split: both passes, and forward.
+
+    Exact where all layers cost the same; else only what follows from the mean and from the head.
+    """
+    head, embedding = costs.last.both_s, costs.first.both_s
+    if len(costs.layers) > 1:
+        return np.maximum(total / stages, head), head, costs.last.forward_s
+    unit, layers = next(iter(costs.layers.values())), job.model.layers
+    each = unit.both_s
+    best: Column = np.full(np.shape(total), np.inf)
+    for extra in (0.0, embedding, head):
+        # A whole number of layers, and perhaps the embedding or the head, is the largest stage: the mean or more.
+        smallest = np.maximum(np.ceil((total / stages - extra) / each - 1e-9), 1.0)
+        for more in range(4):
+            limit = (smallest + more) * each + extra
+            inner = np.floor(limit / each + 1e-9)
+            room = np.floor((limit - embedding) / each + 1e-9) + np.floor((limit - head) / each + 1e-9)
+            enough = (room + np.maximum(stages - 2, 0) * inner >= layers) & (limit >= head) & (limit >= embedding)
+            best = np.minimum(best, np.where(enough & (stages > 1), limit, np.inf))
+    best = np.where(np.isfinite(best), best, total / stages)
+    others = np.floor((best - embedding) / each + 1e-9) + np.maximum(stages - 2, 0) * np.floor(best / each + 1e-9)
+    final = np.maximum(layers - others, 0)
+    return best, final * each + head, final * unit.forward_s + costs.last.forward_s
+
+
+def saved_bytes(job: Job, layouts: Layouts) -> Column:
+    """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
+    rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
+    model = job.model
+    stream, (queries, _) = model.hidden / tensor_shares.stream(job, layouts), tensor_shares.heads(model, layouts.tp)
+    inner = 4.0 * queries * model.head_dim + 8.0 * tensor_shares.width(model.ffn_hidden, tensor_shares.outer(layouts))
+    whole = 8.0 * stream + inner / 2
+    # What selection keeps by itself, where blocks are not compiled, stays on the device.
+    attention = stream + queries * model.head_dim
+    chosen = np.where(layouts.recompute == SELECTIVE, 0.6 * whole, attention)
+    kept = np.where(layouts.recompute >= SELECTIVE, np.where(layouts.compiled == 1, chosen, stream), whole)
+    kept = np.where(layouts.recompute == FULL, stream, kept)
+    kept = layouts.recompute_share * kept + (1.0 - layouts.recompute_share) * whole
+    return rows * kept * job.compute_bytes * model.layers / layouts.pp

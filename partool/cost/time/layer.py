@@ -1,0 +1,352 @@
+"""Seconds of one layer, and of the head, for one micro-batch on one rank: forward, backward, and run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from partool.cost import collective, sequence_shares, tensor_shares
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Job, Layouts
+from partool.cost.kinds import Kind
+from partool.cost.stacks import Stack
+from partool.cost.time import attention, sequence
+from partool.cost.time import tensor as tensor_time
+from partool.cost.time.gemm import matmul_s
+from partool.cost.time.tiled import in_tiles, products_s
+from partool.spec.model import ModelConfig
+from partool.spec.training import Fused
+
+_STREAM_SHARE = {"cpu": 1.0, "cuda": 0.80, "rocm": 0.75}
+"""Of the memory's bandwidth that element-wise kernels reach; the CPU's figure is what they reach already."""
+_KERNEL_GAP_S = 5e-6
+"""Least time of a small kernel with the gap after it."""
+_FUSED_PASSES = 1.1
+"""Memory traffic of a fused kernel against reading and writing all once, as of compiled blocks."""
+_IMBALANCE = 1.1
+"""Tokens of the busiest rank's experts against the mean: 1.0 to 1.3 with trained or forced balancing."""
+
+
+@dataclass
+class Pass:
+    """Seconds of one pass of one layer (or of the head) over one micro-batch, by what is done."""
+
+    matmul_s: Column = 0.0
+    attention_s: Column = 0.0
+    elementwise_s: Column = 0.0
+    tensor_s: Column = 0.0
+    sequence_s: Column = 0.0
+    expert_s: Column = 0.0
+    shared: sequence.Exchange = field(default_factory=sequence.Exchange)
+    """What makes up ``sequence_s``."""
+    host_s: Column = 0.0
+    """What the host needs to start the pass's operators."""
+    exposed: dict[str, Column] = field(default_factory=dict)
+    """Of the three kinds of communication, by time term: what compute does not hide."""
+
+    @property
+    def compute_s(self) -> Column:
+        """What the device computes."""
+        return self.matmul_s + self.attention_s + self.elementwise_s
+
+    @property
+    def device_s(self) -> Column:
+        """Compute, and the communication that it does not hide."""
+        return self.compute_s + sum(self.exposed.values())
+
+    def total_s(self, job: Job) -> Column:
+        """Return what a pass takes on the device and its host together."""
+        return blended_s(job, self.device_s, self.host_s)
+
+
+def blended_s(job: Job, device_s: Column, host_s: Column) -> Column:
+    """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
+
+    A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old way of
+    saving random states for recomputation does, some of both shows: a p-norm between sum and maximum.
+    """
+    if job.devices.backend == "cpu":
+        return device_s + host_s
+    power = job.stack.host_overlap
+    larger = np.maximum(np.maximum(device_s, host_s), 1e-12)
+    smaller = np.minimum(device_s, host_s)
+    return larger * (1.0 + (smaller / larger) ** power) ** (1.0 / power)
+
+
+@dataclass
+class Layer:
+    """A layer's passes; ``again`` is what the backward pass runs once more under the recompute policy."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+
+
+def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
+    """Return the passes of one layer of a kind."""
+    sent = tensor_time.layer_seconds(job, layouts)
+    forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
+    again = _again(job, layouts, forward, sent.again)
+    if not kind.moe and np.any(tiled := in_tiles(job, layouts)):
+        # Under policies that compute all again, networks in tiles do so only then.
+        rest = 1.0 - np.where(np.asarray(layouts.recompute) >= KEEP_ATTENTION, layouts.recompute_share, 0.0)
+        again.matmul_s = again.matmul_s + np.where(tiled, rest * job.stack.derate * products_s(job, layouts), 0.0)
+    return Layer(forward, backward, again)
+
+
+def tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens of a micro-batch on one rank."""
+    return layouts.micro_batch * sequence_shares.tokens(job, layouts)
+
+
+def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, backward: bool) -> Pass:
+    stack = job.stack
+    operators: Column = stack.operators_backward if backward else stack.operators_forward
+    if kind.moe:
+        operators = 1.7 * operators
+    derate = stack.derate
+    if backward:
+        inputs, weights, first = (derate * each for each in _matmul_backward_s(job, layouts, kind))
+        matmul, first = inputs + weights, np.where(np.asarray(layouts.tensor_inner) > 1, weights, first)
+        tensor, exposed = sent.backward, tensor_time.exposed_backward_s(job, layouts, sent.backward, first, inputs)
+    else:
+        matmul, second = (derate * each for each in _matmul_s(job, layouts, kind))
+        # In two dimensions all results are sums.
+        second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
+        tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
+    shared = sequence.exchange(job, layouts, kind, backward=backward)
+    operators = operators + shared.operators
+    done = Pass(
+        matmul_s=matmul,
+        attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
+        elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
+        tensor_s=tensor.total,
+        sequence_s=shared.total,
+        shared=shared,
+        expert_s=_expert_s(job, layouts) if kind.moe else 0.0,
+        host_s=operators * job.devices.operator_s * stack.host_slowdown * attention.extra_operators(job, layouts),
+    )
+    computed = done.matmul_s + done.attention_s + done.elementwise_s
+    waits = np.where(np.asarray(layouts.tp) > 1, stack.tensor_wait_share * computed, 0.0)
+    done.exposed = {
+        "tensor_parallel": (1.0 - stack.overlap_tensor) * exposed + waits,
+        "sequence_parallel": shared.exposed(job, done.attention_s),
+        "expert_parallel": (1.0 - stack.overlap_expert) * done.expert_s,
+    }
+    return done
+
+
+def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
+    """Return what is run again: nothing, attention's core, all but products and attention, all but attention, all."""
+    policy, share = layouts.recompute, layouts.recompute_share
+    core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
+    light = np.where(policy >= SELECTIVE, share, 0.0)
+    whole = np.where(policy >= KEEP_ATTENTION, share, 0.0)
+    flash = job.stack.attention != "unfused"
+    # Selective recomputation keeps the result of fused attention; without fusion it redoes the scores.
+    attends = np.where(policy == SELECTIVE, 0.0 if flash else share, core)
+    matmuls = np.where(policy == SELECTIVE, job.stack.selective_matmul * share, whole)
+    shown: dict[str, Column] = {name: whole * value for name, value in forward.exposed.items()}
+    # Keys go round once more where attention runs once more; heads are traded around it, and axes around the layer.
+    shared, everything = forward.shared, np.where(policy == FULL, share, 0.0)
+    traded = everything * (shared.outside - shared.hidden)
+    shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
+    # What is sent once more shows as much of as in the forward pass.
+    shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
+    return Pass(
+        matmul_s=matmuls * forward.matmul_s,
+        attention_s=attends * forward.attention_s,
+        elementwise_s=light * forward.elementwise_s,
+        tensor_s=whole * sent_s,
+        sequence_s=core * shared.rings + everything * shared.outside,
+        expert_s=whole * forward.expert_s,
+        host_s=(0.15 * np.where(policy == 0, 0.0, share) + 0.35 * light + 0.5 * whole) * forward.host_s,
+        exposed=shown,
+    )
+
+
+class Product(NamedTuple):
+    """A dense product of a layer over all tokens, on the tensor rank that has most of it."""
+
+    n: Column
+    """Output width."""
+    k: Column
+    """Input width."""
+    place: Literal["first", "second", "whole"]
+    """Of a pair whose first matrix is cut by columns and whose second by rows; whole: the same on every rank."""
+
+
+def products(model: ModelConfig, layouts: Layouts, moe: bool) -> list[Product]:
+    """Return a layer's dense products over all tokens."""
+    ranks = tensor_shares.outer(layouts)
+    hidden = tensor_shares.width(model.hidden, layouts.tensor_inner)
+    queries, keys = tensor_shares.heads(model, ranks)
+    mla = model.mla
+    if mla:
+        query = queries * (mla.nope_head_dim + mla.rope_head_dim)
+        found: list[Product] = []
+        if mla.q_rank is None:
+            found.append(Product(query, hidden, "first"))
+        else:
+            found += [Product(mla.q_rank, hidden, "whole"), Product(query, mla.q_rank, "first")]
+        found.append(Product(mla.kv_rank + mla.rope_head_dim, hidden, "whole"))
+        found.append(Product(queries * (mla.nope_head_dim + mla.v_head_dim), mla.kv_rank, "first"))
+        found.append(Product(hidden, queries * mla.v_head_dim, "second"))
+    else:
+        query, key = queries * model.head_dim, keys * model.head_dim
+        found = [Product(query + 2 * key, hidden, "first"), Product(hidden, query, "second")]
+    width = model.ffn_hidden
+    if moe and model.moe:
+        found.append(Product(model.moe.experts, hidden, "whole"))
+        width = model.moe.shared_experts * model.moe.ffn_hidden
+    if width:
+        inner = tensor_shares.width(width, ranks)
+        found += [Product((1 + model.gated) * inner, hidden, "first"), Product(hidden, inner, "second")]
+    return found
+
+
+def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[tuple[Column, Column, Column, Column]]:
+    """Return experts per rank, tokens per expert, output and input width of the experts' grouped products."""
+    moe = model.moe
+    if moe is None:
+        return []
+    local = np.maximum(moe.experts / layouts.ep, 1.0)
+    each = _IMBALANCE * rows * moe.top_k / local
+    # Experts are cut by tensor parallelism only where no rank of their own shares them.
+    width = tensor_shares.width(moe.ffn_hidden, np.where(layouts.ep > 1, 1, tensor_shares.outer(layouts)))
+    each = np.where(layouts.ep > 1, each / layouts.tp, each)
+    return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
+
+
+def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
+    """Return the seconds of a forward pass's products, and those of the second ones of pairs."""
+    rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
+    total: Column = 0.0
+    second: Column = 0.0
+    for n, k, place in products(job.model, layouts, kind.moe):
+        if place == "second":
+            each = pieces * matmul_s(job, rows / pieces, n, k)
+            total, second = total + each, second + each
+        else:
+            total = total + matmul_s(job, rows, n, k)
+    if kind.moe:
+        for local, each, n, k in expert_products(job.model, layouts, rows):
+            total = total + matmul_s(job, each, n, k, batch=local)
+    return total, second
+
+
+def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
+    """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k].
+
+    Third, of the latter, what the first ones of pairs take.
+    """
+    rows = tokens(job, layouts)
+    inputs: Column = 0.0
+    weights: Column = 0.0
+    first: Column = 0.0
+    for n, k, place in products(job.model, layouts, kind.moe):
+        weight = matmul_s(job, n, k, rows)
+        inputs, weights = inputs + matmul_s(job, rows, k, n), weights + weight
+        first = first + (weight if place == "first" else 0.0)
+    if kind.moe:
+        for local, each, n, k in expert_products(job.model, layouts, rows):
+            inputs = inputs + matmul_s(job, each, k, n, batch=local)
+            weights = weights + matmul_s(job, n, k, each, batch=local)
+    return inputs, weights, first
+
+
+def _traffic(job: Job, part: Fused) -> float:
+    """Return the memory traffic of a part of a block against a single pass; on the CPU nothing is fused."""
+    passes = job.stack.elementwise
+    return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
+
+
+def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
+    """Return the seconds of norms, residuals, rotary positions and activations.
+
+    Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
+    per token forward, the rotation twice queries and keys, the activation its inputs and result. Backward moves about
+    1.7 times that. Eager kernels move more (``Stack.elementwise``); all but the residual stream is cut by tensor ranks,
+    that one only with sequence parallelism.
+    """
+    model, stack, ranks = job.model, job.stack, tensor_shares.outer(layouts)
+    stream = 10.0 * model.hidden / tensor_shares.stream(job, layouts)
+    queries, keys = tensor_shares.heads(model, layouts.tp)
+    turned = 2.0 * (queries + keys) * model.head_dim if model.position == "rope" else 0.0
+    gates = (3.0 if model.gated else 2.0) * stack.activation_passes
+    if kind.moe and model.moe:
+        inner = (model.moe.top_k + model.moe.shared_experts) * tensor_shares.width(model.moe.ffn_hidden, ranks)
+        # Tokens are copied into the experts' order, for sending and for the products, weighted, and summed back.
+        stream = stream + 7.0 * model.moe.top_k * model.hidden / layouts.tp
+    else:
+        inner = tensor_shares.width(model.ffn_hidden, ranks)
+    parts: tuple[tuple[Column, Fused], ...] = ((stream, "norm"), (turned, "rope"), (gates * inner, "glu"))
+    elements = sum(width * _traffic(job, part) for width, part in parts) * (1.7 if backward else 1.0)
+    if job.precision == "fp8":
+        # Inputs of products are read, scaled and written in fp8, both ways round for the backward pass.
+        elements = elements + 1.5 * (2.0 * model.hidden + inner)
+    moved = elements * tokens(job, layouts) * job.compute_bytes
+    return moved / _stream(job)
+
+
+def _stream(job: Job) -> float:
+    """Return the bytes per second of element-wise kernels."""
+    return _STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
+
+
+def _gap_s(job: Job) -> float:
+    """Return the device's idle time between two kernels; a CPU's is part of the host's time per operator."""
+    return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
+
+
+def _expert_s(job: Job, layouts: Layouts) -> Column:
+    """Return the seconds of dispatch and return: each token goes to ``top_k`` experts and back."""
+    if job.model.moe is None:
+        return 0.0
+    rows = tokens(job, layouts) / layouts.tp
+    ranks = collective.axis_group(job, layouts, "ep")
+    visits = job.model.moe.top_k
+    sent = _IMBALANCE * rows * visits * job.model.hidden * job.compute_bytes
+    if not job.stack.sends_once:
+        return 2.0 * collective.all_to_all_s(job, sent, ranks)
+    # A token goes to each node once, however many of its experts are there: that many different nodes of all.
+    nodes = np.maximum(ranks.domains, 1.0)
+    different = nodes * (1.0 - (1.0 - 1.0 / nodes) ** visits)
+    return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
+
+
+def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+    """Return the seconds of the head and the loss for one micro-batch on the last stage."""
+    model, stack = job.model, job.stack
+    rows = tokens(job, layouts)
+    vocab = tensor_shares.width(job.padded_vocab or model.vocab, layouts.tp if stack.vocab_parallel else 1)
+    product = matmul_s(job, rows, vocab, model.hidden, wide=True)
+    if backward:
+        again = _logits_again(stack, layouts, rows, vocab) * product
+        product = again + matmul_s(job, rows, model.hidden, vocab, wide=True)
+        product = product + matmul_s(job, vocab, model.hidden, rows, wide=True)
+    moved = rows * vocab * stack.logit_bytes / _stream(job)
+    device = stack.derate * (product + 0.5 * moved) + stack.operators_head * _gap_s(job)
+    host = stack.operators_head * job.devices.operator_s * stack.host_slowdown
+    return blended_s(job, device, host)
+
+
+def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -> Column:
+    """Return 1 where the backward pass computes logits a second time.
+
+    They are too many to keep, and their gradients do not come with a fused loss: in some pipelines these have to wait
+    for those of other micro-batches.
+    """
+    if not stack.logits_again:
+        return 0.0
+    tile = np.asarray(layouts.loss_tile_tokens)
+    again = np.where(tile > 0, tile < rows, rows * vocab > stack.logits_again)
+    late = (np.asarray(layouts.pp) > 1) & ~np.isin(layouts.schedule, ONE_AT_THE_END)
+    return np.where(late | ("loss" not in stack.fused), again, 0.0)
+
+
+def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+    """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
+    moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
+    return moved / layouts.tensor_inner / _stream(job)

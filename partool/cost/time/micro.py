@@ -1,0 +1,178 @@
+"""What one micro-batch costs a stage: layers by kind, embedding and head, and what of it is communication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.kinds import Kind, kinds
+from partool.cost.tensor_shares import share_columns
+from partool.cost.time import tensor as tensor_time
+from partool.cost.time.layer import Layer, embedding_s, head_s, layer
+from partool.cost.traffic.tensor import keeps_gathered
+from partool.layout.parameters import layer_parameters
+from partool.spec.model import ModelConfig
+
+COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Seconds of a layer kind, of the embedding or of the head per micro-batch, communication that shows included."""
+
+    forward_s: Column
+    backward_s: Column
+    """With what is run again."""
+    weight_s: Column
+    """Of the backward pass, the gradients of weights: what a zero-bubble schedule may put off."""
+    exposed: dict[str, Column]
+    """Of both passes, by time term."""
+    exposed_forward_s: Column
+    """Of the forward pass, all of them."""
+    dense: Column
+    """Parameters on the rank that every data-parallel rank shares."""
+    expert: Column
+    """Parameters of experts on the rank."""
+    summed: Column = 0.0
+    """Parameters whose gradients tensor ranks have parts of."""
+
+    @property
+    def both_s(self) -> Column:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Everything one micro-batch costs, by unit."""
+
+    layers: dict[Kind, Unit]
+    counts: dict[Kind, int]
+    """Layers of each kind."""
+    first: Unit
+    """The embedding."""
+    last: Unit
+    """Final norm, head and loss."""
+    passes: dict[Kind, Layer]
+    """The layers' passes in detail."""
+
+    def total(self, name: str) -> Column:
+        """Return the sum of a figure over the whole model."""
+        layers = [count * getattr(self.layers[kind], name) for kind, count in self.counts.items()]
+        found: Column = sum(layers) + getattr(self.first, name) + getattr(self.last, name)
+        return found
+
+
+def micro(job: Job, layouts: Layouts) -> Micro:
+    """Return what one micro-batch costs under each layout.
+
+    Long columns hold the same few cases over and over: layouts that differ only in what does not matter to a
+    micro-batch are computed once. These have no ``passes``.
+    """
+    rows = np.size(layouts.pp)
+    if rows < _FEW:
+        return _micro(job, layouts)
+    # One number per case. Products wrap around; that two of a few thousand cases meet has odds of about 1e-12.
+    code = np.zeros(rows, dtype=np.int64)
+    cases = [getattr(layouts, name) for name in _CASE]
+    if np.any(np.asarray(layouts.tp) > 1):
+        cases.append(keeps_gathered(job, layouts))
+    for factor, case in enumerate(cases, 3):
+        column = np.broadcast_to(case, rows)
+        column = column.astype(float).view(np.int64) if column.dtype.kind == "f" else column
+        code = (code + column) * np.int64(0x9E3779B97F4A7C15 // factor | 1)
+    _, first, where = np.unique(code, return_index=True, return_inverse=True)
+    found = _micro(job, layouts.take(first))
+
+    def spread(unit: Unit) -> Unit:
+        return Unit(**{field.name: _spread(getattr(unit, field.name), where) for field in fields(unit)})
+
+    units = {kind: spread(unit) for kind, unit in found.layers.items()}
+    return Micro(units, found.counts, spread(found.first), spread(found.last), {})
+
+
+_FEW = 512
+"""Layouts from which the search for equal cases pays."""
+_CASE = (
+    "pp", "cp", "tp", "ep", "micro_batch", "recompute", "recompute_share", "sequence_method", "sequence_order",
+    "sequence_inner", "sequence_teams", "sequence_inside", "mlp_tile_tokens", "loss_tile_tokens", "tensor_inner",
+    "sequence_norms", "tensor_overlap", "tensor_chunks",
+)  # fmt: skip
+"""Columns that a micro-batch's cost depends on."""
+
+
+def _spread(value: Any, where: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _spread(column, where) for name, column in value.items()}
+    return value[where] if getattr(value, "ndim", 0) else value
+
+
+def _micro(job: Job, layouts: Layouts) -> Micro:
+    counts = Counter(kinds(job.model))
+    passes = {kind: layer(job, layouts, kind) for kind in counts}
+    units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
+    return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
+
+
+def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
+    backward = found.backward.total_s(job) + found.again.total_s(job)
+    exposed = {
+        name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
+        for name in COMMUNICATION
+    }
+    shares = share_columns(job, layouts)
+    dense, expert = shares.layers[int(kind.moe)]
+    return Unit(
+        forward_s=found.forward.total_s(job),
+        backward_s=backward,
+        weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
+        exposed=exposed,
+        exposed_forward_s=sum(found.forward.exposed.values()),
+        dense=dense,
+        expert=expert,
+        summed=shares.summed[1][int(kind.moe)],
+    )
+
+
+def _first(job: Job, layouts: Layouts) -> Unit:
+    sent = tensor_time.embedding_seconds(job, layouts)
+    shares = share_columns(job, layouts)
+    return replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
+
+
+def _last(job: Job, layouts: Layouts) -> Unit:
+    shares = share_columns(job, layouts)
+    elements: Column = shares.head
+    if job.model.tied_embeddings:
+        # The last stage has a copy of its own.
+        head = tensor_shares.width(job.model.vocab, layouts.tp) * job.model.hidden
+        elements = elements + np.where(layouts.pp > 1, head, 0)
+    found = _end(job, layouts, head_s, tensor_time.head_seconds(job, layouts), elements)
+    return replace(found, summed=shares.summed[2])
+
+
+def _end(
+    job: Job, layouts: Layouts, seconds: Callable[..., Column], sent: tensor_time.Passes, elements: Column
+) -> Unit:
+    """Return the embedding or the head, none of whose communication is hidden."""
+    forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
+    exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
+    shown = sent.forward.total
+    weight = 0.5 * backward if seconds is head_s else 0.0
+    return Unit(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
+
+
+@lru_cache(maxsize=64)
+def layer_elements(model: ModelConfig, kind: Kind) -> tuple[int, int]:
+    """Return a layer's parameters: those outside its experts, and its experts'."""
+    index = kinds(model).index(kind)
+    infos = layer_parameters(model, index)
+    expert = sum(info.elements for info in infos if info.kind == "expert")
+    return sum(info.elements for info in infos) - expert, expert

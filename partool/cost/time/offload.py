@@ -1,0 +1,218 @@
+"""Seconds of host memory at work: gradients, weights and activations on the host link, the host's optimizer, disks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
+
+_LINK_SHARE = 0.8
+"""Of the host link's rate that copies from pinned memory reach."""
+_BESIDE = 0.8
+"""Of the passes, what can hide traffic and the host's work."""
+_START_SHARE = 0.05
+"""Of these, what shows even where the passes are long: they share memory and cores with what starts the passes."""
+_HOST_BYTES = 28.0
+"""Memory traffic of AdamW per parameter: gradient, weight and two moments read, three written back."""
+_CORE_BYTES_PER_S = 12e9
+"""What one core of a server streams; many share the memory's rate."""
+_DISK_SHARE = 0.9
+"""Of the disks' rate that reads and writes in large blocks reach side by side."""
+
+
+_FAST_LINK = 100e9
+"""Bytes per second of a link (NVLink-C2C) over which the host's update is known to be the quicker one at times."""
+_STREAM_SHARE = 0.80
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Seconds per optimizer step of one rank."""
+
+    transfer_s: Column
+    optimizer_s: Column
+    exposed_s: Column
+    """What the host's work outlasts the passes by."""
+    slowdown_s: Column = 0.0
+    """What it costs the passes that it works beside."""
+    disk_s: Column = 0.0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Seconds of what a rank's optimizer state goes through in a step, if all of it is on the host."""
+
+    down_s: Column
+    """Gradients of the last backward pass to the host."""
+    early_s: Column
+    """What the host does with those of earlier micro-batches, beside their passes."""
+    early_down_s: Column
+    update_s: Column
+    up_s: Column
+    """Weights to the device."""
+    disk_s: Column
+    lag_s: Column
+    """The last bucket's way through all of it, which nothing is beside."""
+    speculates: bool
+
+
+def offload(
+    job: Job, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
+) -> Offload:
+    """Return the cost of host memory for a rank that owns ``elements`` parameters of the optimizer.
+
+    ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
+    backward pass, beside which gradients leave (ZeRO-Offload, arXiv 2101.06840, section 4).
+    """
+    devices, nothing = job.devices, 0.0 * layouts.gpu_fraction
+    if devices.backend == "cpu":
+        return _in_turns(job, layouts, elements)
+    if not devices.host_link_bytes_per_s:
+        return Offload(nothing, nothing, nothing)
+    link = link_rate(job)
+    weights = layouts.offload_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes
+    activations = layouts.offload_activations * layouts.accumulation * 2.0 * saved_bytes / link
+    early = weights / link + activations
+    if job.stack.name != "partool":
+        return _published(job, layouts, elements, early, passes_s=passes_s, last_s=last_s)
+    # Files of parameters are read for each pass and written once.
+    written = layouts.offload_parameters * elements * job.compute_bytes
+    from_disk = (weights + written) / disk_rate(job) if job.offload.parameters == "nvme" else nothing
+    early = np.maximum(early, from_disk)
+    share = 1.0 - layouts.gpu_fraction
+    whole = chain(job, layouts, elements)
+    moved = share > 0
+    down, adam, up, disk = (share * part for part in (whole.down_s, whole.update_s, whole.up_s, whole.disk_s))
+    lag = np.where(moved, whole.lag_s, 0.0)
+    # The device keeps the state of what its backward pass reaches last: the host's work then has that long to end.
+    arrives = np.maximum(share * last_s, down)
+    worked = np.maximum(adam, np.maximum(up, disk))
+    ends = np.maximum(arrives, worked) + lag if whole.speculates else np.maximum(arrives, last_s) + worked + lag
+    before = share * (whole.early_s + whole.early_down_s) + early
+    late = np.where(moved, np.maximum(ends - last_s, 0.0), 0.0)
+    crowded = before + np.maximum(down, worked) - _BESIDE * passes_s
+    waits = np.maximum(late, crowded)
+    worked_all = adam + share * (whole.early_s + whole.early_down_s)
+    slowdown = _START_SHARE * (early + np.minimum(worked_all, passes_s))
+    if devices.host_link_bytes_per_s < _FAST_LINK:
+        # Over PCIe nobody has seen the host's work cost less than the device's update that it spares.
+        slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
+    transfers = down + share * whole.early_down_s + up + early
+    return Offload(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
+
+
+def chain(job: Job, layouts: Layouts, elements: Column) -> Chain:
+    """Return what ``elements`` parameters' state goes through in a step of partool's own runtime.
+
+    The update is one pass over gradient, master and moments, which it reads and writes, and it writes the weights. Put
+    off until the norm is known, it reads two gradients instead of one; undone from copies, it writes these as well.
+    With several micro-batches the host adds up their gradients, and the pass of the step before comes beside the first.
+    """
+    link, memory, speculate = link_rate(job), update_rate(job), job.offload.speculate
+    wire, state, small = wire_bytes(job, layouts), state_bytes(job), job.compute_bytes
+    adds = accumulates(layouts)
+    gradient = np.where(adds, job.master_bytes, wire)
+    plain = gradient + 2.0 * state + small
+    deferred = speculate in (True, "auto")
+    one = plain + (wire if deferred else state if speculate == "undo" else 0.0)
+    # The total is overwritten by the next step, so the pass that was put off comes before: twice over the state.
+    put_off = adds & deferred
+    last = np.where(put_off, gradient + state + small, one)
+    commit = np.where(put_off, gradient + 2.0 * state, 0.0)
+    added = np.where(adds, layouts.accumulation * (wire + 2.0 * job.master_bytes), 0.0)
+    disk = 0.0 * last
+    if job.offload.optimizer == "nvme":
+        disk = np.where(put_off, 3.0, 2.0) * state * elements / disk_rate(job)
+    sends = np.where(adds, layouts.accumulation, 1)
+    down, up = wire * elements / link, small * elements / link
+    bucket = bucket_elements(job, layouts, elements) / np.maximum(elements, 1.0)
+    update = last * elements / memory
+    return Chain(
+        down_s=down,
+        early_s=(commit + added) * elements / memory,
+        early_down_s=(sends - 1) * down,
+        update_s=update,
+        up_s=up,
+        disk_s=disk,
+        lag_s=bucket * (down + update + up + disk),
+        speculates=speculate is not False,
+    )
+
+
+def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
+    """Return the least share of the optimizer state that stays on the device so that no host work outlasts backward.
+
+    ``backward_s`` is the last backward pass, ``host_s`` the slowest of transfers and update if all state were on the
+    host, ``lag_s`` the way of one bucket through all of these. Of state that is left on the host, 1 - f, the last
+    gradient exists at (1 - f) * backward, and host work ends at max((1 - f) * backward, (1 - f) * host) + lag; the tail
+    of the backward pass hides that if f * backward >= lag and (1 - f) * host + lag <= backward (SuperOffload, arXiv
+    2509.21271, section 4: bucket repartitioning). 1.0 where nothing less does.
+    """
+    if lag_s >= backward_s:
+        return 1.0
+    room_s = backward_s - lag_s
+    return min(1.0, max(0.0, lag_s / backward_s, 1.0 - room_s / host_s if host_s > 0.0 else 0.0))
+
+
+def device_update_s(job: Job, elements: Column) -> Column:
+    """Return the seconds of norm, clipping and update of so many parameters on the device."""
+    # A moment is read and written.
+    fewer = 2.0 * 4.0 * (2 - job.moments)
+    traffic = job.master_bytes / 4.0 * (job.stack.optimizer_bytes - fewer)
+    return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
+
+
+def link_rate(job: Job) -> float:
+    """Return the bytes per second of one rank to host memory, on which all devices of a node draw."""
+    devices = job.devices
+    assert devices.host_link_bytes_per_s is not None
+    return _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
+
+
+def update_rate(job: Job) -> float:
+    """Return the bytes per second at which one rank's cores pass over host memory."""
+    devices = job.devices
+    memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
+    threads = job.offload.threads
+    return memory if threads == "auto" else min(memory, threads * _CORE_BYTES_PER_S)
+
+
+def disk_rate(job: Job) -> float:
+    """Return the bytes per second of one rank to disks, reads and writes together."""
+    return _DISK_SHARE * job.devices.disk_bytes_per_s / job.devices.per_node
+
+
+def _in_turns(job: Job, layouts: Layouts, elements: Column) -> Offload:
+    """Return what the same work takes on a CPU, whose cores train as well: nothing is beside anything."""
+    share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
+    if not np.any(share) and not np.any(layouts.offload_parameters):
+        return Offload(nothing, nothing, nothing)
+    rate = 0.8 * job.devices.memory_bytes_per_s
+    wire, small = wire_bytes(job, layouts), job.compute_bytes
+    sends = np.where(accumulates(layouts), layouts.accumulation, 1)
+    copies = share * elements * (2.0 * sends * wire + 2.0 * small) / rate
+    copies = copies + layouts.offload_parameters * 4.0 * layouts.accumulation * elements * small / rate
+    adam = share * elements * (wire + 2.0 * state_bytes(job) + small) / rate
+    disk = nothing
+    if job.offload.optimizer == "nvme":
+        disk = share * 2.0 * state_bytes(job) * elements / disk_rate(job)
+    return Offload(copies, adam, nothing, copies + np.maximum(adam, disk), disk)
+
+
+def _published(
+    job: Job, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
+) -> Offload:
+    """Return the cost of other code bases, which step after the norm and have no buckets that overlap."""
+    link, memory = link_rate(job), update_rate(job)
+    moved = (1.0 - layouts.gpu_fraction) * elements
+    down = moved * job.stack.gradient_bytes / link
+    up = moved * job.compute_bytes / link
+    adam = _HOST_BYTES * moved / memory
+    # Gradients leave during the last backward pass and the host starts on the first ones; then weights come back.
+    late = np.maximum(down, adam)
+    waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
+    start = _START_SHARE * (early + np.minimum(adam, last_s))
+    return Offload(down + up + early, adam, np.maximum(waits, 0.0) + start + up)

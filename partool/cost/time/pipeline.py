@@ -1,0 +1,169 @@
+"""What a layout's schedule means for its ranks: their stages, how long the lists take, what they keep and send.
+
+Where weights travel (WeiPipe, Lin et al., PPoPP'25), a rank runs all stages on its own micro-batches, keeps the state
+of its own stages, and has embedding and head beside them, like every other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from partool.cost import sequence_shares, tensor_shares
+from partool.cost.case import HALVED_RING, Column, Job, Layouts
+from partool.cost.case import SCHEDULES as NAMES
+from partool.cost.codec import encode
+from partool.cost.memory.rank_parameters import Ring
+from partool.cost.tensor_shares import share_columns
+from partool.plan.layout import Layout
+from partool.plan.schedule import placement_of, read, schedule_of
+from partool.schedule import Schedule, StageTimes, in_flight, makespan
+from partool.schedule import span_s as span_of_lists_s
+from partool.schedule.simulate import peak_held
+from partool.schedule.weipipe import room, volume
+from partool.strategies.schedules import SCHEDULES
+
+
+def stages_of_ranks(layout: Layout) -> list[list[int]]:
+    """Return the stages of each pipeline rank; where weights travel, those that it owns."""
+    found: list[list[int]] = [[] for _ in range(layout.mesh.pp)]
+    for stage, rank in enumerate(placement_of(layout)):
+        found[rank].append(stage)
+    return found
+
+
+def moves_weights(layout: Layout) -> bool:
+    """Return True if weights go round the ranks, and each micro-batch stays on one of them."""
+    known = SCHEDULES.get(layout.pipeline.schedule)
+    return layout.mesh.pp > 1 and known is not None and known.moves == "weights"
+
+
+def worked_by_ranks(layout: Layout, values: Sequence[float]) -> list[float]:
+    """Return what each rank has of a figure of stages' passes over one micro-batch, over all micro-batches alike."""
+    if moves_weights(layout):
+        return [sum(values) / layout.mesh.pp] * layout.mesh.pp
+    return [sum(values[stage] for stage in stages) for stages in stages_of_ranks(layout)]
+
+
+def span_s(layout: Layout, times: StageTimes) -> float:
+    """Return the seconds from the first to the last action of a layout's schedule."""
+    if layout.pipeline.schedule == "file":
+        return span_of_lists_s(read(layout.derived.schedule_text), times)
+    weight = times.weight_s if times.weight_s is not None else [0.5 * value for value in times.backward_s]
+    return float(
+        makespan(
+            layout.pipeline.schedule,
+            layout.mesh.pp,
+            layout.derived.accumulation,
+            layout.pipeline.chunks,
+            layout.pipeline.in_flight,
+            forward_s=np.array(times.forward_s),
+            backward_s=np.array(times.backward_s),
+            weight_s=np.array(weight),
+            send_s=times.send_s,
+            gradient_send_s=times.gradient_send_s,
+        )
+    )
+
+
+def held_by_ranks(layout: Layout) -> tuple[int, ...]:
+    """Return the most activations that each pipeline rank holds at once, in micro-batches of one stage."""
+    if layout.mesh.pp == 1:
+        return (1,)
+    if layout.pipeline.schedule == "file":
+        return _held(layout.derived.schedule_text)
+    return in_flight(
+        layout.pipeline.schedule,
+        layout.mesh.pp,
+        layout.derived.accumulation,
+        layout.pipeline.chunks,
+        layout.pipeline.in_flight,
+    )
+
+
+@lru_cache(maxsize=4)
+def _held(text: str) -> tuple[int, ...]:
+    return tuple(peak_held(actions) for actions in read(text).lists)
+
+
+def stage_elements(job: Job, layout: Layout) -> list[int]:
+    """Return the parameters of each stage's layers on one tensor rank: what travels where weights do."""
+    shares = share_columns(job, encode(layout))
+    layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
+    return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
+
+
+def sent_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes that the busiest pipeline rank sends to others of its pipeline per step.
+
+    Activations and their gradients: one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
+    neighbouring stages on different ranks, each way. Weights: of :func:`partool.schedule.weipipe.volume`.
+    """
+    if layout.mesh.pp == 1:
+        return 0
+    if moves_weights(layout):
+        return _sent_weights_bytes(job, layout)
+    return messages(layout) * boundary_bytes(job, layout)
+
+
+def messages(layout: Layout) -> int:
+    """Return the activations and gradients that the busiest rank of a pipeline sends per step, 0 for one rank."""
+    place = placement_of(layout)
+    sends = [0] * layout.mesh.pp
+    for stage, rank in enumerate(place):
+        sends[rank] += sum(place[other] != rank for other in (stage - 1, stage + 1) if 0 <= other < len(place))
+    return max(sends) * layout.derived.accumulation
+
+
+def _sent_weights_bytes(job: Job, layout: Layout) -> int:
+    elements = stage_elements(job, layout)
+    weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, job.master_bytes))
+    rounds = layout.derived.accumulation // layout.mesh.pp
+    found = volume(_rounds(layout, min(rounds, _ROUNDS)), weights, gradients)
+    if rounds > _ROUNDS:
+        # Each further round sends the same.
+        less = volume(_rounds(layout, _ROUNDS - 1), weights, gradients)
+        found = tuple(more + (rounds - _ROUNDS) * (more - one) for more, one in zip(found, less, strict=True))
+    return round(max(found))
+
+
+def boundary_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes of what one stage hands to the next, for one micro-batch."""
+    return int(boundary_elements(job, encode(layout))) * job.compute_bytes
+
+
+def boundary_elements(job: Job, layouts: Layouts) -> Column:
+    """Return the elements of the same, as columns: a rank's share of the residual stream."""
+    length, stack = sequence_shares.tokens(job, layouts), job.stack
+    if stack.sequence_parallel is not None:
+        return layouts.micro_batch * length * job.model.hidden // tensor_shares.stream(job, layouts)
+    # Shares of the sequence are alike: the last one is padded.
+    rows = tensor_shares.width(length, np.where(np.asarray(layouts.sequence_norms) == 1, layouts.tp, 1))
+    return layouts.micro_batch * rows * tensor_shares.width(job.model.hidden, layouts.tensor_inner)
+
+
+def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
+    """Return what travelling weights make each pipeline rank hold."""
+    schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
+    rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
+    moe = [[job.model.is_moe_layer(layer) for layer in range(*bounds)] for bounds in layout.pipeline.bounds]
+    kept = (
+        [[layer for stage in moe for layer in stage]] if NAMES.index(layout.pipeline.schedule) in HALVED_RING else moe
+    )
+    rebuilt = max(kept, key=len).count(False), max(kept, key=len).count(True)
+    largest = max(stage_elements(job, layout))
+    return [
+        Ring(there=True, inputs=held, rebuilt=rebuilt, weights=one.weights, gradients=one.gradients, elements=largest)
+        for one, held in zip(rooms, held_by_ranks(layout), strict=True)
+    ]
+
+
+def _rounds(layout: Layout, rounds: int) -> Schedule:
+    """Return the schedule of so many rounds of micro-batches, one per rank each."""
+    return schedule_of(layout.changed({"derived.accumulation": rounds * layout.mesh.pp, "derived.schedule_hash": ""}))
+
+
+_ROUNDS = 4
+"""Rounds of micro-batches after which no more weights are on their way than before."""

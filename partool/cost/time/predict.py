@@ -1,0 +1,240 @@
+"""Time of one layout, exactly: its own stages, its own schedule, its slowest rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from partool.cost.case import Job
+from partool.cost.codec import encode
+from partool.cost.collective import all_reduce_s, axis_group, send_s
+from partool.cost.kinds import kinds
+from partool.cost.time.bound import Step, owned_elements, step
+from partool.cost.time.flops import model_flops
+from partool.cost.time.layer import Layer, Pass
+from partool.cost.time.micro import COMMUNICATION, Micro, Unit, micro
+from partool.cost.time.pipeline import (
+    messages,
+    moves_weights,
+    sent_bytes,
+    span_s,
+    stage_elements,
+    stages_of_ranks,
+    worked_by_ranks,
+)
+from partool.cost.time.sync import Held, Passes, pipeline_wait, sync
+from partool.cost.time.tensor import sync_s
+from partool.cost.traffic.total import traffic_bytes
+from partool.plan.layout import Layout
+from partool.plan.terms import TIME_PARTS, TIME_TERMS
+from partool.plan.types import TimePrediction
+from partool.schedule import StageTimes
+from partool.spec.parallel import Recompute
+
+RELATIVE_ERROR = {"cpu": 0.3, "cuda": 0.25, "rocm": 0.3}
+"""One standard deviation of the step time without calibration, from published runs of FSDP2 and runs on a CPU."""
+_DATA_S = 1e-4
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds and parameters of each stage, per micro-batch."""
+
+    units: tuple[tuple[Unit, ...], ...]
+    """What each stage runs: embedding, layers, head."""
+
+    def total(self, name: str) -> list[float]:
+        """Return the sum of a figure over each stage's units."""
+        return [float(sum(getattr(unit, name) for unit in stage)) for stage in self.units]
+
+    def exposed(self, name: str) -> list[float]:
+        """Return the exposed seconds of one kind of communication per stage."""
+        return [float(sum(unit.exposed[name] for unit in stage)) for stage in self.units]
+
+
+def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePrediction:
+    """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
+    costs = _costs(job, layout)
+    base = step(job, encode(layout))
+    stages = _stages(job, layout, costs)
+    terms = _terms(job, layout, base, stages)
+    terms = {name: job.time_scalar * terms.get(name, 0.0) for name in TIME_TERMS}
+    step_s = sum(terms.values())
+    tokens = job.global_batch * job.sequence_length
+    flops = model_flops(job)
+    peak, world = job.devices.peak_flops, layout.mesh.world_size
+    total_s = step_s * training_steps
+    return TimePrediction(
+        terms_s=terms,
+        breakdown_s=_parts(job, layout, base, costs),
+        step_time_s=step_s,
+        tokens_per_s=tokens / step_s,
+        model_flops=flops,
+        mfu=flops / (step_s * peak * world) if peak else None,
+        total_s=total_s,
+        device_hours=total_s * world / 3600.0,
+        traffic_bytes=traffic_bytes(job, layout),
+    )
+
+
+def stage_times(job: Job, layout: Layout) -> StageTimes:
+    """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
+    found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
+    scale = job.time_scalar
+    forward, backward, weight = (
+        [scale * value for value in times] for times in (found.forward_s, found.backward_s, found.weight_s or ())
+    )
+    send, gradient = (None if one is None else scale * float(one) for one in (found.send_s, found.gradient_send_s))  # type: ignore[arg-type]
+    return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
+
+
+def _costs(job: Job, layout: Layout) -> dict[Recompute, Micro]:
+    """Return what a micro-batch costs under each policy that some layers follow."""
+    # On a ring the last stage's backward pass follows its forward pass at once: nothing is run again.
+    more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
+    return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
+
+
+def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
+    found = []
+    of_layer = kinds(job.model)
+    any_cost = next(iter(costs.values()))
+    ring, last = moves_weights(layout), len(layout.pipeline.bounds) - 1
+    for index, (start, stop) in enumerate(layout.pipeline.bounds):
+        policies = ["none" if ring and index == last else layout.recompute[at] for at in range(start, stop)]
+        units = [costs[policy].layers[of_layer[at]] for at, policy in zip(range(start, stop), policies, strict=True)]
+        if index == 0:
+            units.insert(0, any_cost.first)
+        if index == last:
+            units.append(any_cost.last)
+        found.append(tuple(units))
+    return Stages(tuple(found))
+
+
+def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, float]:
+    """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
+    m, pp = layout.derived.accumulation, layout.mesh.pp
+    forward, backward = stages.total("forward_s"), stages.total("backward_s")
+    f_rank, b_rank = worked_by_ranks(layout, forward), worked_by_ranks(layout, backward)
+    busiest = int(np.argmax(np.array(f_rank) + np.array(b_rank)))
+    busy = m * (f_rank[busiest] + b_rank[busiest])
+    span = busy
+    if pp > 1:
+        span = max(busy, span_s(layout, _times(job, layout, base, stages)))
+    comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
+    before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
+    passes = Passes(np.array(f_rank), np.array(b_rank))
+    dense, expert, groups = _parameters(layout, stages)
+    shared = sync(job, encode(layout), Held(dense, expert, groups), passes)
+    exposed = shared.gradient_exposed_s + shared.gather_exposed_s
+    slowest = int(np.argmax(exposed * np.ones(pp)))
+    owned = owned_elements(job, encode(layout), dense, expert)
+    fullest = float(np.max(owned) / max(float(np.mean(owned)), 1e-9))
+    return {
+        "data": _DATA_S,
+        "forward": m * f_rank[busiest] - before,
+        "backward": m * b_rank[busiest] - (sum(comm.values()) - before) + _at(shared.slowdown_s, slowest),
+        "gradient_sync": _at(shared.gradient_exposed_s, slowest) + _outer_sync_s(job, layout, stages),
+        "parameter_gather": _at(shared.gather_exposed_s, slowest),
+        **comm,
+        "tensor_parallel": comm["tensor_parallel"] + _tensor_sync_s(job, layout, stages),
+        # The host link works beside the network: only what outlasts the network's collectives shows.
+        "offload": max(0.0, fullest * float(base.offload.exposed_s) - _at(exposed, slowest))
+        + fullest * float(base.offload.slowdown_s),
+        "optimizer": fullest * float(base.optimizer_s),
+        "pipeline_bubble": span - busy + float(pipeline_wait(job, encode(layout))) * busy,
+        "overhead": job.stack.overhead_s,
+    }
+
+
+def _times(job: Job, layout: Layout, base: Step, stages: Stages) -> StageTimes:
+    """Return the seconds of stages and of what travels between ranks, for the schedule."""
+    forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
+    if not moves_weights(layout):
+        return StageTimes(forward, backward, weight, float(base.send_s))
+    # One time for all stages, that of the largest.
+    largest, stride = max(stage_elements(job, layout)), layout.mesh.world_size // layout.mesh.pp
+    weights_s, gradients_s = (
+        float(send_s(job, largest * size, stride)) for size in (job.compute_bytes, job.master_bytes)
+    )  # fmt: skip
+    return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
+
+
+def _tensor_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+    """Return the seconds of the sums, once a step, of gradients that tensor ranks have parts of."""
+    if layout.mesh.tp == 1:
+        return 0.0
+    return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
+
+
+def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+    """Return the seconds in which a ring's ranks sum the gradients of embedding and head, which all of them have."""
+    if not moves_weights(layout):
+        return 0.0
+    elements = float(stages.units[0][0].dense + stages.units[-1][-1].dense)
+    return float(all_reduce_s(job, elements * job.master_bytes, axis_group(job, encode(layout), "pp")))
+
+
+def _parameters(layout: Layout, stages: Stages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each pipeline rank's parameters outside and inside of experts, and the groups that they are sent in."""
+    ring, end = moves_weights(layout), len(stages.units) - 1
+    inner = [
+        units[int(ring and at == 0) : len(units) - int(ring and at == end)] for at, units in enumerate(stages.units)
+    ]
+    # Embedding and head are on all ranks of a ring.
+    outer = stages.units[0][0].dense + stages.units[end][-1].dense if ring else 0.0
+    found = [
+        (
+            outer + sum(unit.dense for stage in mine for unit in inner[stage]),
+            sum(unit.expert for stage in mine for unit in inner[stage]),
+            2 * ring + sum(len(inner[stage]) for stage in mine),
+        )
+        for mine in stages_of_ranks(layout)
+    ]
+    dense, expert, groups = np.array(found, dtype=float).T
+    return dense, expert, groups
+
+
+def _at(values: object, index: int) -> float:
+    found = np.asarray(values, dtype=float)
+    return float(found if found.ndim == 0 else found[index])
+
+
+def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) -> dict[str, float]:
+    """Return finer parts, of a pipeline rank's fair share of the whole model."""
+    share = layout.derived.accumulation / layout.mesh.pp
+    parts = dict.fromkeys(TIME_PARTS, 0.0)
+    for (policy, kind), layers in Counter(zip(layout.recompute, kinds(job.model), strict=True)).items():
+        _add_layer(parts, job, costs[policy].passes[kind], share * layers)
+    head = base.micro.last
+    parts["head"] = layout.derived.accumulation * float(head.both_s)
+    parts["gradient_sync"], parts["parameter_gather"] = float(base.sync.gradient_s), float(base.sync.gather_s)
+    if layout.mesh.pp > 1:
+        stride = layout.mesh.world_size // layout.mesh.pp
+        sent_s = messages(layout) * float(base.send_s)
+        parts["pipeline_transfer"] = (
+            float(send_s(job, sent_bytes(job, layout), stride)) if moves_weights(layout) else sent_s
+        )
+    parts["host_transfer"] = float(base.offload.transfer_s)
+    parts["host_optimizer"] = float(base.offload.optimizer_s)
+    parts["disk"] = float(base.offload.disk_s)
+    return {name: job.time_scalar * value for name, value in parts.items()}
+
+
+def _add_layer(parts: dict[str, float], job: Job, found: Layer, share: float) -> None:
+    for suffix, one in (("forward", found.forward), ("backward", found.backward)):
+        parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
+        parts[f"attention_{suffix}"] += share * float(one.attention_s)
+        parts[f"elementwise_{suffix}"] += share * float(one.elementwise_s)
+    parts["recompute"] += share * float(found.again.total_s(job))
+    for one in (found.forward, found.backward, found.again):
+        parts["launch"] += share * _launch_s(job, one)
+        parts["tensor_parallel"] += share * float(one.tensor_s)
+        parts["sequence_parallel"] += share * float(one.sequence_s)
+        parts["expert_parallel"] += share * float(one.expert_s)
+
+
+def _launch_s(job: Job, one: Pass) -> float:
+    return float(one.total_s(job) - one.device_s)

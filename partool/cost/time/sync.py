@@ -1,0 +1,165 @@
+"""ZeRO's collectives: how long gradients and parameters travel, and how much of it compute hides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import Column, Job, Layouts
+from partool.cost.collective import Group
+from partool.cost.traffic.gathers import kept_elements, messages_of_unit
+from partool.cost.traffic.total import trained_share
+
+_ALWAYS_EXPOSED = 0.08
+"""Of gradient reduction even where backward is long: the first layers' gradients come last."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Seconds per optimizer step of one rank."""
+
+    gradient_s: Column
+    gradient_exposed_s: Column
+    gather_s: Column
+    gather_exposed_s: Column
+    slowdown_s: Column
+    """What compute loses to collectives that run beside it."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of one rank: outside and inside of experts, and in how many groups they are sent."""
+
+    dense: Column
+    expert: Column
+    groups: Column
+
+
+def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
+    """Return the cost of sharing the state of a rank's parameters with the other data-parallel ranks."""
+    stack, zero, m = job.stack, layouts.zero, layouts.accumulation
+    if stack.pipeline_keeps_whole:
+        zero = np.where((layouts.pp > 1) & (zero >= 2), 1, zero)
+    shards, replicas = collective.axis_group(job, layouts, "shards"), collective.axis_group(job, layouts, "replicas")
+    whole = collective.group(job, layouts.dp * layouts.cp, layouts.tp)
+    owners = _expert_group(job, layouts)
+    reduce_bytes, gather_bytes = _wire_bytes(job)
+    reduce_bytes = reduce_bytes * trained_share(job.model, job.frozen)
+    # Between CPUs, too: partool's own reduce-scatter sends each part once, gloo's is an all-reduce.
+    scatter = _groups_s(job, collective.gather_s, held, reduce_bytes, (shards, owners))
+    gather = _gather_s(job, held, gather_bytes, zero, (shards, owners))
+    between = collective.all_reduce_s(job, held.dense / shards.size * reduce_bytes, replicas)
+    around = _groups_s(job, collective.all_reduce_s, held, reduce_bytes, (whole, owners))
+    rounds = np.where(zero >= 2, m, 1)
+    gradient = np.where(zero == 0, around, rounds * scatter + between)
+    gathered = np.where(zero == 0, 0.0, np.where(zero == 3, 2.0 * m * gather, gather))
+    refresh = _refresh_s(job, held, gather_bytes, zero, shards)
+    # Forward passes hide gathers; backward passes hide reductions, in ZeRO-3 beside the gathers of the same passes.
+    ahead = np.where(zero == 3, m * gather, np.where(zero > 0, gather, 0.0))
+    behind = gathered - ahead
+    # Without looking ahead, each gather of ZeRO-3 is waited for.
+    looks = np.where((zero == 3) & (job.controls.prefetch == 0), 0.0, 1.0)
+    forward_room = looks * stack.overlap_gathers * np.where(zero == 3, m, 1) * passes.forward_s
+    backward_room = stack.overlap_gradients * np.where(zero >= 2, m, 1) * passes.backward_s
+    first = np.where(zero == 3, m, 1) * gather / np.maximum(held.groups, 1)
+    before = np.maximum(ahead - forward_room, np.minimum(first, ahead))
+    hideable = gradient + looks * behind
+    after = np.maximum(hideable - backward_room, _ALWAYS_EXPOSED * gradient) + (1.0 - looks) * behind
+    part = gradient / np.maximum(gradient + behind, 1e-30)
+    exposed, shown = part * after, before + (1.0 - part) * after + refresh
+    gathered = gathered + refresh
+    at_sums, at_gathers = _wait_shares(job, layouts)
+    forward, backward = m * passes.forward_s, m * passes.backward_s
+    exposed = exposed + at_sums * np.where(zero == 0, forward + backward, backward)
+    shown = shown + at_gathers * np.where(zero == 0, 0.0, np.where(zero == 3, forward + backward, forward))
+    hidden = np.minimum(gradient + gathered - exposed - shown, m * passes.both_s)
+    return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
+
+
+def _wait_shares(job: Job, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the shares of its passes that a data-parallel rank waits, at sums and at gathers, for others on its cores.
+
+    Pipelines, replicas of shards and optimizers in host memory wait for each sum, and ZeRO-2 and 3 for those of all
+    micro-batches but the first, to which they are added. Gathers are waited for where none is asked for ahead.
+    """
+    stack, zero, m, controls = job.stack, layouts.zero, layouts.accumulation, job.controls
+    several = np.asarray(layouts.dp) > 1
+    in_flight = ((zero == 0) | (layouts.replicas == 1)) & (layouts.pp == 1) & (layouts.gpu_fraction == 1.0)
+    waited = np.where(zero >= 2, (m - 1) / m, 0.0)
+    sums = stack.overlapped_wait_share + waited * (stack.wait_share - stack.overlapped_wait_share)
+    in_turn = (controls.gather == "sequential") | (
+        (zero == 3) & ((controls.prefetch == 0) | (controls.persistent_elements > 0))
+    )
+    ahead = ~in_turn & (layouts.pp == 1) & (np.asarray(layouts.offload_parameters) == 0)
+    gathers = np.where(ahead, stack.overlapped_wait_share, stack.wait_share)
+    return np.where(several, np.where(in_flight, sums, stack.wait_share), 0.0), np.where(several, gathers, 0.0)
+
+
+def pipeline_wait(job: Job, layouts: Layouts) -> Column:
+    """Return the share of its passes that a pipeline rank waits for others on its cores, where no collective counts it.
+
+    Shared cores make stages that are alike take turns, whatever the schedule says.
+    """
+    return np.where((layouts.pp > 1) & (layouts.dp == 1), job.stack.wait_share, 0.0)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a rank's passes over one micro-batch."""
+
+    forward_s: Column
+    backward_s: Column
+
+    @property
+    def both_s(self) -> Column:
+        """Both passes."""
+        return self.forward_s + self.backward_s
+
+
+def _groups_s(
+    job: Job, cost: Callable[[Job, Column, Group], Column], held: Held, each_bytes: float, ranks: tuple[Group, Group]
+) -> Column:
+    """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
+    everyone, owners = ranks
+    groups = held.groups * job.stack.collectives_per_layer
+    dense = cost(job, held.dense * each_bytes / groups, everyone)
+    expert = cost(job, held.expert * each_bytes / groups, owners)
+    return groups * (dense + np.where(held.expert > 0, expert, 0.0))
+
+
+def _gather_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: tuple[Group, Group]) -> Column:
+    """Return the seconds of gathering all parameters once, but for those that stay gathered with ZeRO-3."""
+    controls = job.controls
+    messages = messages_of_unit(job.model, controls)
+    whole = replace(held, groups=held.groups * messages)
+    everything = _groups_s(job, collective.gather_s, whole, each_bytes, ranks)
+    if not controls.persistent_elements:
+        return everything
+    kept = np.minimum(held.dense, kept_elements(job.model, controls.persistent_elements))
+    fewer = messages_of_unit(job.model, controls, zero=3)
+    rest = replace(held, dense=held.dense - kept, groups=held.groups * fewer)
+    return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
+
+
+def _refresh_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: Group) -> Column:
+    """Return the seconds of the one message that brings what stays gathered up to date."""
+    if not job.controls.persistent_elements:
+        return 0.0
+    kept = np.minimum(held.dense, kept_elements(job.model, job.controls.persistent_elements))
+    return np.where(zero == 3, collective.gather_s(job, kept * each_bytes, ranks), 0.0)
+
+
+def _expert_group(job: Job, layouts: Layouts) -> Group:
+    ranks = layouts.dp * layouts.cp
+    with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
+    size = np.maximum(ranks * with_tensor // np.maximum(layouts.ep, 1), 1)
+    return collective.group(job, size, layouts.tp * layouts.ep)
+
+
+def _wire_bytes(job: Job) -> tuple[float, float]:
+    if job.precision in ("fp32", "fp64"):
+        return float(job.master_bytes), float(job.compute_bytes)
+    return job.stack.gradient_bytes, job.stack.gather_bytes

@@ -1,0 +1,167 @@
+"""Seconds of tensor parallelism's collectives, and what of them the products hide that run beside them.
+
+``overlap: backward`` sends the gradients of a pair's inputs while those of its weights are computed (what Megatron-LM
+calls asynchronous tensor parallelism); ``chunks`` sends the sum of one piece while the next is multiplied (ATP, arXiv
+2301.08658, section 4.2); ``symmetric`` does both, piece by piece, in fused kernels. In compiled blocks the compiler
+orders collectives, one after the other as a rule, and nothing is hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import OVERLAPS, Column, Job, Layouts, Mask
+from partool.cost.collective import Group
+from partool.cost.traffic import two_dim
+from partool.cost.traffic.messages import Axis, Move, Moves
+from partool.cost.traffic.tensor import embedding_moves, halves_passes, head_moves, layer_moves
+
+_BACKWARD, _SYMMETRIC = (OVERLAPS.index(name) for name in ("backward", "symmetric"))
+_PASSES = ("forward", "backward")
+Lister = Callable[[Job, Layouts], Moves]
+_COST = {
+    "all_reduce": collective.all_reduce_s,
+    "all_gather": collective.gather_s,
+    "reduce_scatter": collective.reduce_scatter_s,
+}
+
+
+class Seconds(NamedTuple):
+    """Of one pass of a layer, of the embedding or of the head, over one micro-batch."""
+
+    alone: Column
+    """Of collectives beside which no product may run."""
+    beside: Column
+    """Of those beside which some may."""
+
+    @property
+    def total(self) -> Column:
+        """All."""
+        return self.alone + self.beside
+
+
+class Passes(NamedTuple):
+    """Seconds of a layer's collectives, of the embedding's or of the head's."""
+
+    forward: Seconds
+    backward: Seconds
+    again: Column
+    """What a layer that is recomputed in full sends once more."""
+
+
+NOTHING = Passes(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
+
+
+def tensor_group(job: Job, layouts: Layouts, axis: Axis) -> Group:
+    """Return the tensor ranks along an axis; ``tp1`` is innermost."""
+    inner = layouts.tensor_inner
+    if axis == "tp1":
+        return collective.group(job, inner, 1)
+    if axis == "tp0":
+        return collective.group(job, layouts.tp // inner, inner)
+    return collective.group(job, layouts.tp, 1)
+
+
+def move_s(job: Job, layouts: Layouts, move: Move) -> Column:
+    """Return the seconds of a collective, of all its times and pieces; 0 where a layout has none."""
+    each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
+    whole = move.rows * move.width * each
+    ranks, cost = tensor_group(job, layouts, move.axis), _COST[move.kind]
+    pieces = np.where(np.asarray(layouts.compiled) == 1, 1, np.maximum(move.pieces, 1))
+    found = pieces * cost(job, whole / pieces, ranks)
+    return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
+
+
+def layer_seconds(job: Job, layouts: Layouts) -> Passes:
+    """Return the seconds of a layer's collectives."""
+    return _passes(job, layouts, layer_moves, two_dim.layer_moves)
+
+
+def embedding_seconds(job: Job, layouts: Layouts) -> Passes:
+    """Return the seconds of the embedding's collectives."""
+    return _passes(job, layouts, embedding_moves, two_dim.embedding_moves)
+
+
+def head_seconds(job: Job, layouts: Layouts) -> Passes:
+    """Return the seconds of the head's and the loss's collectives; none where each rank has the whole head."""
+    return _passes(job, layouts, head_moves, two_dim.head_moves) if job.stack.vocab_parallel else NOTHING
+
+
+def _passes(job: Job, layouts: Layouts, one: Lister, two: Lister) -> Passes:
+    """Return the seconds of what one dimension of ranks sends, or two."""
+    if not np.any(np.asarray(layouts.tp) > 1):
+        return NOTHING
+    lists = [one(job, layouts)]
+    if np.any(np.asarray(layouts.tensor_inner) > 1):
+        lists.append(two(job, layouts))
+    forward, backward = (_sum(job, layouts, [getattr(moves, name) for moves in lists]) for name in _PASSES)
+    # Other code bases repeat a layer to its end.
+    own = job.stack.sequence_parallel is None
+    again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
+    return Passes(forward, backward, again)
+
+
+def _sum(job: Job, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
+    alone: Column = 0.0
+    beside: Column = 0.0
+    for move in (move for moves in lists for move in moves):
+        if move.beside:
+            beside = beside + move_s(job, layouts, move)
+        else:
+            alone = alone + move_s(job, layouts, move)
+    return Seconds(alone, beside)
+
+
+def sync_s(job: Job, layouts: Layouts, elements: Column) -> Column:
+    """Return the seconds, once a step, of summing gradients that tensor ranks have parts of: each rank its shard."""
+    cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
+    reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
+    return np.where(np.asarray(elements) > 0, reduced, 0.0)
+
+
+def exposed_forward_s(job: Job, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
+    """Return what shows of a forward pass's collectives.
+
+    ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of those before; ``all_s``
+    all products of the pass, which hide what fused kernels send.
+    """
+    pieces = pieces_sent(layouts)
+    # The last piece's sum follows all products.
+    plain = _left(job, sent.beside, second_s * (1.0 - 1.0 / pieces), sent.beside / pieces)
+    fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
+    return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
+
+
+def exposed_backward_s(job: Job, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
+    """Return what shows of a backward pass's collectives.
+
+    ``weights_s`` are the products of the gradients of the first matrices' weights, ``all_s`` those of inputs'
+    gradients.
+    """
+    able = _may_overlap(job, layouts)
+    hidden = np.where((layouts.tensor_overlap == _BACKWARD) & able, weights_s, 0.0)
+    fused = _left(job, sent.total, all_s, sent.total / np.maximum(layouts.tp, 1))
+    plain = sent.alone + _left(job, sent.beside, hidden, 0.0)
+    return np.where((layouts.tensor_overlap == _SYMMETRIC) & able, fused, plain)
+
+
+def pieces_sent(layouts: Layouts) -> Column:
+    """Return the pieces that sums travel in; compiled blocks have one, whatever the layout says."""
+    return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
+
+
+def _may_overlap(job: Job, layouts: Layouts) -> Mask:
+    """Return where gradients of inputs can travel beside products: passes are whole, and no compiler orders them."""
+    whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
+    return whole
+
+
+def _left(job: Job, sent_s: Column, products_s: Column, least_s: Column) -> Column:
+    """Return what products leave of collectives, with what these cost the products that run beside them."""
+    stack = job.stack
+    shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))
+    return shown + (stack.contention - 1.0) * (sent_s - shown)

@@ -1,0 +1,1 @@
+"""Which messages ranks send, and how many bytes."""

@@ -1,0 +1,46 @@
+"""Collectives of tensor parallelism as data: what a pass over one micro-batch sends, and along which ranks."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from partool.cost import sequence_shares
+from partool.cost.case import Column, Job, Layouts
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Axis = Literal["tp", "tp0", "tp1"]
+"""Of the mesh: all tensor ranks; in two dimensions the outer d1 of them, or the inner d2."""
+
+Beside = Literal["", "results", "weights"]
+"""Products that may run while a collective is under way: nothing; a pair's second product, piece by piece; the products
+that give the gradients of the weights of a pair's first matrices."""
+
+
+class Move(NamedTuple):
+    """A collective of one pass over one micro-batch; rows × width elements are the whole that all ranks share."""
+
+    kind: Kind
+    axis: Axis
+    rows: Column
+    """Tokens; 0 where a layout has no such collective."""
+    width: Column
+    times: Column = 1
+    pieces: Column = 1
+    """Parts of the rows, by ``torch.chunk``, that are sent one by one."""
+    wide: bool = False
+    """True for the loss's own figures, which are float32 or wider."""
+    beside: Beside = ""
+
+
+class Moves(NamedTuple):
+    """The collectives of a layer, of the embedding or of the head, per micro-batch."""
+
+    forward: list[Move]
+    backward: list[Move]
+    again: list[Move]
+    """Of a layer that is recomputed in full. Its last sum is not among them: no gradient needs it."""
+
+
+def tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the tokens of a micro-batch on one rank."""
+    return layouts.micro_batch * sequence_shares.tokens(job, layouts)

@@ -1,0 +1,184 @@
+"""Bytes that the ranks that share a sequence send for attention per step, from each method's own count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from partool.cost import tensor_shares
+from partool.cost.case import Job
+from partool.cost.kinds import axis_of, kinds
+from partool.cost.time.pipeline import stages_of_ranks
+from partool.cost.traffic import (
+    sequence_dsp,
+    sequence_gather,
+    sequence_ring,
+    sequence_startrail,
+    sequence_ulysses,
+    sequence_usp,
+)
+from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.layout.grid import Axis, Turn, turns
+from partool.layout.sequence import Order, Spans, shares
+from partool.layout.startrail import Trails
+from partool.plan.layout import Layout
+from partool.spec.parallel import Inside, SequenceMethod
+
+NOTHING = Sent(0, 0)
+MANY = 64
+"""Ranks of one sequence up to which each is counted by itself."""
+
+
+class Team(NamedTuple):
+    """How ranks share sequences."""
+
+    method: SequenceMethod
+    ranks: int
+    order: Order
+    inner: int
+    teams: int
+    inside: Inside
+    length: int
+    columns: int
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> Team:
+        """Return that of a layout."""
+        return cls(
+            layout.sequence.method,
+            layout.mesh.cp,
+            layout.sequence.order,
+            layout.sequence.ulysses,
+            layout.sequence.teams,
+            layout.sequence.inside,
+            job.sequence_length,
+            job.model.grid[1] if job.model.grid else 0,
+        )
+
+    @property
+    def trails(self) -> Trails:
+        """Places of the ranks of StarTrail."""
+        return Trails(self.ranks, self.teams, self.inside)
+
+    @property
+    def shares(self) -> tuple[Spans, ...]:
+        """Tokens of each rank."""
+        found = shares(self.length, self.ranks, self.order, inner=self.inner, columns=self.columns)
+        return self.trails.dealt(found) if self.method == "startrail" else found
+
+
+class Parts(NamedTuple):
+    """What a rank sends in one layer: within attention's core, and around it."""
+
+    inside: Sent
+    outside: Sent
+
+
+def sequence_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes that the busiest rank sends per step, of all micro-batches and passes; 0 for one rank.
+
+    What is recomputed is sent once more: what attention's core exchanges where that runs again, what is traded around
+    it where whole layers do. DSP's exchanges are around layers, and are not repeated.
+    """
+    if layout.mesh.cp == 1:
+        return 0
+    return layout.derived.accumulation * max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
+
+
+def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
+    """Return what the busiest rank with these stages sends for one micro-batch."""
+    bounds = [layout.pipeline.bounds[stage] for stage in stages]
+    team, kind_of = Team.of(job, layout), kinds(job.model)
+    if team.method == "dsp":
+        tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
+        return layout.micro_batch * max(
+            sum(sent.bytes(job.compute_bytes)) for sent in _turns(job, layout.mesh.cp, bounds, tensor)
+        )
+    heads, totals = heads_of(job, layout), [0] * len(looked_at(team.ranks))
+    counted = Counter((kind_of[at].window, layout.recompute[at]) for bound in bounds for at in range(*bound))
+    for (window, policy), layers in counted.items():
+        repeated = (policy in ("attention", "full"), policy == "full")
+        for index, parts in enumerate(sent_by_rank(team, heads._replace(window=window))):
+            for part, again in zip(parts, repeated, strict=True):
+                forward, backward = part.bytes(job.compute_bytes)
+                totals[index] += layers * ((1 + again) * forward + backward)
+    return layout.micro_batch * max(totals)
+
+
+def _turns(job: Job, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
+    """Return what each rank of DSP sends; every stage of a pipeline begins and ends with the same axis cut."""
+    grid = job.model.grid
+    if grid is None:
+        return [NOTHING]
+    ways: Counter[Axis] = Counter()
+    for bound in bounds:
+        axes = [axis for at in range(*bound) if (axis := axis_of(job.model, at)) is not None]
+        ways.update(way for turn in turns(axes) for way in turn if way is not None)
+    hidden = job.model.hidden
+    return [
+        Sent(
+            *(
+                hidden * sum(times * getattr(sent[way], name) for way, times in ways.items())
+                for name in ("forward", "backward")
+            )
+        )
+        for sent in _turned(grid, ranks, tensor)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, Sent], ...]:
+    """Return what each rank sends to get whole rows, and whole columns, of a hidden state one element wide.
+
+    Where ``tensor`` ranks share the tokens of each of the ``ranks``, of all of them.
+    """
+    ways: tuple[Axis, Axis] = ("row", "column")
+    return tuple(
+        {way: sequence_dsp.sent(grid, ranks, rank, Turn(way, None), 1, tensor=tensor) for way in ways}
+        for rank in looked_at(ranks * tensor)
+    )
+
+
+def heads_of(job: Job, layout: Layout) -> Heads:
+    """Return the heads of the tensor rank that has most, of one sequence."""
+    model = job.model
+    queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
+    if model.mla:
+        key = model.mla.nope_head_dim + model.mla.rope_head_dim
+        value = model.mla.v_head_dim
+        # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
+        wide = max(key, value)
+        return Heads(1, queries, keys, *((key, value) if layout.sequence.method == "ulysses" else (wide, wide)))
+    return Heads(1, queries, keys, model.head_dim, model.head_dim)
+
+
+def looked_at(ranks: int) -> tuple[int, ...]:
+    """Return the ranks that stand for all: of many those at both ends and in the middle."""
+    if ranks <= MANY:
+        return tuple(range(ranks))
+    middle = ranks // 2
+    return (0, 1, middle - 1, middle, middle + 1, ranks - 2, ranks - 1)
+
+
+@lru_cache(maxsize=1024)
+def sent_by_rank(team: Team, heads: Heads) -> tuple[Parts, ...]:
+    """Return what the ranks of :func:`looked_at` send in one layer, forward once and backward."""
+    every = team.shares
+    return tuple(_sent(team, every, heads, rank) for rank in looked_at(team.ranks))
+
+
+def _sent(team: Team, every: tuple[Spans, ...], heads: Heads, rank: int) -> Parts:
+    if team.method == "ulysses":
+        return Parts(NOTHING, sequence_ulysses.sent(every, heads, rank))
+    if team.method == "usp":
+        group, place = divmod(rank, team.inner)
+        mine = every[group * team.inner : (group + 1) * team.inner]
+        around = sequence_ulysses.sent(mine, heads, place)
+        both = sequence_usp.sent(every, heads, rank, team.inner)
+        return Parts(Sent(*(a - b for a, b in zip(both, around, strict=True))), around)
+    if team.method == "startrail":
+        return Parts(sequence_startrail.sent(every, heads, rank, team.trails), NOTHING)
+    form = sequence_gather.sent if team.method == "all_gather" else sequence_ring.sent
+    return Parts(form(every, heads, rank), NOTHING)

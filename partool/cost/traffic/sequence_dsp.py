@@ -1,0 +1,35 @@
+"""What a rank of DSP sends (arXiv 2403.10266), counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from partool.cost.traffic.sequence_types import Sent
+from partool.layout.grid import Axis, Turn, common, held, turns
+from partool.layout.sequence import tokens
+
+
+def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
+    """Return what a rank sends around one layer for one micro-batch, of a grid of ``(rows, columns)``.
+
+    ``width`` is that of the hidden state it holds per token, times sequences. With norms on shares of the sequence
+    ``tensor`` ranks share the tokens of each of the ``ranks``, and ``rank`` is the place among all of them, tensor
+    ranks within. Attention itself sends nothing; what turns goes back the same way as gradients, and is not computed
+    again. Where sizes divide, an exchange takes 1 - 1/ranks of what a rank holds, whichever way.
+    """
+    ways = [way for way in turn if way is not None]
+    columns, rows = (held(grid, ranks, axis, tensor)[rank] for axis in ("column", "row"))
+    stays = common(columns, rows)
+    given = {"row": tokens(columns) - stays, "column": tokens(rows) - stays}
+    return Sent(
+        forward=width * sum(given[way] for way in ways),
+        backward=width * sum(given["row" if way == "column" else "column"] for way in ways),
+    )
+
+
+def sent_by_stages(
+    grid: tuple[int, int], ranks: int, rank: int, stages: Sequence[Sequence[Axis]], width: int, *, tensor: int = 1
+) -> Sent:
+    """Return the same of some stages, given the axes of the layers of each: every one begins and ends alike."""
+    parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
+    return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))

@@ -1,0 +1,245 @@
+"""What tensor parallelism sends: every collective of a step, once as columns and once counted exactly.
+
+A step's collectives are :class:`partool.cost.traffic.messages.Move` lists; seconds (:mod:`partool.cost.time.tensor`)
+and the bytes that the runtime's counters see follow from the same ones. One dimension: Megatron-LM (arXiv 1909.08053,
+section 3), with norms on shares of the sequence arXiv 2205.05198, section 4. Two: :mod:`partool.cost.traffic.two_dim`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from partool.cost import sequence_shares
+from partool.cost.case import HALVED, SCHEDULES, Column, Job, Layouts, among
+from partool.cost.codec import encode
+from partool.cost.time.pipeline import stages_of_ranks
+from partool.cost.traffic import two_dim
+from partool.cost.traffic.messages import Kind, Move, Moves, tokens
+from partool.layout.mesh import shard_rows
+from partool.layout.parameters import groups, is_frozen
+from partool.layout.tensor import Partition, by_name, chunks, own_partition
+from partool.plan.layout import Layout
+from partool.plan.schedule import splits_backward
+from partool.spec.model import ModelConfig
+
+
+class Call(NamedTuple):
+    """Collectives of one rank that are alike."""
+
+    kind: Kind
+    payload_bytes: int
+    """Of the whole tensor: what comes out of an all-gather, what goes into a reduce-scatter or an all-reduce."""
+    ranks: int
+    times: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends in rings: (n-1)/n of the whole, twice that in an all-reduce; bytes per call round down."""
+        rounds = 2 if self.kind == "all_reduce" else 1
+        return self.times * (rounds * self.payload_bytes * (self.ranks - 1) // self.ranks)
+
+
+def padded_tokens(job: Job, layouts: Layouts) -> Column:
+    """Return the same where each tensor rank holds a share of the sequence: the last one is padded."""
+    tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
+    return layouts.micro_batch * tp * -(-length // tp)
+
+
+def embedding_moves(job: Job, layouts: Layouts) -> Moves:
+    """Return the collectives of the embedding, cut by tokens: its rows are summed over the ranks."""
+    shares, plain = _where(layouts)
+    padded, hidden = padded_tokens(job, layouts) * shares, job.model.hidden
+    forward = [
+        Move("all_reduce", "tp", tokens(job, layouts) * plain, hidden),
+        Move("reduce_scatter", "tp", padded, hidden),
+    ]
+    return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
+
+
+def layer_moves(job: Job, layouts: Layouts) -> Moves:
+    """Return the collectives of one layer: two pairs of matrices, each cut by columns, then by rows.
+
+    Without shares of the sequence a pair sums its results forward and the gradients of its inputs backward. With shares
+    it gathers its inputs and scatters its results; only the share is kept, so that the backward pass gathers the inputs
+    a second time for the gradients of the weights, unless :func:`keeps_gathered`.
+    """
+    shares, plain = _where(layouts)
+    rows, hidden, pieces = tokens(job, layouts) * plain, job.model.hidden, layouts.tensor_chunks
+    padded = padded_tokens(job, layouts) * shares
+    gathers = 4 - 2 * keeps_gathered(job, layouts)
+    forward = [
+        Move("all_reduce", "tp", rows, hidden, 2, pieces, beside="results"),
+        Move("all_gather", "tp", padded, hidden, 2),
+        Move("reduce_scatter", "tp", padded, hidden, 2, pieces, beside="results"),
+    ]
+    backward = [
+        Move("all_reduce", "tp", rows, hidden, 2, beside="weights"),
+        Move("all_gather", "tp", padded, hidden, gathers),
+        Move("reduce_scatter", "tp", padded, hidden, 2, beside="weights"),
+    ]
+    again = [one._replace(times=1) if one.kind != "all_gather" else one for one in forward]
+    return Moves(forward, backward, again)
+
+
+def head_moves(job: Job, layouts: Layouts) -> Moves:
+    """Return the collectives of the head and the loss, whose logits stay where they are.
+
+    Of each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
+    """
+    shares, plain = _where(layouts)
+    rows, hidden = tokens(job, layouts), job.model.hidden
+    padded = padded_tokens(job, layouts) * shares
+    forward = [
+        Move("all_gather", "tp", padded, hidden),
+        Move("all_reduce", "tp", rows * np.maximum(shares, plain), 1, wide=True),
+        Move("all_reduce", "tp", rows * np.maximum(shares, plain), 2, wide=True),
+    ]
+    backward = [
+        Move("all_reduce", "tp", rows * plain, hidden),
+        Move("reduce_scatter", "tp", padded, hidden),
+    ]
+    return Moves(forward, backward, [])
+
+
+def keeps_gathered(job: Job, layouts: Layouts) -> Column:
+    """Return 1 where a pass keeps what it gathered: gradients of weights come later, or a compiler orders exchanges."""
+    return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
+
+
+def halves_passes(job: Job, layouts: Layouts) -> Column:
+    """Return 1 where backward passes come in halves, gradients of inputs and of weights."""
+    own = job.lists is not None and splits_backward(job.lists)
+    names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
+    return np.where(among(layouts.schedule, names) & (np.asarray(layouts.pp) > 1), 1, 0)
+
+
+def _where(layouts: Layouts) -> tuple[Column, Column]:
+    """Return 1 where there are shares of the sequence, and 1 where one dimension of ranks has none."""
+    one = (np.asarray(layouts.tp) > 1) & (np.asarray(layouts.tensor_inner) == 1)
+    shares = np.asarray(layouts.sequence_norms) == 1
+    return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
+
+
+def tensor_bytes(job: Job, layout: Layout) -> int:
+    """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
+    if layout.mesh.tp == 1:
+        return 0
+    found = []
+    for stages in stages_of_ranks(layout):
+        passes = sum(call.sent_bytes for call in _passes(job, layout, stages))
+        sums = (_sync(job, layout, stages, rank, 0) for rank in _different(_Cut.of(job, layout)))
+        found.append(passes + max(sum(call.sent_bytes for call in calls) for calls in sums))
+    return max(found)
+
+
+def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0) -> list[Call]:
+    """Return the collectives of a step of a tensor rank (flat: i0 · d2 + i1) that runs these pipeline stages.
+
+    ``shard`` is its place among the ranks that share the state. The norm of all gradients is not among them.
+    """
+    if layout.mesh.tp == 1:
+        return []
+    return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
+
+
+def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
+    """Yield the collectives of all passes over all micro-batches."""
+    bounds = [layout.pipeline.bounds[stage] for stage in stages]
+    full = sum(layout.recompute[layer] == "full" for start, stop in bounds for layer in range(start, stop))
+    layers = sum(stop - start for start, stop in bounds)
+    layouts = encode(layout)
+    lists = (two_dim.embedding_moves, two_dim.layer_moves, two_dim.head_moves)
+    if layout.tensor.inner == 1:
+        lists = (embedding_moves, layer_moves, head_moves)
+    ends = (int(0 in stages), int(len(layout.pipeline.bounds) - 1 in stages))
+    for moves_of, times in zip(lists, (ends[0], layers, ends[1]), strict=True):
+        moves = moves_of(job, layouts)
+        for move in (*moves.forward, *moves.backward) if times else ():
+            yield from _counted(job, layout, move, times)
+        for move in moves.again if moves_of is lists[1] and full else ():
+            yield from _counted(job, layout, move, full)
+
+
+def _counted(job: Job, layout: Layout, move: Move, units: int) -> Iterator[Call]:
+    """Yield the calls of a collective of so many layers (or of an end of the model) over all micro-batches."""
+    sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
+    each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
+    times = int(move.times) * layout.derived.accumulation * units
+    if sizes[move.axis] == 1 or not times:
+        return
+    for start, stop in chunks(int(move.rows), int(move.pieces)):
+        if stop > start:
+            yield Call(move.kind, (stop - start) * int(move.width) * each, sizes[move.axis], times)
+
+
+class _Cut(NamedTuple):
+    """What decides how parameters lie on tensor ranks, and which of them are trained."""
+
+    model: ModelConfig
+    frozen: tuple[str, ...]
+    ranks: int
+    inner: int
+    sequence_norms: bool
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> _Cut:
+        """Return that of a layout."""
+        return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
+
+
+def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[Call]:
+    """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
+    shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
+    first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
+    held = [layers[layer] for stage in stages for layer in range(*layout.pipeline.bounds[stage])]
+    held += [first] * (0 in stages) + [last] * (len(layout.pipeline.bounds) - 1 in stages)
+    sums: Counter[tuple[int, ...]] = Counter()
+    for group in held:
+        sums.update(dict(group))
+    for holders, elements in sums.items():
+        if elements:
+            yield Call("all_reduce", elements * job.master_bytes, len(holders), 1)
+
+
+# Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.
+@lru_cache(maxsize=256)
+def _summed(cut: _Cut) -> tuple[tuple[Partition, ...], ...]:
+    """Return, by group of parameters, the trained ones whose gradients are summed over tensor ranks."""
+    partition = own_partition(cut.model, cut.ranks, cut.inner, cut.sequence_norms)
+    found = []
+    for group in groups(cut.model):
+        names = [info.name for info in group if not is_frozen(info.name, cut.frozen)]
+        found.append(tuple(row for row in by_name(partition, names).values() if row.gradients == "summed"))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _sums(cut: _Cut, shards: int, rank: int, shard: int) -> tuple[tuple[tuple[tuple[int, ...], int], ...], ...]:
+    """Return, by group of parameters, which ranks hold the same, and the elements of this rank's shard of it."""
+    found = []
+    for group in _summed(cut):
+        sums: Counter[tuple[int, ...]] = Counter()
+        for row in group:
+            holders = row.holders(rank, cut.ranks)
+            local = [sum(stop - start for start, stop in ranges) for ranges in row.spans(rank)]
+            rows = shard_rows(local[0], shards, shard)
+            if len(holders) > 1:
+                sums[holders] += (rows.stop - rows.start) * prod(local[1:])
+        found.append(tuple(sums.items()))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _different(cut: _Cut) -> tuple[int, ...]:
+    """Return tensor ranks that together stand for all: of those whose sums are alike, one."""
+    seen: dict[object, int] = {}
+    for rank in range(cut.ranks):
+        sums = [[(len(holders), elements) for holders, elements in group] for group in _sums(cut, 1, rank, 0)]
+        seen.setdefault(str(sums), rank)
+    return tuple(seen.values())

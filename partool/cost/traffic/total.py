@@ -1,0 +1,115 @@
+"""What ZeRO moves: calls, and bytes sent per rank and optimizer step; and all terms of traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from partool.cost.case import Job
+from partool.cost.codec import encode
+from partool.cost.tensor_shares import share_columns
+from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
+from partool.cost.traffic.gathers import Controls, kept_elements, messages_of_unit
+from partool.cost.traffic.sequence import sequence_bytes
+from partool.cost.traffic.tensor import tensor_bytes
+from partool.layout.parameters import count, is_frozen, parameters
+from partool.plan.layout import Layout
+from partool.spec.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """ZeRO's collectives of the pipeline rank that holds most, per optimizer step."""
+
+    gather_calls: int
+    reduce_calls: int
+    gather_bytes: float
+    scatter_bytes: float
+    """Reduced within a shard group."""
+    replica_bytes: float
+    """All-reduced between replicas: each its shard, once a step."""
+
+
+def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
+    """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
+    found = traffic(job, layout)
+    return {
+        "gradient_sync": int(found.scatter_bytes + found.replica_bytes),
+        "parameter_gather": int(found.gather_bytes),
+        "pipeline": sent_bytes(job, layout),
+        "tensor": tensor_bytes(job, layout),
+        "sequence": sequence_bytes(job, layout),
+    }
+
+
+def traffic(job: Job, layout: Layout) -> Traffic:
+    """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
+
+    Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
+    between forward and backward; what persists comes once a step, with one message. Gradients are scattered once, from
+    ZeRO-2 on for each micro-batch.
+    """
+    on_rank = max((_rank_groups(job, layout, stages) for stages in stages_of_ranks(layout)), key=sum)
+    # Ranks that share a sequence have gradients of other tokens, like those that have other sequences.
+    zero, k, cp = layout.data.zero, layout.derived.accumulation, layout.mesh.cp
+    shards = layout.mesh.dp_shard * cp if zero else 1
+    replicas = layout.mesh.dp_replicate * (1 if zero else layout.mesh.dp_shard * cp)
+    elements = sum(on_rank)
+    trained = elements * trained_share(job.model, job.frozen)
+    ring = (shards - 1) / shards
+    gathers = 0.0 if zero == 0 or shards == 1 else 1.0 if zero < 3 else k * (2.0 - on_rank[-1] / elements)
+    calls = 0 if zero == 0 or shards == 1 else len(on_rank) if zero < 3 else k * (2 * len(on_rank) - 1)
+    controls = Controls(layout.data.gather, layout.data.prefetch, layout.data.persistent)
+    calls *= messages_of_unit(job.model, controls, zero)
+    kept = 0.0
+    if gathers and zero == 3 and controls.persistent_elements:
+        # Of a pipeline rank the same share as of the model.
+        kept = kept_elements(job.model, controls.persistent_elements) * elements / sum(_group_elements(job, layout))
+        calls += 1
+    reductions = 0 if shards == 1 else k if zero >= 2 else 1
+    shard = trained * job.master_bytes / shards
+    return Traffic(
+        gather_calls=calls,
+        reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
+        gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes,
+        scatter_bytes=reductions * ring * trained * job.master_bytes,
+        replica_bytes=2 * (replicas - 1) / replicas * shard + _ring_bytes(job, layout),
+    )
+
+
+def _ring_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes that sum the gradients of embedding and head over a ring, all of whose ranks have them."""
+    if not moves_weights(layout):
+        return 0.0
+    first, *_, last = _group_elements(job, layout)
+    return 2 * (layout.mesh.pp - 1) / layout.mesh.pp * (first + last) * job.master_bytes
+
+
+@lru_cache(maxsize=16)
+def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
+    """Return the share of the parameters' elements that is trained."""
+    if not frozen:
+        return 1.0
+    infos = parameters(model)
+    return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
+
+
+def _rank_groups(job: Job, layout: Layout, stages: Iterable[int]) -> list[int]:
+    """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
+    first, *layers, last = _group_elements(job, layout)
+    found: list[int] = []
+    everywhere = moves_weights(layout)
+    for index in stages:
+        start, stop = layout.pipeline.bounds[index]
+        begins, ends = index == 0 and not everywhere, index == len(layout.pipeline.bounds) - 1 and not everywhere
+        found += [first] * begins + layers[start:stop] + [last] * ends
+    return [first, *found, last] if everywhere else found
+
+
+def _group_elements(job: Job, layout: Layout) -> list[int]:
+    """Return the elements of each group of parameters on the tensor rank that has most of it."""
+    shares = share_columns(job, encode(layout))
+    layers = [int(sum(one)) for one in shares.layers]
+    moe = [int(job.model.is_moe_layer(layer)) for layer in range(job.model.layers)]
+    return [int(shares.embedding), *(layers[kind] for kind in moe), int(shares.head)]

@@ -1,0 +1,140 @@
+"""The ``data`` section with absolute paths, and what of it can be checked before anything runs."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from partool.diagnostics.record import Diagnostic, Severity
+from partool.plan.records import DataError
+from partool.planner.checks.data_sample import NoFilesError, sample
+from partool.planner.checks.launching import trains_here
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_checks import mounted
+from partool.spec.spec import Spec
+from partool.spec.training import DataSpec
+
+STDLIB = "python-stdlib"
+BYTES_VOCAB = 256
+_LOOKED_AT = 1000
+"""Files of a source whose kind is looked at: planning is quick, whatever lies there."""
+
+
+def resolve_data(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[DataSpec, int | None, list[Diagnostic]]:
+    """Return the section with absolute paths, the vocabulary of its tokens (None if unknown), and findings.
+
+    Missing files are errors where training runs on this machine, and warnings where planning happens elsewhere than
+    training. They are notes where a mount of ``launch``, which has the site profile merged in, brings the path into
+    the ranks' container: this machine cannot look into that.
+    """
+    data = spec.data
+    sources = [data.source] if isinstance(data.source, str) else data.source
+    absolute = [source if source == STDLIB else str(base_dir / source) for source in sources]
+    found = []
+    for index, (written, path) in enumerate(zip(sources, absolute, strict=True)):
+        if written == STDLIB:
+            continue
+        place = ("data", "source") if isinstance(data.source, str) else ("data", "source", index)
+        severity, where = _lies(spec, launch, path)
+        if not _exists(path):
+            found.append(Diagnostic("PT601", f"there are no files at {path}{where}", severity, place, help=_HELP))
+        else:
+            found += _sampled(path, data, severity, place)
+    made = [_recorded_vocab(data.format, path) for path in absolute]
+    vocab, wrong = _vocab(spec, launch, base_dir) if None in made else (None, [])
+    vocab = max([vocab or 0, *(number or 0 for number in made)]) or None
+    update = {
+        "source": absolute[0] if isinstance(data.source, str) else absolute,
+        "tokenizer": data.tokenizer if data.tokenizer == "bytes" else str(base_dir / data.tokenizer),
+        "cache": str(base_dir / data.cache) if data.cache else None,
+    }
+    return data.model_copy(update=update), vocab, found + wrong
+
+
+_HELP = "a file, a folder, a glob such as data/**/*.txt, or python-stdlib"
+
+
+def _sampled(path: str, data: DataSpec, severity: Severity, place: tuple[str | int, ...]) -> Iterator[Diagnostic]:
+    """Find what the ranks would refuse at the first records of a source."""
+    try:
+        sample(path, data)
+    except NoFilesError as error:
+        yield Diagnostic("PT601", str(error), severity, place, help=_HELP)
+    except DataError as error:
+        yield Diagnostic("PT602", str(error), severity, place, help=error.help)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield Diagnostic("PT601", f"{path} cannot be read: {reason}", severity, place, help=_HELP)
+
+
+def _lies(spec: Spec, launch: LaunchSpec, path: str) -> tuple[Severity, str]:
+    """Return how grave it is that this machine has no such path, and where the path is to be."""
+    if trains_here(spec):
+        return "error", ""
+    if (source := mounted(launch, path)) is not None:
+        return "note", f" on this machine; the ranks see {source} there"
+    return "warning", " on this machine"
+
+
+def _exists(pattern: str) -> bool:
+    if glob.has_magic(pattern):
+        return next(glob.iglob(pattern, recursive=True), None) is not None
+    return os.path.exists(pattern)  # False for a name that is too long, which Path.exists refuses with an error
+
+
+def _recorded_vocab(format: str, path: str) -> int | None:
+    """Return the largest vocabulary that token files say they have, 0 where they do not; None: there is text, too.
+
+    Token files need no tokenizer. A folder counts as one of text as soon as it holds something else.
+    """
+    if format in ("text", "jsonl", "parquet") or path == STDLIB:
+        return None
+    if os.path.isdir(path):
+        # Hidden files and folders are no data, as for the ranks.
+        names: Iterator[str] = (
+            os.path.join(root, name)
+            for root, _, files in os.walk(path)
+            for name in files
+            if not any(part.startswith(".") for part in os.path.relpath(os.path.join(root, name), path).split(os.sep))
+        )
+    else:
+        names = glob.iglob(path, recursive=True) if glob.has_magic(path) else iter([path])
+    tokens, found = format != "auto" or path.endswith(".bin"), 0
+    for name in islice(names, _LOOKED_AT):
+        ending = os.path.splitext(name)[1].lower()
+        if ending == ".bin":
+            tokens, found = True, max(found, _vocab_beside(Path(name)))
+        elif ending not in (".idx", ".json") and format == "auto":
+            return None
+    return found if tokens else None
+
+
+def _vocab_beside(file: Path) -> int:
+    """Return the vocabulary in the sidecar of a token file, 0 without one."""
+    try:
+        return max(0, int(json.loads(file.with_suffix(".json").read_bytes())["vocab"]))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return 0
+
+
+def _vocab(spec: Spec, launch: LaunchSpec, base_dir: Path) -> tuple[int | None, list[Diagnostic]]:
+    if spec.data.tokenizer == "bytes":
+        return BYTES_VOCAB, []
+    file = base_dir / spec.data.tokenizer / "tokenizer.json"
+    severity, where = _lies(spec, launch, str(file))
+    try:
+        content = json.loads(file.read_bytes())
+        added = [int(token["id"]) for token in content.get("added_tokens", [])]
+        words = content["model"]["vocab"]
+        ids = words.values() if isinstance(words, dict) else range(len(words))
+        return max([*ids, *added]) + 1, []
+    except OSError as error:
+        message = f"{file} cannot be read{where}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message = f"{file} is no tokenizer file{where}"
+    help = "`bytes`, or a folder with a tokenizer.json"
+    return None, [Diagnostic("PT603", message, severity=severity, path=("data", "tokenizer"), help=help)]

@@ -1,0 +1,137 @@
+"""Rules of sequence parallelism that need the resolved model or the degrees beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.planner.problem import Problem, divisors, nearest
+from partool.planner.search.sequence_rules import (
+    inner_sizes,
+    layers_problem,
+    least_heads,
+    may_balance,
+    methods,
+    team_sizes,
+    windowed,
+)
+from partool.spec.sequence_checks import methods_of
+from partool.strategies.schedules import MOVING_WEIGHTS
+
+_PATH = ("parallel", "sequence")
+
+
+def check_sequence(problem: Problem) -> Iterator[Diagnostic]:
+    """Find methods that cannot cut the model, groups that do not divide, and what does not go beside them."""
+    sequence = problem.spec.parallel.sequence
+    if sequence.degree == 1:
+        return
+    yield from _layers(problem)
+    if sequence.degree == "auto":
+        return
+    found = [finding for rule in (_tokens, _teams, _inner) for finding in rule(problem, sequence.degree)]
+    yield from found
+    yield from _beside(problem, sequence.degree)
+    if not found:
+        yield from _heads(problem, sequence.degree)
+
+
+def _layers(problem: Problem) -> Iterator[Diagnostic]:
+    """Find methods, and an order of tokens, that the model's kinds of attention rule out."""
+    model, sequence = problem.model, problem.spec.parallel.sequence
+    left = methods_of(sequence)
+    if left and problem.described is not None and problem.described.method_problem(left[0]):
+        return  # said of the model, see hf.py
+    whys = [layers_problem(model, method) for method in left]
+    if whys and all(whys):
+        why = whys[0] or ""
+        path = (*_PATH, "method") if sequence.method != "auto" else _PATH
+        yield Diagnostic("PT469", why, path=path, help="use method: ulysses, or auto")
+    elif sequence.order == "zigzag" and windowed(problem):
+        message = "order: zigzag gives ranks two stretches, and each needs the window before it from another rank"
+        mixed = may_balance(problem)
+        message += (
+            "; it balances layers that see much only" if mixed else "; it balances full layers, of which there is none"
+        )
+        help = "order: auto takes what is faster" if mixed else "use order: contiguous or auto, or method: ulysses"
+        yield Diagnostic("PT468", message, "warning" if mixed else "error", (*_PATH, "order"), help=help)
+
+
+def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
+    length, grid = problem.spec.training.sequence_length, problem.model.grid
+    path = (*_PATH, "degree")
+    if degree > length:
+        message = f"a sequence of {length} tokens leaves some of the {degree} ranks of sequence.degree without any"
+        yield Diagnostic("PT265", message, path=path, help=f"use at most {length}")
+    elif methods(problem) == ("dsp",) and grid is not None and degree > min(grid):
+        message = (
+            f"{grid[0]} rows and {grid[1]} columns leave some of the {degree} ranks of sequence.degree without any"
+        )
+        yield Diagnostic("PT265", message, path=path, help=f"use at most {min(grid)}, or method: ulysses")
+
+
+def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
+    """Find teams whose square does not divide the ranks."""
+    teams = problem.spec.parallel.sequence.teams
+    if methods(problem) != ("startrail",) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
+        return
+    legal = team_sizes(degree)
+    if teams == 1:
+        message = "a team of one rank meets all keys by itself, which is a plain ring"
+    elif teams == "auto":
+        message = f"no square of a team's size divides sequence.degree: {degree}"
+    else:
+        message = f"startrail has teams · teams rings: {teams} · {teams} = {teams**2} does not divide {degree} ranks"
+    if legal:
+        help = f"use teams: {nearest(0 if teams == 'auto' else teams, legal)}, or method: ring"
+    else:
+        able = [n for n in divisors(problem.world_size) if team_sizes(n)]
+        help = f"use degree: {nearest(degree, able)}, or method: ring" if able else "use method: ring"
+    yield Diagnostic("PT466", message, path=(*_PATH, "degree" if teams == "auto" else "teams"), help=help)
+
+
+def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
+    """Find groups of USP that do not divide the ranks, or leave nothing to the other axis."""
+    inner = problem.spec.parallel.sequence.ulysses
+    if methods(problem) != ("usp",):
+        return
+    legal = inner_sizes(degree)
+    if legal and (inner == "auto" or inner in legal):
+        return
+    if not legal:
+        message = f"{degree} ranks cannot be groups of several that form a ring of several"
+        help = "use method: ulysses or ring" + ("" if degree < 4 else ", or a degree that is no prime")
+        yield Diagnostic("PT467", message, path=(*_PATH, "degree"), help=help)
+        return
+    message = f"ulysses: {inner} does not divide the {degree} ranks of sequence.degree"
+    if inner in (1, degree):
+        message = f"ulysses: {inner} of {degree} ranks is method: {'ring' if inner == 1 else 'ulysses'} by itself"
+    help = f"use {nearest(inner if inner != 'auto' else 0, legal)}, or auto"
+    yield Diagnostic("PT467", message, path=(*_PATH, "ulysses"), help=help)
+
+
+def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
+    """Warn of ranks that trade all of their sequence for no head."""
+    sequence = problem.spec.parallel.sequence
+    tensor = 1 if problem.tensor_degree == "auto" else problem.tensor_degree
+    heads = least_heads(problem, tensor)
+    inner = sequence.ulysses if sequence.method == "usp" and sequence.ulysses != "auto" else degree
+    if sequence.method not in ("ulysses", "usp") or inner <= heads or (sequence.method == "usp" and inner == degree):
+        return
+    beside = "" if tensor == 1 else f" of each of {tensor} tensor ranks"
+    message = f"{heads} attention heads{beside} leave {inner - heads} of {inner} ranks idle while the others attend"
+    field = "degree" if sequence.method == "ulysses" else "ulysses"
+    help = f"use {field}: {heads} or less, or method: {'ring or usp' if field == 'degree' else 'ring'}"
+    yield Diagnostic("PT470", message, severity="warning", path=(*_PATH, field), help=help)
+
+
+def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:
+    """Find other parallelism that knows whole sequences only."""
+    pipeline = problem.spec.parallel.pipeline
+    schedule, stages = pipeline.schedule, pipeline.stages
+    path = (*_PATH, "degree")
+    if schedule in MOVING_WEIGHTS and stages != 1:
+        message = (
+            f"schedule: {schedule} moves weights round ranks that each hold whole sequences, not shares of {degree}"
+        )
+        yield Diagnostic("PT471", message, path=path, help="use schedule: 1f1b or auto, or sequence: 1")

@@ -1,0 +1,129 @@
+"""Rules that need the resolved model or the machines, as a table of small functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+from partool.diagnostics.record import Diagnostic
+from partool.planner.checks import offload, optimizer, pipeline, tensor
+from partool.planner.checks.sequence import check_sequence
+from partool.planner.checks.tensor_cuts import check_tensor
+from partool.planner.hf import check_hf
+from partool.planner.kernels import fused
+from partool.planner.problem import Problem, divisors, nearest
+from partool.planner.search import gathers, tiles
+
+Check = Callable[[Problem], Iterator[Diagnostic]]
+
+
+def check(problem: Problem, tokenizer_vocab: int | None) -> list[Diagnostic]:
+    """Return every finding of every rule; later rules divide by what earlier ones have checked."""
+    found = [*_vocabulary(problem, tokenizer_vocab), *check_hf(problem), *check_tensor(problem)]
+    for group in (SIZES, BATCHES):
+        found += [finding for rule in group for finding in rule(problem)]
+        if any(finding.severity == "error" for finding in found):
+            break
+    return found
+
+
+def _vocabulary(problem: Problem, tokenizer_vocab: int | None) -> Iterator[Diagnostic]:
+    vocab = problem.model.vocab
+    if tokenizer_vocab is not None and vocab < tokenizer_vocab:
+        message = f"the data's vocabulary has {tokenizer_vocab} tokens, the model's {vocab}"
+        yield Diagnostic(
+            "PT258", message, path=("model", "vocab"), help=f"set model.vocab to {tokenizer_vocab} or more"
+        )
+
+
+def _experts(problem: Problem) -> Iterator[Diagnostic]:
+    expert, moe = problem.spec.parallel.expert, problem.model.moe
+    path = ("parallel", "expert")
+    if expert == "auto":
+        return
+    if expert > 1 and moe is None:
+        message = f"expert: {expert}, but the model has no experts"
+        yield Diagnostic("PT266", message, path=path, help="drop it, or choose a model with experts")
+    elif moe is not None and moe.experts % expert:
+        message = f"{moe.experts} experts cannot be split over expert: {expert}"
+        yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, divisors(moe.experts))}")
+    elif problem.world_size % expert:
+        message = f"expert: {expert} does not divide the {problem.world_size} devices"
+        legal = [n for n in divisors(problem.world_size) if moe is None or moe.experts % n == 0]
+        yield Diagnostic("PT266", message, path=path, help=f"use {nearest(expert, legal)}")
+
+
+def _recompute(problem: Problem) -> Iterator[Diagnostic]:
+    policies, layers = problem.spec.parallel.recompute, problem.model.layers
+    if isinstance(policies, list) and len(policies) != layers:
+        message = f"recompute names {len(policies)} policies for {layers} layers"
+        help = "name one policy per layer, or write one word for all"
+        yield Diagnostic("PT271", message, path=("parallel", "recompute"), help=help)
+
+
+def _position(problem: Problem) -> Iterator[Diagnostic]:
+    length, limit = problem.spec.training.sequence_length, problem.model.max_position
+    path = ("training", "sequence_length")
+    if length > limit and problem.model.position == "learned":
+        message = f"sequence_length: {length} is more than the {limit} positions that the model has learned"
+        yield Diagnostic("PT257", message, path=path, help=f"use at most {limit}, or raise model.max_position")
+    elif length > limit and problem.model.position == "rope":
+        message = f"sequence_length: {length} is beyond the model's max_position: {limit}"
+        help = "raise model.max_position, and rope_theta or rope_scaling where weights are loaded"
+        yield Diagnostic("PT257", message, severity="warning", path=path, help=help)
+
+
+def _mesh(problem: Problem) -> Iterator[Diagnostic]:
+    world, pinned = problem.world_size, problem.pinned_degrees
+    shared = prod(pinned.values())
+    if world % shared:
+        product = " × ".join(f"{name}: {value}" for name, value in pinned.items() if value > 1)
+        message = f"{product} = {shared} does not divide the {world} devices"
+        if product.count("×") == 0:
+            message = f"{product} does not divide the {world} devices"
+        help = f"{'their product' if '×' in product else 'it'} can be {nearest(shared, divisors(world), 4)}"
+        yield Diagnostic("PT267", message, path=("parallel",), help=help)
+
+
+def _zero(problem: Problem) -> Iterator[Diagnostic]:
+    data, shared = problem.spec.parallel.data, prod(problem.pinned_degrees.values())
+    dp = problem.world_size // shared
+    # Ranks of one sequence have the same parameters, and share their state as well.
+    shared_ranks = problem.pinned_degrees.get("sequence.degree", 1)
+    # A device alone has no use for ZeRO-3 but to hold the copies that layers compute with for one layer at a time.
+    alone = data.zero == 3 and problem.world_size == 1 and problem.host_link
+    if data.zero not in ("auto", 0) and dp == 1 and shared_ranks == 1 and not alone:
+        message = f"zero: {data.zero} shares the state among data-parallel ranks, and there is only one"
+        help = "use zero: 0 or auto, or more devices"
+        yield Diagnostic("PT268", message, severity="warning", path=("parallel", "data", "zero"), help=help)
+    if data.shard != "auto" and dp % data.shard:
+        message = f"shard: {data.shard} does not divide the {dp} data-parallel ranks"
+        help = f"use {nearest(data.shard, divisors(dp))}"
+        yield Diagnostic("PT269", message, path=("parallel", "data", "shard"), help=help)
+
+
+def _batch(problem: Problem) -> Iterator[Diagnostic]:
+    """Find a batch that cannot be shared evenly, where the spec leaves no choice of how many ranks share it."""
+    batch, micro = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
+    shard = problem.spec.parallel.data.shard
+    fixed = len(problem.pinned_degrees) == 3
+    dp = problem.world_size // prod(problem.pinned_degrees.values()) if fixed else 1
+    ranks = dp if fixed or shard == "auto" else shard
+    unit = ranks * (1 if micro == "auto" else micro)
+    if batch % unit == 0:
+        return
+    parts = [f"the {dp} data-parallel ranks"] if fixed else [f"shard: {shard}"] if ranks > 1 else []
+    parts += [] if micro == "auto" else [f"micro_batch: {micro}"]
+    message = f"global_batch: {batch} does not divide by {' × '.join(parts)}"
+    legal = [n for n in (batch - batch % unit, batch - batch % unit + unit) if n]
+    yield Diagnostic("PT259", message, path=("training", "global_batch"), help=f"use {nearest(batch, legal)}")
+
+
+SIZES: tuple[Check, ...] = (
+    fused.check, *tensor.RULES, pipeline.stages, pipeline.layers, pipeline.lists,
+    check_sequence, _experts, optimizer.check, _recompute, offload.check, _position, _mesh,
+    gathers.check, tiles.check,
+)  # fmt: skip
+"""Rules about single sizes."""
+BATCHES: tuple[Check, ...] = (_zero, _batch, pipeline.micro_batches)
+"""Rules that need a mesh that works."""

@@ -1,0 +1,1 @@
+"""Why a layout was taken and others were not, in words."""

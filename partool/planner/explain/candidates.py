@@ -1,0 +1,180 @@
+"""The table of candidates that a plan keeps: the fastest of each kind, and the front over time, memory and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import SCHEDULES
+from partool.diagnostics.record import Diagnostic
+from partool.plan.types import CandidateRow
+from partool.planner.explain.words import summary, why_lost
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.price import Priced
+from partool.planner.search.runnable import runnable
+from partool.planner.search.solve import Solution
+from partool.planner.search.space import build
+
+ROWS = 40
+_FRONT = 6
+_FASTEST = 10
+_SMALLER = 2
+"""How often the devices are halved."""
+
+
+def candidates(solution: Solution, best: Priced) -> tuple[CandidateRow, ...]:
+    """Return at most :data:`ROWS` rows, fastest first; the plan's own layout is among them."""
+    found = {id(best): (solution.problem, best)}
+    for priced in [*_distinct(solution.priced, _FASTEST), *_front(solution)]:
+        found.setdefault(id(priced), (solution.problem, priced))
+    for problem, priced in _fewer_devices(solution.problem):
+        found[id(priced)] = (problem, priced)
+    rows = [_row(problem, priced, best) for problem, priced in list(found.values())[:ROWS]]
+    front = _on_front(rows)
+    marked = [row.model_copy(update={"pareto": on}) for row, on in zip(rows, front, strict=True)]
+    return tuple(sorted(marked, key=lambda row: (row.step_time_s, row.memory_bytes, row.summary)))
+
+
+def fewer_are_faster(problem: Problem, best: Priced, rows: Iterable[CandidateRow], error: float) -> list[Diagnostic]:
+    """Return the finding that a half or a quarter of the devices takes less time, by more than predictions are off.
+
+    The spec says how many devices there are, and all of them are used: small work on many is mostly waiting.
+    """
+    world, devices = problem.world_size, problem.devices
+    limit_s = best.time.step_time_s * (1.0 - error)
+    least = devices.per_node * (problem.spec.launch.min_nodes or 0)
+    enough = (row for row in rows if max(1, least) <= row.devices < world)
+    faster = [row for row in enough if row.step_time_s < limit_s and row.runnable and row.verdict == "green"]
+    if not faster:
+        return []
+    row = min(faster, key=lambda one: (one.step_time_s, one.devices))
+    message = (
+        f"{row.devices} of the {world} devices would take {1e3 * row.step_time_s:.3g} ms per step, all of them take "
+        f"{1e3 * best.time.step_time_s:.3g}: {row.summary}"
+    )
+    nodes, part = divmod(row.devices, devices.per_node)
+    one = "nodes: 1, " if devices.nodes > 1 else ""
+    help = f"write hardware: {{nodes: {nodes}}}" if nodes else f"write hardware: {{{one}per_node: {part}}}"
+    path = ("hardware", "nodes" if nodes else "per_node")
+    return [Diagnostic("PT276", message, severity="warning", path=path, help=f"{help}, or a larger global_batch")]
+
+
+def kind(priced: Priced) -> tuple[Any, ...]:
+    """Return what makes two layouts different in kind rather than in degree."""
+    layout, mesh = priced.layout, priced.layout.mesh
+    return (
+        mesh.tp > 1, mesh.pp > 1, mesh.cp > 1, layout.expert > 1,
+        layout.data.zero, mesh.dp_replicate > 1 and layout.data.zero > 0,
+        max(layout.recompute), layout.offload.optimizer, layout.offload.parameters, layout.offload.activations,
+    )  # fmt: skip
+
+
+def _distinct(priced: Iterable[Priced], count: int) -> list[Priced]:
+    """Return the first of each kind."""
+    found: dict[tuple[Any, ...], Priced] = {}
+    for one in priced:
+        found.setdefault(kind(one), one)
+    return list(found.values())[:count]
+
+
+def _front(solution: Solution) -> list[Priced]:
+    """Return exact prices along the front over time and memory, from the fastest layout to the smallest.
+
+    Beside what the search has priced, groups with plain schedules are looked at with the policies that need least
+    memory.
+    """
+    search, space = solution.search, solution.space
+    leaves = solution.overall.leaves
+    group, policy = [leaves.group], [leaves.policy]
+    time, size = [leaves.bound_s], [leaves.memory_bytes]
+    plain = np.flatnonzero(space.groups.schedule == SCHEDULES.index("1f1b"))
+    for extreme in search.extremes():
+        everyone = plain
+        taken = np.full(len(plain), extreme)
+        allowed = space.allowed(everyone, taken)
+        bound, total = search.columns(everyone[allowed], taken[allowed])
+        group.append(everyone[allowed])
+        policy.append(taken[allowed])
+        time.append(bound)
+        size.append(total)
+    groups, policies, times, sizes = (np.concatenate(part) for part in (group, policy, time, size))
+    fits = np.flatnonzero(sizes <= solution.problem.capacity_bytes)
+    order = fits[np.lexsort((sizes[fits], times[fits]))]
+    if not len(order):
+        return []
+    least = np.minimum.accumulate(sizes[order])
+    front = order[np.concatenate([[True], least[1:] < least[:-1]])]
+    steps = dict.fromkeys(np.linspace(0, len(front) - 1, _FRONT).round().astype(int).tolist())
+    return [search.price(groups[index], policies[index]) for index in front[list(steps)]]
+
+
+def _fewer_devices(problem: Problem) -> list[tuple[Problem, Priced]]:
+    """Return a good layout on a half, a quarter, ... of the devices: plain schedules, nothing in host memory."""
+    found = []
+    devices, parallel = problem.devices, problem.spec.parallel
+    pipeline, offload = parallel.pipeline, parallel.offload
+    if pipeline.schedule == "auto" and pipeline.chunks == "auto":
+        pipeline = pipeline.model_copy(update={"schedule": "1f1b", "chunks": 1})
+    # Parameters that have to leave take the optimizer's state with them, which is then no open question.
+    follows = offload.parameters in ("cpu", "nvme")
+    names = ("parameters", "activations") if follows else ("optimizer", "parameters", "activations")
+    kept = {name: "none" for name in names if getattr(offload, name) == "auto"}
+    plain = problem.with_parallel(pipeline=pipeline, offload=offload.model_copy(update=kept))
+    for _ in range(_SMALLER):
+        if devices.nodes > 1:
+            devices = devices.model_copy(update={"nodes": devices.nodes // 2})
+        elif devices.per_node > 1 and devices.backend != "cpu":
+            devices = devices.model_copy(update={"per_node": devices.per_node // 2})
+        else:
+            break
+        smaller = plain.on(nodes=devices.nodes, per_node=devices.per_node)
+        best = _quickest(smaller)
+        if best is not None:
+            found.append((smaller, best))
+    return found
+
+
+def _quickest(problem: Problem) -> Priced | None:
+    """Return the layout of the least bound that is sure to fit, among those that treat all layers alike."""
+    space = build(problem)
+    table, search = space.policies, Search(problem, space)
+    alike = (table.share == 1.0) & ((table.recompute != 1) | (table.recompute == table.recompute.min()))
+    least: tuple[float, int, int] | None = None
+    for policy in np.flatnonzero(alike):
+        groups = np.flatnonzero(space.allowed(np.arange(space.size), np.full(space.size, policy)))
+        bound, total = search.columns(groups, np.full(len(groups), policy))
+        fits = np.flatnonzero(total <= problem.capacity_bytes)
+        if len(fits):
+            index = fits[np.argmin(bound[fits])]
+            one = (float(bound[index]), int(groups[index]), int(policy))
+            least = one if least is None else min(least, one)
+    return None if least is None else search.price(*least[1:])
+
+
+def _row(problem: Problem, priced: Priced, best: Priced) -> CandidateRow:
+    devices = problem.world_size
+    why = "" if priced is best else why_lost(best, priced)
+    able = runnable(problem, priced.layout)
+    return CandidateRow(
+        summary=summary(priced.layout),
+        step_time_s=priced.time.step_time_s,
+        memory_bytes=priced.memory.total_bytes,
+        host_bytes=priced.host_bytes,
+        devices=devices,
+        fit_probability=priced.memory.fit_probability,
+        verdict=priced.memory.verdict,
+        runnable=able,
+        why_not=why if able or not why else f"{why}; not runnable yet",
+    )
+
+
+def _on_front(rows: list[CandidateRow]) -> list[bool]:
+    points = [(row.step_time_s, row.memory_bytes, row.devices) for row in rows]
+
+    def dominated(point: tuple[float, int, int]) -> bool:
+        return any(other != point and all(a <= b for a, b in zip(other, point, strict=True)) for other in points)
+
+    return [row.verdict != "red" and not dominated(point) for row, point in zip(rows, points, strict=True)]

@@ -1,0 +1,180 @@
+"""What would make an impossible spec possible: each change is searched before it is proposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+
+from partool.catalog.hardware import resolve_hardware
+from partool.catalog.lookup import table
+from partool.diagnostics.record import Diagnostic
+from partool.planner.checks.table import check
+from partool.planner.explain.words import GIB, summary
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.price import Priced, host_limit
+from partool.planner.search.solve import Solution, may_fit, solve
+
+_PROPOSED = 5
+_DOUBLINGS = 8
+_ACCELERATORS = 2
+_SHORTEST = 256
+_MOST_WORK = 1_000_000
+"""Rows of the closed equations after which no more changes are tried."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one field, and the best layout with it; None where nothing fits."""
+
+    problem: Problem
+    best: Priced | None
+
+
+def does_not_fit(solution: Solution) -> Diagnostic:
+    """Return the finding that nothing fits: the smallest layout's terms, and changes under which a layout fits."""
+    smallest = _smallest(solution)
+    memory = smallest.memory
+    largest = sorted(memory.terms_bytes.items(), key=lambda item: -item[1])[:3]
+    terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
+    message = (
+        f"no layout fits: the smallest ({summary(smallest.layout)}) needs {memory.total_bytes / GIB:.1f} GiB "
+        f"per rank, {memory.capacity_bytes / GIB:.1f} GiB are there (GiB: {terms})"
+    )
+    if smallest.memory.total_bytes <= memory.capacity_bytes:
+        have = host_limit(solution.problem) / GIB
+        message = (
+            f"no layout fits: {summary(smallest.layout)} needs {smallest.host_bytes / GIB:.0f} GiB of host memory "
+            f"per node, {have:.0f} GiB may be used"
+        )
+    ways = sorted(
+        (changed.best.time.step_time_s * changed.problem.world_size, text)
+        for text, changed in single_changes(solution.problem)
+        if changed.best is not None
+    )
+    help = "; or ".join(text for _, text in ways[:_PROPOSED]) or "use a smaller model, or devices with more memory"
+    return Diagnostic("PT301", message, path=("hardware",), help=help)
+
+
+def no_layout(solution: Solution) -> Diagnostic:
+    """Return the finding that constraints leave nothing, with what ruled out most and changes that leave something."""
+    pruned = sorted(solution.space.pruned.items(), key=lambda item: -item[1])
+    why = "; ".join(reason for reason, _ in pruned[:3]) or "the pinned values contradict each other"
+    message = f"no layout of {solution.problem.world_size} devices meets all constraints: {why}"
+    ways = [text for text, changed in single_changes(solution.problem) if changed.best is not None]
+    help = "; or ".join(ways[:_PROPOSED]) or "leave more of the parallel section to auto"
+    return Diagnostic("PT273", message, path=("parallel",), help=help)
+
+
+def single_changes(problem: Problem) -> Iterator[tuple[str, Change]]:
+    """Yield changes of one field as ``key: value (its step time)`` with what comes of them."""
+    work = problem.work
+    work.until = work.rows + _MOST_WORK
+    for key, wanted, values in _proposals(problem):
+        tried = takewhile(lambda _: work.rows < work.until, values)
+        found = ((value, changed, _best(changed)) for value, changed in tried)
+        for value, changed, best in islice((one for one in found if one[2] is not None), wanted):
+            assert best is not None
+            yield f"{key}: {value} ({_cost(changed, best)})", Change(changed, best)
+
+
+def _best(problem: Problem) -> Priced | None:
+    if any(finding.severity == "error" for finding in check(problem, None)) or not may_fit(problem):
+        return None
+    return solve(problem).chosen
+
+
+def _cost(problem: Problem, best: Priced) -> str:
+    tokens = best.time.tokens_per_s / problem.world_size
+    return f"{best.time.step_time_s:.3g} s per step, {tokens:.0f} tokens/s per device"
+
+
+Values = Iterator[tuple[object, Problem]]
+"""Values of one field to try in turn, each with the changed problem."""
+
+
+def _proposals(problem: Problem) -> Iterator[tuple[str, int, Values]]:
+    """Yield (field, how many of its values to propose, values): freed pins first, then other sizes and devices."""
+    for key, changed in _freed(problem):
+        yield key, 1, iter([("auto", changed)])
+    yield "parallel.offload", 1, _disks(problem)
+    yield "training.global_batch", 2, _batches(problem)
+    yield "training.sequence_length", 1, _shorter(problem)
+    yield "hardware.nodes", 1, _more_nodes(problem)
+    yield "hardware.accelerator", _ACCELERATORS, _accelerators(problem)
+
+
+def _freed(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    parallel = problem.spec.parallel
+    for name in ("recompute", "micro_batch", "expert"):
+        if getattr(parallel, name) != "auto":
+            yield f"parallel.{name}", problem.with_parallel(**{name: "auto"})
+    for section, name in (
+        ("data", "zero"),
+        ("data", "shard"),
+        ("tensor", "degree"),
+        ("pipeline", "stages"),
+        ("pipeline", "schedule"),
+        ("sequence", "degree"),
+        ("sequence", "method"),
+        ("offload", "optimizer"),
+        ("offload", "parameters"),
+        ("offload", "activations"),
+    ):
+        whole = getattr(parallel, section)
+        if getattr(whole, name) != "auto":
+            freed = problem.with_parallel(**{section: whole.model_copy(update={name: "auto"})})
+            yield f"parallel.{section}.{name}", freed
+
+
+def _disks(problem: Problem) -> Values:
+    """Yield the optimizer's state in files of a folder to be named, where it may leave the device."""
+    offload = problem.spec.parallel.offload
+    if offload.optimizer in ("auto", "cpu") and offload.dir is None and problem.host_link:
+        changed = offload.model_copy(update={"optimizer": "nvme", "dir": "/FOLDER"})
+        yield "{optimizer: nvme, dir: /FOLDER}", problem.with_parallel(offload=changed)
+
+
+def _batches(problem: Problem) -> Values:
+    """Yield the nearest batches that all devices share evenly."""
+    batch, world = problem.spec.training.global_batch, problem.world_size
+    if batch % world:
+        for size in sorted({batch - batch % world, batch - batch % world + world} - {0}):
+            yield size, problem.with_training(global_batch=size)
+
+
+def _shorter(problem: Problem) -> Values:
+    length = problem.spec.training.sequence_length // 2
+    while length >= _SHORTEST:
+        yield length, problem.with_training(sequence_length=length)
+        length //= 2
+
+
+def _more_nodes(problem: Problem) -> Values:
+    for doubling in range(1, _DOUBLINGS + 1):
+        nodes = problem.devices.nodes << doubling
+        yield nodes, problem.on(nodes=nodes)
+
+
+def _accelerators(problem: Problem) -> Values:
+    """Yield accelerators with more memory, the least first, as many as there are now."""
+    if problem.devices.backend == "cpu":
+        return
+    hardware, found = problem.spec.hardware, []
+    for name in table("accelerators"):
+        other = hardware.model_copy(
+            update={"accelerator": name, "per_node": problem.devices.per_node, "memory_gib": None, "peak_tflops": None}
+        )
+        devices = resolve_hardware(other, problem.spec.training.precision).devices
+        if devices is not None and devices.memory_bytes > problem.devices.memory_bytes:
+            found.append((devices.memory_bytes, name, devices.model_copy(update={"nodes": problem.devices.nodes})))
+    for _, name, devices in sorted(found, key=lambda item: item[:2]):
+        yield name, replace(problem, devices=devices)
+
+
+def _smallest(solution: Solution) -> Priced:
+    """Return the exact price of the layout that needs least memory."""
+    search: Search = solution.search
+    group, policy = search.smallest()
+    return search.price(group, policy)

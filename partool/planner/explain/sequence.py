@@ -1,0 +1,157 @@
+"""Why ranks share sequences in this way: the method against the others, who holds which tokens and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from partool.cost.codec import decode, encode, lists_of
+from partool.layout.sequence import deal_heads, even
+from partool.plan.layout import Layout
+from partool.planner.explain.words import GIB, TIE
+from partool.planner.problem import Problem
+from partool.planner.search.price import Priced
+from partool.planner.search.sequence_forms import seconds
+from partool.planner.search.sequence_rules import SequenceForm, all_forms, kinds_of, why_none, windowed
+from partool.spec.parallel import Sequence
+from partool.spec.sequence_checks import methods_of
+from partool.strategies.sequence import ANY_ORDER, METHODS, PREFERENCE
+
+_CLOSE = 5e-4
+"""Share of the step time below which a difference is not worth a number."""
+
+
+def sequence_reasons(problem: Problem, best: Priced) -> Iterator[str]:
+    """Yield one sentence per decision about the ranks that share sequences."""
+    layout = best.layout
+    if problem.spec.data.attend == "document":
+        yield "Attention counts as if documents that share a sequence saw each other: short ones take less."
+    if layout.mesh.cp == 1:
+        return
+    asked = ", as the spec asks" if problem.spec.parallel.sequence.method != "auto" else ""
+    sent = best.time.traffic_bytes.get("sequence", 0)
+    waits = best.time.terms_s.get("sequence_parallel", 0.0) / best.time.step_time_s
+    words = METHODS[layout.sequence.method].words
+    yield (
+        f"Sequence by {layout.sequence.form}{asked}: {words}. A rank sends {_size(sent)} per "
+        f"step for it, and waits {waits:.1%} of the step."
+    )
+    yield from _others(problem, best)
+    yield from _order(problem, layout)
+    yield from _heads(problem, layout)
+    yield from _tokens(problem, layout)
+
+
+def formed(layout: Layout, form: SequenceForm) -> Layout:
+    """Return a layout with another form of sequence parallelism."""
+    row = replace(
+        encode(layout),
+        sequence_method=form.method,
+        sequence_order=form.order,
+        sequence_inner=form.inner,
+        sequence_teams=form.teams,
+        sequence_inside=form.inside,
+    )
+    return decode(row, lists_of(layout))
+
+
+def rivals(problem: Problem, layout: Layout) -> list[Priced]:
+    """Return a layout with the quickest form of each other method, the quickest first."""
+    ranks, tensor = layout.mesh.cp, layout.mesh.tp
+    free = problem.with_parallel(sequence=Sequence(degree=ranks))
+    forms = [form for form in all_forms(free, ranks, tensor) if form.name != layout.sequence.method]
+    if not forms:
+        return []
+    times = seconds(problem, [(ranks, tensor, *form) for form in forms], layout.micro_batch)
+    least: dict[str, SequenceForm] = {}
+    for at in np.argsort(times, kind="stable"):
+        least.setdefault(forms[at].name, forms[at])
+    found = [Priced(problem, formed(layout, form)) for form in least.values()]
+    return sorted(found, key=lambda one: one.time.step_time_s)
+
+
+def _others(problem: Problem, best: Priced) -> Iterator[str]:
+    """Tell what the other methods would take on the same mesh, and which of them it does not allow."""
+    layout = best.layout
+    others = rivals(problem, layout)
+    texts = [f"{one.layout.sequence.form} {_against(best, one)}" for one in others]
+    if texts:
+        alike = any(abs(one.time.step_time_s / best.time.step_time_s - 1.0) <= TIE for one in others)
+        names = ", ".join(PREFERENCE)
+        rule = f" Of those within {TIE:.1%} and that fit, the first of {names} is taken." if alike else ""
+        yield f"Other methods on this mesh: {'; '.join(texts)}.{rule}"
+    free = problem.with_parallel(sequence=Sequence(degree=layout.mesh.cp))
+    wanted = [name for name in methods_of(free.spec.parallel.sequence) if name != layout.sequence.method]
+    whys: dict[str, list[str]] = {}
+    for name in wanted:
+        why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
+        # Models without a grid, which are almost all, need not be told about it.
+        if why and (name != "dsp" or problem.model.grid):
+            whys.setdefault(why, []).append(name)
+    if whys:
+        told = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
+        yield f"Not here: {'; '.join(told)}."
+
+
+def _against(best: Priced, other: Priced) -> str:
+    """Return what a layout would take more or less of than the one that is taken."""
+    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    # What is just beyond the tie that decides is told apart from what is within.
+    share = f"{abs(ratio):.{2 if abs(ratio) < 5 * TIE else 1}%}"
+    time = "as fast" if abs(ratio) < _CLOSE else f"{share} {'slower' if ratio > 0 else 'faster'}"
+    found = [time, f"{_size(other.time.traffic_bytes.get('sequence', 0))} sent"]
+    more = other.memory.total_bytes - best.memory.total_bytes
+    if abs(more) >= GIB / 100:
+        found.append(f"{_size(abs(more))} {'more' if more > 0 else 'less'} memory")
+    if not other.fits:
+        found.append("too large")
+    return ", ".join(found)
+
+
+def _order(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell which tokens a rank holds, and what that does to layers that see all or a window."""
+    if layout.sequence.method not in ANY_ORDER:
+        return
+    mixed = windowed(problem) and "full" in kinds_of(problem.model)
+    asked = ", as the spec asks" if problem.spec.parallel.sequence.order != "auto" else ""
+    if layout.sequence.order == "zigzag":
+        text = "a stretch from the front and one from the back, so that all have as much to attend to"
+        text += "; windowed layers fetch two windows for it" if windowed(problem) else ""
+    elif mixed:
+        text = "one stretch each; windowed layers are even so, and full ones wait for the rank that sees most"
+    elif windowed(problem):
+        text = "one stretch each, whose windows begin with ranks before"
+    else:
+        text = "one stretch each; all wait for the rank that sees most"
+    yield f"Tokens {layout.sequence.order}{asked}: {text}."
+
+
+def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell of heads that are not even over the ranks that trade them, and of heads of keys that several need."""
+    ranks = {"ulysses": layout.mesh.cp, "usp": layout.sequence.ulysses}.get(layout.sequence.method, 1)
+    model, tensor = problem.model, layout.mesh.tp
+    if ranks == 1 or model.mla is not None:
+        return
+    queries, keys = -(-model.heads // tensor), max(1, -(-model.kv_heads // tensor))
+    deals = deal_heads(queries, keys, ranks)
+    sizes = [deal.queries[1] - deal.queries[0] for deal in deals]
+    if len(set(sizes)) > 1:
+        shown = ", ".join(map(str, sizes)) if ranks <= 8 else f"{sizes[0]} or {sizes[-1]}"
+        yield f"Query heads per rank in attention: {shown}; all wait for the one that has most."
+    held = sum(deal.keys[1] - deal.keys[0] for deal in deals)
+    if held > keys:
+        yield f"Keys and values: {keys} heads on {ranks} ranks; each goes to all whose queries read it."
+
+
+def _tokens(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell of shares of a sequence that are not even."""
+    length, ranks = problem.spec.training.sequence_length, layout.mesh.cp
+    sizes = even(length, ranks)
+    if layout.sequence.order != "grid" and sizes[0] != sizes[-1]:
+        yield f"Tokens per rank: {sizes[0]:,} or {sizes[-1]:,}; a sequence of {length:,} does not divide by {ranks}."
+
+
+def _size(bytes_: float) -> str:
+    return f"{bytes_ / GIB:.2f} GiB" if bytes_ >= GIB / 10 else f"{bytes_ / 2**20:.3g} MiB"

@@ -1,0 +1,135 @@
+"""Why tensor parallelism has this form: its shape, where norms work, what overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partool.cost.codec import encode
+from partool.cost.traffic.tensor import halves_passes
+from partool.layout.tensor import head_ranges
+from partool.plan.layout import Layout
+from partool.planner.explain.words import GIB
+from partool.planner.problem import Problem, divisors
+from partool.planner.search.cost_job import cost_job
+from partool.planner.search.price import Priced
+from partool.planner.search.tensor_forms import divides, sent_s, shape_problem
+
+_CLOSE = 5e-4
+"""Share of the step time below which a difference is not worth a number."""
+
+
+def tensor_reasons(problem: Problem, best: Priced) -> Iterator[str]:
+    """Yield one sentence per decision about a layout's tensor ranks."""
+    layout = best.layout
+    if layout.mesh.tp == 1:
+        return
+    fused = layout.tensor.overlap == "symmetric"  # knows one form only
+    if not fused:
+        yield from _shape(problem, best)
+    yield from _heads(problem, layout)
+    if layout.tensor.inner == 1 and not fused:
+        yield _norms(problem, best)
+    yield from _overlap(problem, layout)
+
+
+def _shape(problem: Problem, best: Priced) -> Iterator[str]:
+    """Tell what a shape's collectives take against t × 1, or the best other shape's against those of t × 1."""
+    layout = best.layout
+    ranks, inner, rows = layout.mesh.tp, layout.tensor.inner, layout.micro_batch
+    plain = sent_s(problem, ranks, 1, rows)
+    if inner > 1:
+        here = sent_s(problem, ranks, inner, rows)
+        change = f"{abs(1.0 - here / plain):.0%} {'less' if here <= plain else 'more'}"
+        yield (
+            f"Tensor {ranks // inner} × {inner}: collectives of a layer take {_milliseconds(here)}, {change} than in "
+            f"{ranks} × 1 ({_tiers(problem, ranks, inner)})."
+        )
+        return
+    able = [n for n in divisors(ranks) if n > 1 and shape_problem(problem, ranks, n) is None]
+    if not able:
+        return
+    times = {n: sent_s(problem, ranks, n, rows) for n in able}
+    other = min(able, key=lambda n: times[n])
+    if times[other] < plain:
+        text = f"would take {1.0 - times[other] / plain:.0%} less in {ranks // other} × {other}"
+        yield f"Tensor {ranks} × 1: collectives of a layer {text}, {_but(problem, best, other)}."
+    else:
+        yield (
+            f"Tensor {ranks} × 1: collectives of a layer take {_milliseconds(plain)}; the best other shape, "
+            f"{ranks // other} × {other}, would take {_milliseconds(times[other])}."
+        )
+
+
+def _but(problem: Problem, best: Priced, inner: int) -> str:
+    """Tell why a layout has not the shape that sends least."""
+    if problem.spec.parallel.tensor.shape != "auto":
+        return "but the spec asks for this shape"
+    shape = (best.layout.tensor.degree // inner, inner)
+    other = Priced(problem, best.layout.changed({"tensor.shape": shape, "tensor.sequence_norms": False}))
+    bytes_ = other.memory.total_bytes - best.memory.total_bytes
+    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    memory = f"{abs(bytes_) / GIB:.2f} GiB {'more' if bytes_ > 0 else 'less'} per rank"
+    return f"but the step would need {memory} and {abs(ratio):.1%} {'more' if ratio > 0 else 'less'} time"
+
+
+def _tiers(problem: Problem, ranks: int, inner: int) -> str:
+    """Return over which links the two axes of a shape go."""
+    domain = problem.domain
+    names = {True: "inside a node", False: "across nodes"}
+    return f"d1 {names[ranks <= domain]}, d2 {names[inner <= domain]}"
+
+
+def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell of heads that several ranks hold, and of uneven ones."""
+    model, ranks = problem.model, layout.mesh.tp
+    found = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
+    if found.shared:
+        yield (
+            f"Keys and values: {model.kv_heads} heads on {ranks} tensor ranks; each is held by the ranks of its query "
+            "heads, which sum its gradients once a step."
+        )
+    elif not divides(model, ranks):
+        sizes = ", ".join(str(stop - start) for start, stop in found.queries)
+        yield f"Query heads per tensor rank: {sizes}; time and memory are those of the rank that has most."
+
+
+def _norms(problem: Problem, best: Priced) -> str:
+    """Tell what norms on shares of the sequence cost and save."""
+    layout = best.layout
+    there = layout.tensor.sequence_norms
+    where = "on shares of the sequence" if there else "on whole sequences"
+    if problem.described is not None:
+        return f"Norms {where}: transformers' layers have no other."
+    other = Priced(problem, layout.changed({"tensor.sequence_norms": not there}))
+    bytes_ = other.memory.total_bytes - best.memory.total_bytes
+    ratio = other.time.step_time_s / best.time.step_time_s - 1.0
+    asked = ", as the spec asks" if problem.spec.parallel.tensor.sequence_norms != "auto" else ""
+    memory = f"{abs(bytes_) / GIB:.2f} GiB {'less' if bytes_ > 0 else 'more'} per rank"
+    # As shares of the other way's time, of which there cannot be more than all less.
+    share = 1.0 / (1.0 + ratio) - 1.0
+    time = "and as fast" if abs(ratio) < _CLOSE else f"and {abs(share):.1%} {'less' if ratio > 0 else 'more'} time"
+    return f"Norms {where}{asked}: {memory} {time} than the other way."
+
+
+def _overlap(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Tell what runs beside collectives."""
+    texts = {
+        "none": "collectives and products take turns",
+        "backward": "gradients of inputs travel while those of weights are computed",
+        "symmetric": "collectives are fused with products",
+    }
+    tensor = problem.spec.parallel.tensor
+    why = "the spec asks for it" if tensor.overlap != "auto" else texts[layout.tensor.overlap]
+    if layout.tensor.overlap != "none" and halves_passes(cost_job(problem, layout.compile), encode(layout)):
+        why += ", but this schedule puts gradients of weights off, so backward passes have none to compute meanwhile"
+    if layout.tensor.overlap == "none" and tensor.overlap == "auto":
+        on_cores = problem.devices.backend == "cpu"
+        why += "; both would work on the same cores" if on_cores else ", as the compiler, or halved passes, order them"
+    yield f"Tensor overlap {layout.tensor.overlap}: {why}."
+    if layout.tensor.chunks > 1:
+        asked = "the spec asks for it" if tensor.chunks != "auto" else "one's sum travels while the next is multiplied"
+        yield f"Tensor chunks {layout.tensor.chunks}: {asked}."
+
+
+def _milliseconds(value_s: float) -> str:
+    return f"{value_s * 1e3:.3g} ms"

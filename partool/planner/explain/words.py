@@ -1,0 +1,117 @@
+"""Layouts in words: one line for tables, and why one was not taken."""
+
+from __future__ import annotations
+
+from partool.plan.layout import Layout
+from partool.planner.search.price import Priced
+
+GIB = 2**30
+TIE = 1e-3
+"""Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
+
+
+def summary(layout: Layout) -> str:
+    """Return a layout in one line."""
+    mesh = layout.mesh
+    # Ranks of one sequence share the state like those of several.
+    sharing = mesh.dp if layout.data.zero == 0 else mesh.dp_shard * mesh.cp
+    parts = [f"ZeRO-{layout.data.zero} over {sharing} rank{'s' * (sharing > 1)}"]
+    if mesh.dp_replicate > 1 and layout.data.zero:
+        parts[0] = f"ZeRO-{layout.data.zero} over {sharing}, {mesh.dp_replicate} replicas"
+    if mesh.tp > 1:
+        parts.append(f"tensor {mesh.tp}{_tensor_form(layout)}")
+    if mesh.pp > 1:
+        parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
+    if mesh.cp > 1:
+        parts.append(f"sequence {mesh.cp} ({layout.sequence.form})")
+    if layout.expert > 1:
+        parts.append(f"expert {layout.expert}")
+    parts.append(f"micro-batch {layout.micro_batch} × {layout.derived.accumulation}")
+    parts.append(f"recompute {recompute(layout)}")
+    parts += [f"{what} in tiles of {tokens}" for what, tokens in _tiles(layout)]
+    parts += [f"offload {what}" for what in _offloaded(layout)]
+    return ", ".join(parts)
+
+
+def _tensor_form(layout: Layout) -> str:
+    """Return in brackets what distinguishes forms of tensor parallelism: d1 × d2, or norms on shares."""
+    inner = layout.tensor.inner
+    parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.tensor.sequence_norms
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def schedule(layout: Layout) -> str:
+    """Return the schedule with its chunks per rank or its waves, and the bound of what is in flight."""
+    if waves := layout.pipeline.waves:
+        text = f"{layout.pipeline.schedule}, {waves} wave{'s' * (waves > 1)}"
+    else:
+        named = "own lists" if layout.pipeline.schedule == "file" else layout.pipeline.schedule
+        text = named + (
+            f" × {layout.pipeline.chunks}" if layout.pipeline.chunks > 1 and layout.pipeline.schedule != "zb-v" else ""
+        )
+    return text + (f", {layout.pipeline.in_flight} in flight" if layout.pipeline.in_flight else "")
+
+
+def recompute(layout: Layout) -> str:
+    """Return the policies with their number of layers, or the one that all layers follow."""
+    counts = {policy: layout.recompute.count(policy) for policy in dict.fromkeys(layout.recompute)}
+    if len(counts) == 1:
+        return layout.recompute[0]
+    return " + ".join(f"{policy} × {count}" for policy, count in counts.items())
+
+
+def _tiles(layout: Layout) -> list[tuple[str, int]]:
+    """Return what passes a micro-batch in tiles, and their tokens."""
+    tiles = (("networks", layout.tiles.mlp), ("loss", layout.tiles.loss))
+    return [(what, tokens) for what, tokens in tiles if tokens]
+
+
+def _offloaded(layout: Layout) -> list[str]:
+    found = []
+    if layout.offload.optimizer != "none":
+        share = f" {1.0 - layout.offload.gpu_fraction:.0%}" if layout.offload.gpu_fraction else ""
+        found.append(f"optimizer{share}{_to_disks(layout.offload.optimizer)}")
+    if layout.offload.parameters != "none":
+        found.append(f"parameters{_to_disks(layout.offload.parameters)}")
+    if layout.offload.activations == "cpu":
+        found.append("activations")
+    return found
+
+
+def _to_disks(tier: str) -> str:
+    return " to disks" if tier == "nvme" else ""
+
+
+def why_lost(best: Priced, other: Priced) -> str:
+    """Return why a layout was not taken: too large, slower and by which term, unsure to fit, or no better."""
+    if not other.fits:
+        if other.memory.total_bytes <= other.memory.capacity_bytes:
+            return f"{other.host_bytes / GIB:.1f} GiB of host memory are more than there is"
+        return f"{(other.memory.total_bytes - other.memory.capacity_bytes) / GIB:.1f} GiB too large"
+    ratio = other.time.step_time_s / best.time.step_time_s
+    likely = f"fits with a probability of {other.memory.fit_probability:.0%} only"
+    if ratio > 1.0005:
+        text = f"{(ratio - 1.0) * 100:.1f} % slower"
+        name, more = _most(best, other)
+        return text + (f": {name} + {_short(more)}" if more > 0 else "")
+    if not other.safe and best.safe:
+        return likely
+    if ratio < 0.9995:
+        gain = f"{(1.0 - ratio) * 100:.1f} % faster"
+        return f"{gain}: too little, the simpler one is taken" if ratio * (1.0 + TIE) >= 1.0 - 1e-9 else gain
+    more = other.memory.total_bytes - best.memory.total_bytes
+    if abs(more) < GIB / 100:
+        return "as fast, and no simpler"
+    return f"as fast, with {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'} memory"
+
+
+def _most(best: Priced, other: Priced) -> tuple[str, float]:
+    """Return the term that a layout loses most by."""
+    mine, theirs = best.time.terms_s, other.time.terms_s
+    more = {name: theirs.get(name, 0.0) - mine.get(name, 0.0) for name in dict.fromkeys([*mine, *theirs])}
+    name = max(more, key=lambda key: more[key])
+    return name, more[name]
+
+
+def _short(value_s: float) -> str:
+    return f"{value_s * 1e3:.3g} ms" if value_s < 1.0 else f"{value_s:.3g} s"

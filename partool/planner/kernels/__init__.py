@@ -1,0 +1,1 @@
+"""Which kernels and configurations a layout's products and parts get."""

@@ -1,0 +1,290 @@
+"""Coverage of a plan by kernels: which configuration each matrix product of a rank would run with, and what it costs.
+
+Products come from the layout (:mod:`partool.layout.gemms`), configurations from the registry of kernels, times from the
+cost model, or from a table where that very product was measured on that very device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from partool.catalog.lookup import table
+from partool.cost.case import Job
+from partool.cost.stacks import own_stack
+from partool.cost.time.gemm import matmul_s, streamed_s, tiled_s
+from partool.plan.types import Plan
+from partool.planner.kernels.parts import parts
+from partool.planner.kernels.requests import Asked, asked
+from partool.spec.hardware import Devices
+from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
+from partool_kernels.registry.distance import MODELLED
+from partool_kernels.registry.look_up import Registry
+
+State = Literal["tuned", "nearest", "untuned", "library"]
+STATES: tuple[State, ...] = ("tuned", "nearest", "untuned", "library")
+_STATE: dict[Source, State] = {
+    "exact": "tuned", "rows": "nearest", "shape": "nearest", "device": "nearest", "modelled": "untuned",
+    "heuristic": "untuned",
+}  # fmt: skip
+_FASTER, _SLOWER, _SHORTEST_S = 20.0, 200.0, 1e-5
+"""How far a measured time may be from the predicted one, or from the shortest of a launch, and still be believed."""
+_FEWEST = 3
+"""Measured entries of a table whose median gain is taken for what tuning brings; with fewer, the tile model tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A product, or a fused kernel, with the configuration that the registry has for it."""
+
+    asked: Asked
+    choice: Choice | None
+    """Of the registry, also of kernels that a library of torch's computes instead; None: it knows of none."""
+    call_s: float
+    """Seconds of one call: measured where ``measured``, else as modelled."""
+    modelled_s: float
+    """The same of the cost model, which assumes good tiles."""
+    measured: bool
+    lost_s: float
+    """What a call takes longer than with a configuration tuned for it."""
+    step_s: float
+    """Prediction of the whole step."""
+
+    @property
+    def tabled(self) -> bool:
+        """Whether a kernel with tables computes it, partool's or another engine's."""
+        return self.choice is not None and not (self.asked.library and self.choice.implementation == "triton")
+
+    @property
+    def state(self) -> State:
+        """tuned: measured for this shape on this device; nearest: for a similar one; untuned: for none.
+
+        library: torch computes it with one, which chooses by itself.
+        """
+        return _STATE[self.choice.source] if self.choice is not None and self.tabled else "library"
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all calls of a step."""
+        return self.asked.calls * self.call_s
+
+    @property
+    def share(self) -> float:
+        """Of the step."""
+        return self.total_s / self.step_s
+
+    @property
+    def total_lost_s(self) -> float:
+        """Seconds lost in a step."""
+        return self.asked.calls * self.lost_s
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All lines of a plan."""
+
+    architecture: str
+    step_s: float
+    lines: tuple[Line, ...]
+    doubts: tuple[str, ...] = ()
+    """Times in tables that cannot be true, which are not used, in words."""
+
+    @cached_property
+    def share(self) -> dict[State, float]:
+        """Share of the step by state."""
+        return {state: sum(line.share for line in self.lines if line.state == state) for state in STATES}
+
+    @cached_property
+    def lost_s(self) -> float:
+        """What configurations that are not tuned cost in a step, beyond its prediction."""
+        return sum(line.total_lost_s for line in self.lines)
+
+    @property
+    def measured_step_s(self) -> float:
+        """The step's prediction with the times of tables in the place of the cost model's, where there are some."""
+        changed = (line.asked.calls * (line.call_s - line.modelled_s) for line in self.lines if line.measured)
+        return self.step_s + sum(changed)
+
+    @property
+    def worst(self) -> Source | None:
+        """Least certain source of a product; None where libraries compute them all."""
+        return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
+
+    def below(self, level: Source) -> list[Line]:
+        """Return the products whose configuration comes from a less certain source."""
+        least = SOURCES.index(level)
+        return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
+
+    def _products(self) -> Iterator[tuple[Line, Choice]]:
+        """Yield the products that kernels with tables compute."""
+        for line in self.lines:
+            if line.asked.product and line.choice is not None and line.tabled:
+                yield line, line.choice
+
+    @property
+    def untuned(self) -> list[str]:
+        """Kernels for which tuning would measure something, those that lose most first."""
+        lost: dict[str, float] = {}
+        for line in self.lines:
+            if line.state in ("nearest", "untuned") and not line.asked.library:
+                name = line.asked.kernel
+                lost[name] = lost.get(name, 0.0) + line.total_lost_s
+        return sorted(lost, key=lambda name: (-lost[name], name))
+
+
+def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
+    """Return what the registry has for a plan; raises ``TableError`` where a table of the user's cannot be read.
+
+    Counts and times are of the mean pipeline rank. Without kernels for the accelerator, libraries compute all. Of plans
+    that other engines have to run, the kernels of those count where their tables are given.
+    """
+    names = _device_names(plan.devices)
+    found = (*asked(plan, names[0]), *parts(plan, names[0]))
+    registry = registry or Registry(plan.kernels.tuned, expert_width=_expert_width(found))
+    tables = _Tables(registry, names, others=not plan.runnable)
+    job, step_s = _job(plan), plan.prediction.time.step_time_s
+    lines = tuple(_line(job, one, tables, step_s) for one in found)
+    doubts = dict.fromkeys([*registry.doubts, *tables.doubts])
+    return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
+
+
+def _expert_width(found: Sequence[Asked]) -> int | None:
+    """Return the inner width of an expert on the rank, the one that its last product sums over."""
+    forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
+    return next((one.sides[2] for one in forward), None)
+
+
+def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
+    """Return what is worth measuring for a plan, each once: what its kernels are asked, or kernels that are named.
+
+    Those may be such as torch has a library for, which then is what they are compared with.
+    """
+    name, *_ = _device_names(plan.devices)
+    found = (*asked(plan, name), *parts(plan, name))
+    wanted = [
+        one.request
+        for one in found
+        if one.request is not None
+        and one.request.kernel in KERNELS
+        and (one.request.kernel in kernels if kernels else not one.library)
+    ]
+    return list(dict.fromkeys(wanted))
+
+
+def _job(plan: Plan) -> Job:
+    training, layout = plan.training, plan.layout
+    return Job(
+        model=plan.model,
+        devices=plan.devices,
+        sequence_length=training.sequence_length,
+        global_batch=training.global_batch,
+        precision=training.precision,
+        stack=own_stack(plan.devices.backend, layout.compile, layout.derived.fused),
+        time_scalar=plan.prediction.time_scalar,
+    )
+
+
+def _device_names(devices: Devices) -> list[str]:
+    """Return what drivers call the accelerator, as far as the catalog knows; of one there may be several forms."""
+    entry = table("accelerators").get(devices.accelerator)
+    return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
+
+
+def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
+    modelled_s = call_s = _modelled_s(job, one)
+    choice = tables.credible(one, modelled_s)
+    measured = choice is not None and choice.source == "exact" and choice.time_s is not None
+    lost_s = 0.0
+    if choice is not None and choice.time_s is not None and measured:
+        call_s = choice.time_s
+        if one.library and choice.reference_s is not None:
+            call_s, lost_s = choice.reference_s, max(choice.reference_s - choice.time_s, 0.0)
+    elif choice is not None and choice.source != "exact" and not one.library and choice.implementation == "triton":
+        lost_s = call_s * tables.lost(job, one, choice)
+    return Line(one, choice, call_s, modelled_s, measured, lost_s, step_s)
+
+
+def _modelled_s(job: Job, one: Asked) -> float:
+    if one.moved_bytes is not None:
+        return job.time_scalar * job.stack.derate * streamed_s(job, one.moved_bytes)
+    m, n, k = one.sides
+    seconds = matmul_s(job, m, n, k, wide=one.wide, batch=one.groups)
+    return float(job.time_scalar * job.stack.derate * seconds)
+
+
+class _Tables:
+    """What the registry has, and what tuning brings: of measured entries, else of the tile model."""
+
+    def __init__(self, registry: Registry, names: list[str], *, others: bool) -> None:
+        self._registry = registry
+        self._names = names
+        self._others = others
+        """Whether other engines run the plan, so that their kernels count."""
+        self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
+        self.doubts: list[str] = []
+
+    def credible(self, one: Asked, modelled_s: float) -> Choice | None:
+        """Return the same as ``choice``; one whose time cannot be true counts as not measured."""
+        choice = self.choice(one)
+        if choice is None or choice.time_s is None:
+            return choice
+        if modelled_s / _FASTER <= choice.time_s <= max(modelled_s, _SHORTEST_S) * _SLOWER:
+            return choice
+        m, n, k = one.sides
+        self.doubts.append(
+            f"{choice.table}: {choice.time_s:.3g} s for {m:.0f} × {n} × {k}, where {modelled_s:.3g} s are predicted: "
+            "it is not used"
+        )
+        return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
+
+    def choice(self, one: Asked) -> Choice | None:
+        """Return what the registry has for a product; None where it knows of nothing."""
+        if one.request is None:
+            return None
+        named = (self._named(replace(one.request, device=name)) for name in self._names)
+        found = [choice for choice in named if choice is not None]
+        return max(found, key=lambda choice: (SOURCES.index(choice.source), -choice.distance), default=None)
+
+    def _named(self, request: Request) -> Choice | None:
+        if request.kernel not in KERNELS:
+            return self._registry.others(request) if self._others else None
+        return self._registry.coverage(request) if self._others else self._registry.get(request)
+
+    def lost(self, job: Job, one: Asked, choice: Choice) -> float:
+        """Return what a configuration takes longer than the best one, as a share of the best one's time."""
+        assert one.request is not None
+        median = self._median(one.request)
+        if median is not None and choice.source in ("heuristic", "modelled"):
+            return median - 1.0
+        own = _tiled_s(job, one, choice.config)
+        if own is None:
+            return 0.0
+        others = (_tiled_s(job, one, config) for config in KERNELS[one.request.kernel].configs(one.request))
+        best = min((seconds for seconds in others if seconds is not None), default=own)
+        return max(own / best - 1.0, 0.0)
+
+    def _median(self, request: Request) -> float | None:
+        """Return the median over entries of default over tuned time; None where too few were measured."""
+        key = (request.kernel, request.architecture, request.dtypes)
+        if key not in self._measured:
+            entries = [entry for _, table in self._registry.tables(*key[:2]) for entry in table.entries]
+            gains = [
+                max(one.measured.default_s / one.measured.time_s, 1.0)
+                for one in entries
+                if one.measured is not None and one.dtypes == request.dtypes
+            ]
+            self._measured[key] = statistics.median(gains) if len(gains) >= _FEWEST else None
+        return self._measured[key]
+
+
+def _tiled_s(job: Job, one: Asked, config: Config) -> float | None:
+    """Return the seconds of a product with a configuration's tiles; None where it has none, or is no product."""
+    blocks = config.constants
+    rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)
+    if not rows or not columns or not one.product:
+        return None
+    splits = max((size for name, size in blocks.items() if name.startswith("SPLIT")), default=1)
+    return tiled_s(job, one.sides, (rows, columns), splits=max(splits, 1), batch=one.groups)

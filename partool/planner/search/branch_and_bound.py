@@ -1,0 +1,339 @@
+"""Branch and bound over the space: the fastest layout that is sure to fit, without pricing all of them exactly.
+
+Groups come in the order of a lower bound of their step time. A group is expanded into its policies, which are priced
+with the closed equations; those that fit queue up by their own bound and are priced exactly, best first. The search
+ends when no bound is below the best exact time: what is left cannot win.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.planner.explain.words import TIE
+from partool.planner.problem import Problem
+from partool.planner.search.layouts import layout_of, simplicity
+from partool.planner.search.price import Priced, bounds_s, host_limit, room
+from partool.planner.search.queue import Key, Queue
+from partool.planner.search.space import Space
+
+SLACK = 0.03
+"""How far the closed equations may be above the exact memory; what is nearer to the limit is priced exactly."""
+_MOST_SLACK = 0.5
+"""The same at most where stages are several and the head is heavy."""
+LIKELY = 0.97
+"""Probability of fitting, by the closed equations, from which a layout may turn out to be sure to fit."""
+_CHUNK = 8192
+_MOST_AT_ONCE = 256
+"""Groups that are expanded at once, at most; more would be priced against a limit that a few of them lower."""
+_EXACT_ROWS = 3_000
+"""What an exact price counts as work, in rows."""
+_MOST_WORK = 3_000_000
+"""Rows that one pass may take: three times what the largest published runs do, and half a minute."""
+_FAST_HOST = 100e9
+"""Bytes per second of a host link (NVLink-C2C) beyond which the host's update may be the quicker one."""
+
+
+def firsts(codes: Any) -> Any:
+    """Return where each value occurs first, by value; ``numpy.unique`` would import masked arrays at every start."""
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    return order[np.concatenate([np.ones(min(len(codes), 1), dtype=bool), ordered[1:] != ordered[:-1]])]
+
+
+@dataclass
+class Leaves:
+    """Priced layouts that fit, as columns."""
+
+    group: NDArray[np.int64]
+    policy: NDArray[np.int64]
+    bound_s: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+    probability: NDArray[np.float64]
+    host_bytes: NDArray[np.float64]
+
+    @classmethod
+    def join(cls, parts: list[Leaves]) -> Leaves:
+        """Return all rows of all parts."""
+        names = ("group", "policy", "bound_s", "memory_bytes", "probability", "host_bytes")
+        if not parts:
+            return cls(*(np.zeros(0, dtype=int if name in ("group", "policy") else float) for name in names))
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    best: Priced | None
+    """The fastest that is sure to fit, or, where none is, the fastest that is predicted to fit."""
+    leaves: Leaves = field(default_factory=lambda: Leaves.join([]))
+    too_large: int = 0
+    """Layouts of groups that do not fit with everything recomputed and offloaded."""
+    complete: bool = True
+    """False where the search ended at its limit of work: layouts that it did not come to may be faster."""
+
+
+class Search:
+    """One search over some of the groups and some of the policies of a space."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        space: Space,
+        groups: Any = None,
+        policies: Any = None,
+        shared: Search | None = None,
+    ) -> None:
+        self.problem = problem
+        self.space = space
+        self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
+        self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
+        self.found = Found(None)
+        self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
+        """Exact prices by group and policy; searches of one space may share them."""
+        self._second: dict[Key, float] = {} if shared is None else shared._second
+        """The same of second bounds."""
+        self._seen: NDArray[np.bool_] = shared._seen if shared else np.zeros((space.size, len(space.policies)), bool)
+        """Groups and policies that a bound was computed of; the same."""
+        self._left_out = np.zeros(space.size, dtype=bool)
+        """Groups that are too large whatever they do."""
+        self._settled: list[Priced] = []
+        self.bound_s: NDArray[np.float64] = np.zeros(0)
+        """Least step time of each group."""
+        self.least_bytes: NDArray[np.float64] = np.zeros(0)
+        """Least memory of each group."""
+        self._parts: list[Leaves] = []
+        self._limit_s = float("inf")
+        self._queue = Queue(problem, space, self._second)
+
+    def run(self) -> Found:
+        """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
+        if len(self.groups) and len(self.policies):
+            self.least_bytes, likely = self.least_memory()
+            self.bound_s = self._group_bounds(self.groups)
+            for sure in (True, False):
+                self._pass(likely, sure=sure)
+                if self.found.best is not None:
+                    break
+        self.found.leaves = Leaves.join(self._parts)
+        return self.found
+
+    @property
+    def evaluated(self) -> int:
+        """Layouts whose bounds were computed, each once; those counted as too large are not among them."""
+        return int((self._seen & self.space.counted & ~self._left_out[:, None]).sum())
+
+    def price(self, group: int, policy: int) -> Priced:
+        """Return the exact price of one layout."""
+        key = (int(group), int(policy))
+        if key not in self.exact:
+            self.problem.work.rows += _EXACT_ROWS
+            self.exact[key] = Priced(self.problem, layout_of(self.problem, self.space.rows(*key)))
+        return self.exact[key]
+
+    def least_memory(self) -> tuple[Any, Any]:
+        """Return the least memory that each group can do with, and the probability that this fits."""
+        table, zero3 = self.space.policies, np.asarray(self.space.groups.zero)[self.groups] == 3
+        stays = self.policies[table.parameters[self.policies] == 0]
+        policy = np.full(len(self.groups), stays[-1] if len(stays) else self.policies[-1])
+        if (table.parameters[self.policies] == 1).any():
+            policy[zero3] = self.policies[-1]
+        total, likely, _ = self._room(self.groups, policy)
+        return total, likely
+
+    def could_fit(self) -> bool:
+        """Return False if nothing fits even with the policies that save most, host memory counted."""
+        for policy in self.extremes():
+            groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
+            total, _, host = self._room(groups, np.full(len(groups), policy))
+            fits = (total <= self.problem.capacity_bytes * self._slack(groups)) & (host <= host_limit(self.problem))
+            if fits.any():
+                return True
+        return False
+
+    def smallest(self) -> tuple[int, int]:
+        """Return the group and the policy of the layout that needs least memory; host memory counts as well."""
+        found = []
+        for policy in self.extremes():
+            groups = self.groups[self.space.goes(self.groups, np.full(len(self.groups), policy))]
+            total, _, host = self._room(groups, np.full(len(groups), policy))
+            if len(groups):
+                worst = np.where(host <= host_limit(self.problem), total, total + host)
+                found.append((float(worst.min()), int(groups[np.argmin(worst)]), policy))
+        return min(found)[1:]
+
+    def extremes(self) -> list[int]:
+        """Return the policies that save most memory: on the device alone, and with more and more of host memory."""
+        table = self.space.policies
+        moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
+        here = self.policies[moved[self.policies] == moved[self.policies].min()]
+        stays = self.policies[table.parameters[self.policies] == 0]
+        parts = [stays[table.gpu_fraction[stays] == part] for part in np.unique(table.gpu_fraction[stays])]
+        return sorted({int(here[-1]), int(self.policies[-1]), *(int(part[-1]) for part in parts)})
+
+    def columns(self, group: Any, policy: Any) -> tuple[Any, Any]:
+        """Return lower bounds of time, and memory; both are infinite where device or host memory is too small."""
+        total, _, host = self._room(group, policy)
+        fits = (total <= self.problem.capacity_bytes) & (host <= host_limit(self.problem))
+        bound = np.full(len(group), np.inf)
+        bound[fits] = self._bounds(group[fits], policy[fits])
+        return bound, np.where(fits, total, np.inf)
+
+    def _slack(self, groups: Any) -> Any:
+        """Return by what factor columns may lie above the exact memory of a group's layouts.
+
+        Columns split layers evenly; where the head weighs as much as some layers, the last stage gets fewer of those.
+        Where the spec gives the layers, or the schedule's lists, anything is possible.
+        """
+        model = self.problem.model
+        head = model.vocab * model.hidden / max(self.problem.layer_elements, 1)
+        pp = np.asarray(self.space.groups.pp)[groups]
+        if self.problem.stage_layers is not None or self.problem.lists is not None:
+            return np.where(pp > 1, 1.0 + _MOST_SLACK, 1.0 + SLACK)
+        return 1.0 + SLACK + np.where(pp > 1, np.minimum(head * pp / model.layers, _MOST_SLACK), 0.0)
+
+    def _group_bounds(self, groups: Any) -> Any:
+        """Return the least step time of each group: of the policy that recomputes and offloads least.
+
+        Over a fast host link the host's update may beat the device's: then each split of the optimizer counts.
+        """
+        table, first = self.space.policies, self.policies[0]
+        bases = [first]
+        if (self.problem.devices.host_link_bytes_per_s or 0.0) > _FAST_HOST:
+            same = (table.recompute == table.recompute[first]) & (table.share == table.share[first])
+            same &= (table.parameters == table.parameters[first]) & (table.activations == table.activations[first])
+            bases = [policy for policy in self.policies if same[policy]]
+        return np.min([self._bounds(groups, np.full(len(groups), policy)) for policy in bases], axis=0)
+
+    def _pass(self, likely: Any, *, sure: bool) -> None:
+        """Search for layouts that are sure to fit, or that are predicted to fit."""
+        bound = self.bound_s
+        slack = self._slack(self.groups)
+        may = self.least_bytes <= self.problem.capacity_bytes * slack
+        if sure:
+            self._left_out[self.groups[~may]] = True
+            self.found.too_large = int(self.space.counted[self._left_out][:, self.policies].sum())
+            may &= (likely >= LIKELY) | (slack > 1.0 + SLACK)
+        order = np.flatnonzero(may)[np.argsort(bound[may], kind="stable")]
+        self._limit_s = float("inf")
+        self._queue = Queue(self.problem, self.space, self._second)
+        position, batch = 0, 32
+        start = self.problem.work.rows
+        while not self._worked_enough(start):
+            following = bound[order[position]] if position < len(order) else float("inf")
+            if self._queue.least_s <= following:
+                if self._queue.least_s > self._limit_s * (1.0 + TIE) or not self._queue:
+                    break
+                found = self._queue.pop(self._limit_s * (1.0 + TIE))
+                if found is not None:
+                    self._settle(self.price(*found), sure=sure)
+            elif following <= self._limit_s * (1.0 + TIE):
+                self._expand(self.groups[order[position : position + batch]], sure=sure)
+                position, batch = position + batch, min(2 * batch, _MOST_AT_ONCE)
+            else:
+                break
+
+    def _worked_enough(self, start: int) -> bool:
+        """Return True at the limit of a pass that began after ``start`` rows of work.
+
+        Where nothing has been found yet, the limit is twice as high: it would be said that nothing fits.
+        """
+        work = self.problem.work
+        most = start + (_MOST_WORK if self._settled else 2 * _MOST_WORK)
+        if work.rows <= min(most, work.until):
+            return False
+        self.found.complete = False
+        return True
+
+    def _settle(self, priced: Priced, *, sure: bool) -> None:
+        """Take a layout as the best so far if it fits and is faster, or as fast and simpler."""
+        if not (priced.safe if sure else priced.fits):
+            return
+        time_s = priced.time.step_time_s
+        if time_s > self._limit_s * (1.0 + TIE):
+            return
+        self._limit_s = min(self._limit_s, time_s)
+        self._settled = [p for p in [*self._settled, priced] if p.time.step_time_s <= self._limit_s * (1.0 + TIE)]
+        self.found.best = min(self._settled, key=lambda p: (simplicity(self.problem, p.layout), p.time.step_time_s))
+
+    def _expand(self, groups: Any, *, sure: bool) -> None:
+        """Price all policies of some groups that may still win, and queue those that fit."""
+        least = self._policy_bounds(groups)
+        open_ = (least <= self._limit_s * (1.0 + TIE)) & self.space.allowed(groups[:, None], self.policies[None, :])
+        which, column = np.nonzero(open_)
+        group, policy = groups[which], self.policies[column]
+        total, likely, host = self._room(group, policy)
+        fits = (total <= self.problem.capacity_bytes * self._slack(group)) & (host <= host_limit(self.problem))
+        group, policy = group[fits], policy[fits]
+        leaves = Leaves(group, policy, self._bounds(group, policy), total[fits], likely[fits], host[fits])
+        self._parts.append(leaves)
+        queued = leaves.bound_s <= self._limit_s * (1.0 + TIE)
+        if sure:
+            queued &= (leaves.probability >= LIKELY) | (self._slack(group) > 1.0 + SLACK)
+        queued &= ~self._dominated(leaves, queued)
+        self._queue.push(leaves.bound_s[queued], group[queued], policy[queued])
+
+    def _policy_bounds(self, groups: Any) -> Any:
+        """Return a lower bound for each group (row) and policy (column) from those that differ in one respect only."""
+        table = self.space.policies
+        first = self.policies[0]
+        recompute = table.recompute * 1000 + table.share
+        moved = table.gpu_fraction + 10 * table.parameters + 100 * table.activations
+        plain = [policy for policy in self.policies if moved[policy] == moved[first]]
+        one, many = np.array(plain), np.repeat(groups, len(plain))
+        times = self._bounds(many, np.tile(one, len(groups))).reshape(len(groups), len(plain))
+        column = {recompute[policy]: index for index, policy in enumerate(plain)}
+        gain = (times[:, 0] - self._group_bounds(groups)).clip(min=0.0)[:, None]
+        return times[:, [column[recompute[policy]] for policy in self.policies]] - gain
+
+    def _dominated(self, leaves: Leaves, queued: Any) -> Any:
+        """Return which leaves recompute and offload at least as much as a queued sibling, and are not faster for it."""
+        table = self.space.policies
+        out = np.zeros(len(leaves), dtype=bool)
+        # What lies within the columns' slack may not fit once it is priced, and must not rule out what does.
+        fits = leaves.memory_bytes <= self.problem.capacity_bytes
+        index = np.flatnonzero(queued & (leaves.probability >= 0.999) & fits)
+        for start in np.split(index, np.flatnonzero(np.diff(leaves.group[index])) + 1):
+            if len(start) == 0:
+                continue
+            policy = leaves.policy[start]
+            values = [table.recompute, -table.gpu_fraction, table.parameters, table.activations]
+            least = np.ones((len(start), len(start)), dtype=bool)
+            for column in values:
+                least &= column[policy][:, None] <= column[policy][None, :]
+            share = table.share[policy]
+            least &= (table.recompute[policy] == 0)[:, None] | (share[:, None] <= share[None, :])
+            least &= leaves.bound_s[start][:, None] <= leaves.bound_s[start][None, :]
+            np.fill_diagonal(least, False)
+            least &= ~(least.T & (np.arange(len(start))[:, None] > np.arange(len(start))[None, :]))
+            out[start] = least.any(axis=0)
+        return out
+
+    def _bounds(self, group: Any, policy: Any) -> Any:
+        self._seen[group, policy] = True
+        self.problem.work.rows += len(group)
+        parts = [
+            bounds_s(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
+            for i in range(0, len(group), _CHUNK)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+    def _room(self, group: Any, policy: Any) -> tuple[Any, Any, Any]:
+        self.problem.work.rows += len(group)
+        parts = [
+            room(self.problem, self.space.rows(group[i : i + _CHUNK], policy[i : i + _CHUNK]))
+            for i in range(0, len(group), _CHUNK)
+        ]
+        if not parts:
+            return np.zeros(0), np.zeros(0), np.zeros(0)
+        return tuple(
+            np.concatenate([np.broadcast_to(getattr(part, name), np.shape(part.total_bytes)) for part in parts])
+            for name in ("total_bytes", "probability", "host_bytes")
+        )  # type: ignore[return-value]

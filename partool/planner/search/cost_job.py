@@ -1,0 +1,43 @@
+"""What the cost functions read of a problem's layouts."""
+
+from __future__ import annotations
+
+from partool.catalog.profile import Applied
+from partool.cost.case import Job
+from partool.cost.stacks import own_stack
+from partool.planner.kernels.fused import fused
+from partool.planner.problem import Problem
+from partool.spec.parallel import Compile
+from partool.strategies.optimizers import OPTIMIZERS
+
+
+def cost_job(problem: Problem, compile: Compile | None = None) -> Job:
+    """Return what the cost functions read of layouts whose blocks are compiled, or not; None: as most are."""
+    compile = compile or problem.compile
+    if compile not in problem.jobs:
+        problem.jobs[compile] = _job(problem, compile)
+    return problem.jobs[compile]
+
+
+def _job(problem: Problem, compile: Compile) -> Job:
+    training, measured = problem.spec.training, problem.measured
+    if measured is None or measured.devices.accelerator != problem.devices.accelerator:
+        measured = Applied(problem.devices)
+    return Job(
+        model=problem.model,
+        devices=problem.devices,
+        sequence_length=training.sequence_length,
+        global_batch=training.global_batch,
+        precision=training.precision,
+        stack=own_stack(problem.devices.backend, compile, fused(problem, compile)),
+        frozen=tuple(problem.spec.model.frozen),
+        time_scalar=measured.time_scalar,
+        memory_scalar=measured.memory_scalar,
+        memory_runs=measured.memory.n if measured.memory else 0,
+        memory_spread=measured.memory.spread if measured.memory else 0.0,
+        lists=problem.lists,
+        stage_layers=problem.stage_layers,
+        controls=problem.controls,
+        moments=OPTIMIZERS[problem.spec.optimizer.name].moments,
+        offload=problem.offload,
+    )

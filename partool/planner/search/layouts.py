@@ -1,0 +1,149 @@
+"""From one row of the space to a :class:`Layout`: stages balanced, policies spread over each stage's layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil
+from typing import Any, cast
+
+import numpy as np
+
+from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.codec import LayoutLists, decode
+from partool.cost.kinds import Kind
+from partool.cost.time.micro import Micro, micro
+from partool.layout.stages import balance
+from partool.plan.layout import Layout
+from partool.planner.kernels.fused import fused
+from partool.planner.problem import Problem
+from partool.planner.search import gathers, offload
+from partool.planner.search.cost_job import cost_job
+from partool.planner.search.tensor_forms import divides
+from partool.spec.parallel import Compile, Recompute
+from partool.strategies.sequence import PREFERENCE
+
+_GRAINS = 20
+Bounds = tuple[tuple[int, int], ...]
+"""First and one-past-last layer of each stage."""
+
+
+def layout_of(problem: Problem, row: Layouts) -> Layout:
+    """Return the layout of a row whose columns are single numbers."""
+    bounds: Bounds = ((0, problem.model.layers),)
+    if int(row.pp) > 1:
+        wide = replace(row, **{name: np.atleast_1d(getattr(row, name)) for name in ("recompute", "pp")})
+        bounds = splits(problem, wide, variant_costs(problem, wide))[0]
+    compile: Compile = "block" if row.compiled else "none"
+    rest = LayoutLists(
+        recompute=recompute_of(problem, int(row.recompute), float(row.recompute_share), bounds),
+        layers=tuple(stop - start for start, stop in bounds),
+        gathers=gathers.resolved(problem, row),
+        offload=offload.resolved(problem, row),
+        patterns=problem.spec.parallel.tensor.patterns,
+        schedule_text=problem.lists_text if SCHEDULES[int(row.schedule)] == "file" else "",
+        fused=fused(problem, compile, inner=int(row.tensor_inner)),
+    )
+    return decode(row, rest)
+
+
+def recompute_of(problem: Problem, policy: int, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+    """Return one policy per layer: the spec's list, or of each stage the first ``share`` of its layers, rounded up."""
+    pinned = problem.spec.parallel.recompute
+    if isinstance(pinned, list):
+        return tuple(pinned)
+    return _spread(cast("Recompute", RECOMPUTE[policy]), share, bounds)
+
+
+@lru_cache(maxsize=4096)
+def _spread(policy: Recompute, share: float, bounds: Bounds) -> tuple[Recompute, ...]:
+    found: list[Recompute] = []
+    for start, stop in bounds:
+        some = ceil(share * (stop - start) - 1e-9)
+        found += [policy] * some + ["none"] * (stop - start - some)
+    return tuple(found)
+
+
+def variants(problem: Problem, rows: Layouts) -> list[Any]:
+    """Return the policies that layers of a row may follow, as columns: its own and none, or those of a pinned list."""
+    pinned = problem.spec.parallel.recompute
+    if isinstance(pinned, list):
+        return [0 * rows.recompute + RECOMPUTE.index(policy) for policy in dict.fromkeys(pinned)]
+    return [rows.recompute, 0 * rows.recompute]
+
+
+def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
+    """Return what micro-batches cost where all layers follow each of the policies in turn."""
+    job = job_of_rows(problem, rows)
+    return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
+
+
+def job_of_rows(problem: Problem, rows: Layouts) -> Job:
+    """Return what rows are priced from that are all compiled, or all not."""
+    return cost_job(problem, "block" if np.all(rows.compiled) else "none")
+
+
+def splits(problem: Problem, rows: Layouts, costs: list[Micro]) -> list[Bounds]:
+    """Return the stages of each row, so that the slowest is as quick as can be.
+
+    Times are compared as shares of the slowest layer's, rounded to 1/20: less would move a layer for nothing, and what
+    is alike is split once.
+    """
+    count = len(np.asarray(rows.recompute))
+    if problem.stage_layers is not None:
+        ends = list(accumulate(problem.stage_layers))
+        return [tuple(zip([0, *ends[:-1]], ends, strict=True))] * count
+    order = tuple(costs[0].layers)
+    pinned = problem.spec.parallel.recompute
+    weights = [rows.recompute_share, 1.0 - rows.recompute_share]
+    if isinstance(pinned, list):
+        weights = [pinned.count(policy) / len(pinned) for policy in dict.fromkeys(pinned)]
+    times = {
+        kind: sum(weight * cost.layers[kind].both_s for weight, cost in zip(weights, costs, strict=True))
+        for kind in order
+    }
+    columns = [np.broadcast_to(column, count) for column in (*times.values(), *(
+        unit.both_s for unit in (costs[0].first, costs[0].last)
+    ))]  # fmt: skip
+    slowest = np.max(columns[: len(order)], axis=0)
+    rounded = (np.round(_GRAINS * np.stack(columns) / slowest) / _GRAINS).T.tolist()
+    stages = np.broadcast_to(rows.pp * rows.chunks if problem.lists is None else problem.lists.stages, count)
+    return [
+        _split(problem.layer_kinds, order, tuple(values), int(stages[index])) for index, values in enumerate(rounded)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _split(layers: tuple[Kind, ...], order: tuple[Kind, ...], values: tuple[float, ...], stages: int) -> Bounds:
+    times = dict(zip(order, values[:-2], strict=True))
+    return balance([times[kind] for kind in layers], stages, *values[-2:])
+
+
+def simplicity(problem: Problem, layout: Layout) -> tuple[Any, ...]:
+    """Return what decides between layouts of the same speed; the simpler one sorts first."""
+    mesh = layout.mesh
+    degrees = (mesh.tp, mesh.pp, mesh.cp, layout.expert)
+    moved = (layout.offload.optimizer, layout.offload.activations, layout.offload.parameters)
+    return (
+        sum(degree > 1 for degree in degrees),
+        mesh.tp > problem.domain,
+        sum(side != "none" for side in moved),
+        "nvme" in moved,
+        layout.offload.gpu_fraction if layout.offload.optimizer != "none" else 0.0,
+        layout.data.zero,
+        sum(RECOMPUTE.index(policy) for policy in layout.recompute),
+        SCHEDULES.index(layout.pipeline.schedule) if layout.pipeline.schedule != "1f1b" else -1,
+        layout.pipeline.chunks,
+        layout.pipeline.in_flight,
+        layout.data.zero > 0 and mesh.dp_replicate > 1,
+        mesh.tp > 1 and not divides(problem.model, mesh.tp),
+        layout.tensor.inner,
+        layout.tensor.sequence_norms,
+        layout.tensor.chunks,
+        *degrees,
+        PREFERENCE.index(layout.sequence.method),
+        layout.sequence.ulysses,
+        layout.sequence.teams,
+        -layout.micro_batch,
+    )

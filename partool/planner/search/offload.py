@@ -1,0 +1,188 @@
+"""What goes to host memory or to disks, as fields of a layout: what is pinned, and what follows.
+
+Two optimizers per rank, one on the device and one on the host's cores, may share the parameters. How large the pieces
+are that travel between them, and in which type, is decided where it is counted: :mod:`partool.cost.memory.host_state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+
+from partool.cost.case import Layouts
+from partool.cost.codec import encode
+from partool.cost.memory import host_state
+from partool.cost.time.bound import hidden_share
+from partool.cost.time.predict import predict_time
+from partool.plan.layout import GIB, MIB, OffloadLayout
+from partool.planner.explain.words import TIE
+from partool.planner.problem import Problem
+from partool.planner.search.cost_job import cost_job
+from partool.planner.search.price import Priced
+
+_CORES_KEPT = 2
+"""Of a rank's cores: for training's own thread and the data loader."""
+_MOST = 0.95
+_SHARES = (0.75, 0.5, 0.25)
+"""Of the optimizer's state, what may stay on a device that has no room for what would hide the host's last work."""
+
+
+def resolved(problem: Problem, row: Layouts) -> OffloadLayout:
+    """Return what of a row, whose columns are single numbers, leaves the device, and how the host's work is done."""
+    stays, asked = round(float(row.gpu_fraction), 6), problem.offload
+    left = OffloadLayout(
+        optimizer="none" if stays == 1.0 else "nvme" if asked.optimizer == "nvme" else "cpu",
+        gpu_fraction=stays,
+        parameters="none" if not row.offload_parameters else "nvme" if asked.parameters == "nvme" else "cpu",
+        activations="cpu" if row.offload_activations else "none",
+        pinned_gib=None if asked.pinned_gib == "auto" else asked.pinned_gib,
+    )
+    if "nvme" in (left.optimizer, left.parameters):
+        buffers = host_state.buffers(cost_job(problem))
+        left = left.model_copy(update={"dir": asked.dir, "buffers": buffers})
+    if left.optimizer != "none":
+        return _with_work(problem, row, left)
+    return left if left.active else OffloadLayout()
+
+
+def _with_work(problem: Problem, row: Layouts, left: OffloadLayout) -> OffloadLayout:
+    """Return the same with how the host's optimizer works."""
+    asked, job = problem.offload, cost_job(problem)
+    elements = owned(problem, row) * (1.0 - left.gpu_fraction)
+    wire = int(host_state.wire_bytes(job, row))
+    if asked.bucket_mib == "auto":
+        fitting = int(wire * float(host_state.bucket_elements(job, row, elements)))
+        bucket_bytes = max(host_state.smallest_bucket(job), fitting)
+    else:
+        bucket_bytes = int(asked.bucket_mib * MIB)
+    return left.model_copy(
+        update={
+            "speculate": True if asked.speculate == "auto" else asked.speculate,
+            "undo_gib": int(host_state.undo_bytes(job, row, elements)) / GIB,
+            "gradients": "bf16" if asked.gradients == "bf16" or wire == job.compute_bytes else "fp32",
+            "moments": "bf16" if asked.moments == "bf16" else "fp32",
+            "bucket_mib": bucket_bytes / MIB,
+            "threads": threads(problem),
+        }
+    )
+
+
+def threads(problem: Problem) -> int:
+    """Return a rank's cores for the host's optimizer; on a CPU, where training needs them more, a quarter."""
+    asked = problem.spec.parallel.offload.threads
+    if asked != "auto":
+        return asked
+    devices = problem.devices
+    if devices.backend == "cpu":
+        return max(1, devices.threads_per_rank // 4)
+    return max(1, devices.host_cores // devices.per_node - _CORES_KEPT)
+
+
+def owned(problem: Problem, row: Layouts) -> float:
+    """Return the parameters whose moments a rank has, with layers split evenly over pipeline ranks."""
+    return problem.trained / sharing(row)
+
+
+def sharing(row: Layouts) -> float:
+    """Return the ranks that share one copy of the training state."""
+    return float(row.pp) * float(row.tp) * (float(row.shards * row.cp) if row.zero else 1.0)
+
+
+def in_parts(problem: Problem) -> Problem | None:
+    """Return the problem with state on both sides where it has to leave the device; None where that changes nothing."""
+    offload = problem.spec.parallel.offload
+    may = offload.optimizer in ("cpu", "nvme") and offload.gpu_fraction == "auto" and problem.host_link
+    return problem.relax("split") if may and "split" not in problem.relaxed else None
+
+
+def to_disks(problem: Problem) -> Problem | None:
+    """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
+    offload = problem.spec.parallel.offload
+    may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
+    return problem.relax("disks") if may and "disks" not in problem.relaxed else None
+
+
+def refined(priced: Priced) -> Priced:
+    """Return a layout with as much of the optimizer's state on the device as hides the host's last work, if that fits.
+
+    Searches try few shares; this one follows from the times of the layout itself.
+    """
+    problem, layout = priced.problem, priced.layout
+    open_ = problem.spec.parallel.offload.gpu_fraction == "auto" and problem.host_link
+    if layout.offload.optimizer == "none" or layout.offload.parameters != "none" or not open_:
+        return priced
+    least = ceil(100.0 * hidden_share(priced.job, encode(layout))) / 100.0
+    best = priced
+    for share in (least, *_SHARES):
+        if not layout.offload.gpu_fraction < share <= min(least, _MOST):
+            continue
+        row = replace(encode(layout), gpu_fraction=share)
+        other = Priced(problem, layout.model_copy(update={"offload": resolved(problem, row)}))
+        if not other.fits or other.safe < priced.safe:
+            continue
+        quicker = other.time.step_time_s < best.time.step_time_s * (1.0 - TIE)
+        if quicker or (share == least and other.time.step_time_s <= priced.time.step_time_s * (1.0 + TIE)):
+            best = other
+        if share == least:
+            break
+    return best
+
+
+def sentences(problem: Problem, priced: Priced) -> Iterator[str]:
+    """Say what lives in host memory and on disks, and why."""
+    layout, asked, memory = priced.layout, problem.spec.parallel.offload, priced.memory
+    waits = priced.time.terms_s.get("offload", 0.0) / priced.time.step_time_s
+    if layout.offload.optimizer != "none":
+        yield _optimizer(priced, pinned=asked.optimizer != "auto", waits=waits)
+        yield _update(priced)
+    if layout.offload.parameters != "none":
+        why = (
+            "the spec asks for it" if asked.parameters != "auto" else "layouts that keep them do not fit, or are slower"
+        )
+        where = "files" if layout.offload.parameters == "nvme" else "host memory"
+        yield f"Parameters in {where}: {why}; each layer's come to the device before its two passes."
+    if layout.offload.activations != "none":
+        told = ", as the spec asks" if asked.activations == "cpu" else ""
+        yield f"Activations in host memory{told}: {waits:.1%} of the step waits for what goes there and back."
+    if memory.pinned_bytes and problem.host_link:
+        yield f"Pinned memory: {memory.pinned_bytes / GIB:.1f} GiB of each rank, taken before the first step."
+
+
+def _optimizer(priced: Priced, *, pinned: bool, waits: float) -> str:
+    layout = priced.layout
+    where = f"files under {layout.offload.dir}" if layout.offload.optimizer == "nvme" else "host memory"
+    why = "the spec asks for it" if pinned else "layouts that keep it do not fit, or are slower"
+    stays = (
+        f"; {layout.offload.gpu_fraction:.0%} stays, of what the backward pass reaches last"
+        if layout.offload.gpu_fraction
+        else ""
+    )
+    return f"Optimizer state in {where}: {why}{stays}. {waits:.1%} of the step waits for it."
+
+
+def _update(priced: Priced) -> str:
+    work = priced.layout.offload
+    when = "after the norm of the gradients is known"
+    if work.speculate == "undo":
+        when = f"as gradients arrive, with {work.undo_gib:.2g} GiB of copies to go back to"
+    elif work.speculate:
+        when = "as gradients arrive; masters and moments change once their norm is known"
+    wide = "as they are computed" if work.gradients == "bf16" else "as wide as masters"
+    cores = f"{work.threads} core{'s' * (work.threads > 1)}"
+    said = f"Update on {cores} per rank {when}. Gradients travel {wide}, {work.bucket_mib:.3g} MiB at a time."
+    paused_s = _paused_s(priced)
+    if paused_s <= priced.time.step_time_s * (1.0 + TIE):
+        return said
+    return (
+        f"{said} While most steps clip, updates wait for the norm: {paused_s:.3g} s a step, which the price leaves out."
+    )
+
+
+def _paused_s(priced: Priced) -> float:
+    """Return the seconds of a step while so many guesses fail that the runtime makes none; 0.0 where none can."""
+    job, training = priced.job, priced.problem.spec.training
+    if job.offload.speculate is False or not priced.problem.spec.optimizer.clip:
+        return 0.0
+    waiting = replace(job, offload=job.offload.model_copy(update={"speculate": False}))
+    return predict_time(waiting, priced.layout, training.steps).step_time_s

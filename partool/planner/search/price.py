@@ -1,0 +1,156 @@
+"""What layouts cost: columns for many, predictions for one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import RECOMPUTE, Column, Job, Layouts, Mask
+from partool.cost.memory import host_state
+from partool.cost.memory.fit import fit_probability
+from partool.cost.memory.peak import Memory, host_bytes, peak_memory, predict_memory
+from partool.cost.time.bound import bound_s
+from partool.cost.time.predict import predict_time
+from partool.plan.layout import GIB, Layout
+from partool.plan.types import MemoryPrediction, TimePrediction
+from partool.planner.problem import Problem
+from partool.planner.search.cost_job import cost_job
+from partool.spec.hardware import Devices
+
+HOST_SHARE = 0.9
+"""Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""
+_PINNED_SLACK = 1.05
+"""How far the closed equations of pinned memory may be above the exact ones."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One layout with its exact price; each part is computed once it is asked for."""
+
+    problem: Problem
+    layout: Layout
+
+    @property
+    def job(self) -> Job:
+        """What its price is computed from."""
+        return cost_job(self.problem, self.layout.compile)
+
+    @cached_property
+    def time(self) -> TimePrediction:
+        """Predicted time and traffic of a step."""
+        return predict_time(self.job, self.layout, self.problem.spec.training.steps)
+
+    @cached_property
+    def memory(self) -> MemoryPrediction:
+        """Predicted peak memory of each pipeline rank."""
+        return predict_memory(self.job, self.layout, self.problem.spec.limits.memory_headroom)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Of host memory, per node."""
+        return host_bytes(self.job, self.layout) if self.layout.offload.active else 0
+
+    @property
+    def fits(self) -> bool:
+        """True if the predictions stay under the capacity of device and host."""
+        small = self.memory.total_bytes <= self.memory.capacity_bytes
+        small &= self.host_bytes <= host_limit(self.problem)
+        pinned = sum(self.pinned_parts.values()) if self.layout.offload.active else 0
+        return small and pinned <= pinned_limit(self.problem)
+
+    @property
+    def pinned_parts(self) -> dict[str, int]:
+        """Terms of host memory that a rank has to pin, in bytes; spare buffers of gradients may wait."""
+        terms = self.memory.host_terms_bytes
+        parts = {name: size for name, size in terms.items() if name in host_state.pinned_terms(self.job)}
+        if "gradients" in parts and self.layout.offload.optimizer != "none":
+            parts["gradients"] = max(0, parts["gradients"] - host_state.SPARE * self.layout.offload.bucket_bytes)
+        return parts
+
+    @property
+    def safe(self) -> bool:
+        """True if it is sure to fit."""
+        return self.fits and self.memory.verdict == "green"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Predicted memory of many layouts."""
+
+    total_bytes: Column
+    probability: Column
+    host_bytes: Column
+
+
+def room(problem: Problem, layouts: Layouts) -> Room:
+    """Return the memory of many layouts; of a list of policies, the least with all layers under one of them.
+
+    It need not be the policy that keeps least: what is kept may go to the host.
+    """
+    pinned = problem.spec.parallel.recompute
+    if not isinstance(pinned, list):
+        return _room(problem, layouts)
+    each = [
+        _room(problem, replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy)))
+        for policy in dict.fromkeys(pinned)
+    ]
+    return Room(
+        np.minimum.reduce([np.asarray(one.total_bytes) for one in each]),
+        np.maximum.reduce([np.asarray(one.probability) for one in each]),
+        np.minimum.reduce([np.asarray(one.host_bytes) for one in each]),
+    )
+
+
+def _room(problem: Problem, layouts: Layouts) -> Room:
+    memory = peak_memory(cost_job(problem), layouts)
+    total = memory.total_bytes
+    likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
+    return Room(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
+
+
+def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:
+    """Return where layouts need more pinned memory than the spec allows, by more than columns may be off."""
+    limit = pinned_limit(problem)
+    if limit == float("inf"):
+        return False
+    job = cost_job(problem)
+    elements = problem.trained / (layouts.pp * layouts.tp * np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1))
+    bucket = host_state.bucket_elements(job, layouts, elements * (1.0 - layouts.gpu_fraction))
+    spare = host_state.SPARE * host_state.wire_bytes(job, layouts) * bucket
+    parts = {name: size for name, size in memory.host_terms.items() if name in host_state.pinned_terms(job)}
+    least = sum(np.maximum(0.0, size - spare) if name == "gradients" else size for name, size in parts.items())
+    return least > limit * _PINNED_SLACK
+
+
+def pinned_limit(problem: Problem) -> float:
+    """Return the bytes that a rank may pin; infinite where the spec says nothing, or nothing does with as few."""
+    asked = problem.spec.parallel.offload.pinned_gib
+    return float("inf") if asked == "auto" or "pinned" in problem.relaxed else float(int(asked * GIB))
+
+
+def bounds_s(problem: Problem, layouts: Layouts) -> NDArray[np.float64]:
+    """Return a lower bound of the step time of many layouts."""
+    shape = np.shape(layouts.pp)
+    compiled = np.broadcast_to(layouts.compiled == 1, shape)
+    if compiled.all() or not compiled.any():
+        job = cost_job(problem, "block" if compiled.all() else "none")
+        return np.broadcast_to(bound_s(job, layouts), shape)
+    found = np.zeros(shape)
+    for choice, rows in (("block", compiled), ("none", ~compiled)):
+        found[rows] = bound_s(cost_job(problem, choice), layouts.take(rows))  # type: ignore[arg-type]
+    return found
+
+
+def host_limit(problem: Problem) -> float:
+    """Return the bytes of a node's memory that may be filled; as many as there are numbers where it is not known."""
+    return min(host_room(problem.devices), sys.float_info.max)
+
+
+def host_room(devices: Devices) -> float:
+    """Return the same for machines."""
+    size = devices.host_memory_bytes
+    return float("inf") if size is None or devices.backend == "cpu" else HOST_SHARE * size

@@ -1,0 +1,227 @@
+"""Questions beside the plan itself: the smallest cluster, the largest batch or sequence, and products of what-ifs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from partool.planner.checks.offload_room import check_layout
+from partool.planner.checks.tensor_cuts import partition
+from partool.planner.make import resolve
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Search
+from partool.planner.search.solve import harder_ones, solve
+from partool.planner.search.space import build
+from partool.spec.numbers import MOST_LAYERS
+from partool.spec.spec import Spec
+
+Largest = Literal["micro_batch", "sequence_length", "global_batch", "model"]
+LARGEST: tuple[Largest, ...] = get_args(Largest)
+LENGTH = "training.sequence_length"
+_SHORT = {"hardware": "hardware.accelerator", "sequence_length": LENGTH}
+"""Keys of what-ifs that may be written without their section."""
+_MOST_NODES = 2**17
+_GRAIN = 256
+"""Sequence lengths are tried in multiples of this many tokens."""
+_MOST = 2**24
+_EXACT_DEVICES = 4
+"""Of no more devices the largest model is found by whole plans; of more, each of these takes many seconds."""
+
+
+def smallest_cluster(spec: Spec, base_dir: Path) -> list[str] | None:
+    """Return overrides that leave the fewest devices on which a layout is sure to fit; None where no number is enough.
+
+    Nodes double until a layout fits and are bisected then; below one node, its devices. A batch that a number of
+    devices cannot share evenly counts as not fitting, so the answer is the least of those tried.
+    """
+    problem = resolve(spec, base_dir).problem
+    if problem is None:
+        return None
+    per_node = problem.devices.per_node
+
+    def nodes_fit(nodes: int) -> bool:
+        return fits(problem.on(nodes=nodes))
+
+    if nodes_fit(1):
+        sizes = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        size = next(size for size in sizes if fits(problem.on(nodes=1, per_node=size)))
+        return ["hardware.nodes=1", f"hardware.per_node={size}"]
+    nodes = _first(nodes_fit, 1, _MOST_NODES)
+    return None if nodes is None else [f"hardware.nodes={nodes}", f"hardware.per_node={per_node}"]
+
+
+def largest(spec: Spec, base_dir: Path, what: Largest) -> list[str] | None:
+    """Return the override with the largest value under which a layout is sure to fit; None where none does.
+
+    ``global_batch`` is the most sequences per step without more micro-batches than pipeline stages: with more of them
+    any batch would fit. ``model`` is the model with more or fewer layers, all else as it is; None as well for one whose
+    layers are given one by one, or that transformers builds.
+    """
+    problem = resolve(spec, base_dir).problem
+    if problem is None:
+        return None
+    if what == "micro_batch":
+        found = _last([n for n in _micro_batches(problem) if fits(problem.with_parallel(micro_batch=n))])
+        return None if found is None else [f"parallel.micro_batch={found}"]
+    if what == "global_batch":
+        unit = problem.world_size
+
+        def batch_fits(count: int) -> bool:
+            return fits(problem.with_training(global_batch=count * unit), once=True)
+
+        count = _most(batch_fits, _MOST // unit)
+        return None if count is None else [f"training.global_batch={count * unit}"]
+    if what == "model":
+        return _largest_model(problem)
+    limit = problem.model.max_position if problem.model.position == "learned" else _MOST
+
+    def length_fits(count: int) -> bool:
+        return fits(problem.with_training(sequence_length=count * _GRAIN))
+
+    count = _most(length_fits, limit // _GRAIN)
+    return None if count is None else [f"training.sequence_length={count * _GRAIN}"]
+
+
+def _largest_model(problem: Problem) -> list[str] | None:
+    """Return the override with the most layers of the model's that fit; host memory and disks count, as allowed.
+
+    On few devices one more is sure not to fit; on many, layouts between the extreme ones may hold some layers more.
+    """
+    given = problem.spec.model.attention is not None and isinstance(problem.spec.model.attention.layer_types, list)
+    if given or problem.described is not None or isinstance(problem.spec.parallel.recompute, list):
+        return None
+    least = 1 if problem.model.moe is None else problem.model.moe.first_dense_layers + 1
+
+    def layers_fit(count: int) -> bool:
+        return fits(problem.with_layers(least + count - 1))
+
+    def layers_plan(count: int) -> bool:
+        return plans(problem.with_layers(least + count - 1))
+
+    count = _most(layers_fit, MOST_LAYERS - least + 1)
+    if problem.world_size <= _EXACT_DEVICES:
+        count = _pushed(layers_plan, count or 1, MOST_LAYERS - least + 1)
+    return None if count is None else [f"model.layers={least + count - 1}"]
+
+
+def plans(problem: Problem) -> bool:
+    """Return True if a plan comes of a problem: a layout that is sure to fit and that breaks no rule.
+
+    Slower than :func:`fits`, which looks at extreme layouts only, and exact.
+    """
+    best = solve(problem).chosen
+    if best is None or not best.safe:
+        return False
+    found = [*check_layout(problem, best), *partition(problem, best.layout).findings]
+    return not any(finding.severity == "error" for finding in found)
+
+
+def fits(problem: Problem, *, once: bool = False) -> bool:
+    """Return True if a layout is sure to fit; ``once``: with no more micro-batches than pipeline stages.
+
+    As in a plan, gathers that need least memory and tiles of sequences are tried where nothing fits without.
+    """
+    return any(_fits(one, once=once) for one in variants(problem))
+
+
+def variants(problem: Problem) -> Iterator[Problem]:
+    """Yield a problem as plans solve it: as it is, then with more and more that saves memory and costs time."""
+    yield problem
+    yield from harder_ones(problem)
+
+
+def _fits(problem: Problem, *, once: bool) -> bool:
+    space = build(problem)
+    mask = np.ones(space.size, dtype=bool)
+    if once:
+        mask = np.asarray(space.groups.accumulation <= space.groups.pp)
+    if not mask.any():
+        return False
+    search = Search(problem, space, mask)
+    group, policy = search.smallest()
+    return search.price(group, policy).safe
+
+
+def combinations(varied: list[str]) -> list[list[str]]:
+    """Return the overrides of each row of a table: every combination of ``key=a,b,c``.
+
+    ``hardware`` stands for ``hardware.accelerator``, ``sequence_length`` for ``training.sequence_length``. Raises
+    ``ValueError`` where there is no ``=``, or no value.
+    """
+    axes = []
+    for text in varied:
+        key, equals, values = text.partition("=")
+        listed = [value.strip() for value in _split(values)]
+        if not equals or not key.strip() or not all(listed):
+            raise ValueError(f"{text!r} is not key=value,value,...")
+        name = _SHORT.get(key.strip(), key.strip())
+        axes.append([f"{name}={value}" for value in listed])
+    return [list(row) for row in itertools.product(*axes)]
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are in no brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _micro_batches(problem: Problem) -> list[int]:
+    """Return the micro-batches that some layout could have, ascending."""
+    space = build(problem.with_parallel(micro_batch="auto"))
+    return sorted({int(n) for n in np.unique(space.groups.micro_batch)})
+
+
+def _first(fit: Callable[[int], bool], lower: int, most: int) -> int | None:
+    """Return the least number above ``lower``, which does not fit, that does: doubling, then bisecting."""
+    upper = 2 * lower
+    while not fit(upper):
+        lower, upper = upper, 2 * upper
+        if upper > most:
+            return None
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (lower, middle) if fit(middle) else (middle, upper)
+    return upper
+
+
+def _most(fit: Callable[[int], bool], most: int) -> int | None:
+    """Return the largest number that fits: doubling, then bisecting; None where not even 1 does."""
+    if most < 1 or not fit(1):
+        return None
+    lower = 1
+    while 2 * lower <= most and fit(2 * lower):
+        lower *= 2
+    upper = min(2 * lower, most + 1)
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if fit(middle) else (lower, middle)
+    return lower
+
+
+def _pushed(fit: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """Return the largest number that fits, near a guess: steps up that double, or else halves below, then bisecting."""
+    if fit(guess):
+        step = 1
+        while guess + step <= most and fit(guess + step):
+            guess, step = guess + step, 2 * step
+        lower, upper = guess, min(guess + step, most + 1)
+    else:
+        lower, upper = 0, guess
+    while upper - lower > 1:
+        middle = (lower + upper) // 2
+        lower, upper = (middle, upper) if fit(middle) else (lower, middle)
+    return lower or None
+
+
+def _last(values: list[int]) -> int | None:
+    return values[-1] if values else None

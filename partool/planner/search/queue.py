@@ -1,0 +1,86 @@
+"""Layouts that wait to be priced exactly, by their bound; pipelined ones get a second bound before their turn."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from partool.planner.problem import Problem
+from partool.planner.search.refine import refined_s
+from partool.planner.search.space import Space
+
+_TOGETHER = 128
+"""Layouts of one structure that are refined at once."""
+Key = tuple[int, int]
+"""Group and policy."""
+
+
+class Queue:
+    """A priority queue of layouts by lower bound."""
+
+    def __init__(self, problem: Problem, space: Space, second: dict[Key, float] | None = None) -> None:
+        self._problem = problem
+        self._second: dict[Key, float] = {} if second is None else second
+        """Second bounds by layout; searches of one space may share them."""
+        self._space, groups = space, space.groups
+        self._columns = [
+            np.broadcast_to(column, space.size)
+            for column in (groups.schedule, groups.pp, groups.chunks, groups.in_flight, groups.accumulation)
+        ]
+        self._heap: list[tuple[float, int, int]] = []
+        self._settled: dict[Key, float] = {}
+        """Bounds of layouts that will not get a better one."""
+        self._coarse: dict[Any, dict[Key, float]] = defaultdict(dict)
+        """First bounds by schedule, pipeline ranks, chunks, bound of what is in flight, and micro-batches up to a full
+        round."""
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def least_s(self) -> float:
+        """The least bound; infinite for an empty queue."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def push(self, bounds_s: Any, groups: Any, policies: Any) -> None:
+        """Add layouts."""
+        pp = self._columns[1]
+        for bound, group, policy in zip(bounds_s.tolist(), groups.tolist(), policies.tolist(), strict=True):
+            key = (group, policy)
+            if pp[group] > 1:
+                self._coarse[self._structure(group)][key] = bound
+            else:
+                self._settled[key] = bound
+            heapq.heappush(self._heap, (bound, *key))
+
+    def pop(self, limit_s: float) -> Key | None:
+        """Return the layout with the least bound; None where that was its first bound, and it now has a second one.
+
+        Layouts of the same structure below the limit are refined with it: the schedule is run once for all.
+        """
+        bound, group, policy = heapq.heappop(self._heap)
+        if (group, policy) in self._settled:
+            return (group, policy) if self._settled[group, policy] <= bound else None
+        waiting = self._coarse[self._structure(group)]
+        near = heapq.nsmallest(_TOGETHER, ((first, key) for key, first in waiting.items() if first <= limit_s))
+        self._refine([key for _, key in near if key not in self._second])
+        for first, key in near:
+            self._settled[key] = max(first, self._second[key])
+            if self._settled[key] > first:
+                heapq.heappush(self._heap, (self._settled[key], *key))
+            del waiting[key]
+        own = (group, policy)
+        return own if self._settled[own] <= bound else None
+
+    def _refine(self, keys: list[Key]) -> None:
+        if keys:
+            groups, policies = (np.array(part) for part in zip(*keys, strict=True))
+            found = refined_s(self._problem, self._space.rows(groups, policies))
+            self._second.update(zip(keys, found.tolist(), strict=True))
+
+    def _structure(self, group: int) -> Any:
+        schedule, pp, chunks, in_flight, m = (int(column[group]) for column in self._columns)
+        return schedule, pp, chunks, in_flight, min(m, pp)

@@ -1,0 +1,70 @@
+"""Which forms of sequence parallelism are worth a search: none that a preferred one, or a faster one, matches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from partool.cost.case import Layouts
+from partool.planner.problem import Problem
+from partool.planner.search.price import bounds_s, room
+from partool.planner.search.sequence_rules import SequenceForm, all_forms
+
+Forms = dict[tuple[int, int], tuple[SequenceForm, ...]]
+"""By (sequence ranks, tensor ranks)."""
+MICRO_BATCHES = (1, 8)
+"""Sequences per pass at which forms are compared: what starts messages counts for short passes, their size for long."""
+_LESS_TIME, _LESS_MEMORY = 1e-3, 0.01
+"""Relative differences below which forms are alike."""
+
+
+def every_form(problem: Problem, meshes: Iterable[tuple[int, int]]) -> Forms:
+    """Return all forms of each pair of sequence and tensor ranks."""
+    return {(ranks, tensor): tuple(all_forms(problem, ranks, tensor)) for ranks, tensor in meshes}
+
+
+def best_forms(problem: Problem, every: Forms) -> Forms:
+    """Return the forms of each pair that no other form beats: with less time, or preferred, and no more memory.
+
+    All are priced at once. What else a layout does is the same for all forms of a mesh, so it is left out.
+    """
+    several = {mesh: found for mesh, found in every.items() if len(found) > 1}
+    if not several:
+        return every
+    rows = [(*mesh, *form) for mesh, found in several.items() for form in found]
+    kept = np.zeros(len(rows), dtype=bool)
+    columns = np.array(rows).T
+    ends = np.cumsum([len(found) for found in several.values()])
+    for micro_batch in MICRO_BATCHES:
+        layouts = _layouts(columns, micro_batch)
+        times, sizes = bounds_s(problem, layouts), np.asarray(room(problem, layouts).total_bytes)
+        for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+            kept[start:stop] |= _front(times[start:stop], sizes[start:stop])
+    found = dict(every)
+    for (mesh, forms), stop in zip(several.items(), ends, strict=True):
+        mask = kept[stop - len(forms) : stop]
+        found[mesh] = tuple(form for form, keep in zip(forms, mask, strict=True) if keep)
+    return found
+
+
+def seconds(problem: Problem, rows: list[tuple[int, ...]], micro_batch: int) -> Any:
+    """Return a lower bound of the step times of forms, each given behind its sequence and tensor ranks."""
+    return bounds_s(problem, _layouts(np.array(rows).T, micro_batch))
+
+
+def _layouts(columns: Any, micro_batch: int) -> Layouts:
+    cp, tp, method, order, inner, teams, inside = columns
+    return Layouts(
+        pp=1 + 0 * cp, cp=cp, tp=tp, micro_batch=micro_batch, sequence_method=method, sequence_order=order,
+        sequence_inner=inner, sequence_teams=teams, sequence_inside=inside,
+    )  # fmt: skip
+
+
+def _front(times: Any, sizes: Any) -> Any:
+    """Return where no other entry is as quick and as small, and quicker or named before."""
+    time, size = np.round(np.log(times) / _LESS_TIME), np.round(np.log(sizes) / _LESS_MEMORY)
+    as_good = (time[:, None] <= time[None, :]) & (size[:, None] <= size[None, :])
+    before = np.arange(len(times))[:, None] < np.arange(len(times))[None, :]
+    return ~(as_good & ((time[:, None] < time[None, :]) | before)).any(axis=0)

@@ -1,0 +1,145 @@
+"""A problem solved: the layout to take, the better one that cannot run yet, and everything that was priced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from partool.plan.types import SearchSummary
+from partool.planner.explain.words import TIE
+from partool.planner.problem import Problem
+from partool.planner.search.branch_and_bound import Found, Search, firsts
+from partool.planner.search.gathers import under_pressure
+from partool.planner.search.offload import in_parts, refined, to_disks
+from partool.planner.search.price import Priced
+from partool.planner.search.runnable import runnable
+from partool.planner.search.space import Space, build
+from partool.planner.search.tiles import in_tiles
+
+TOO_LARGE = "too large even with everything recomputed and offloaded"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search found, and what of it is taken."""
+
+    problem: Problem
+    space: Space
+    search: Search
+    """Over all layouts."""
+    overall: Found
+    able: Found | None
+    """Over the layouts that the runtime can run; None where the best of all can run, or nothing can."""
+
+    @property
+    def chosen(self) -> Priced | None:
+        """The best layout that can run; where nothing can, the best of all; None where nothing fits."""
+        return (self.able.best if self.able is not None else None) or self.overall.best
+
+    @property
+    def better(self) -> Priced | None:
+        """The best layout of all, if it is faster than the one taken, which is taken because it can run."""
+        chosen, best = self.chosen, self.overall.best
+        if chosen is None or best is None or best is chosen:
+            return None
+        faster = best.time.step_time_s < chosen.time.step_time_s * (1.0 - TIE)
+        return best if faster or (best.safe and not chosen.safe) else None
+
+    @cached_property
+    def fastest(self) -> Priced | None:
+        """The fastest layout of all, by its lower bound, whether it fits or not."""
+        if not self.space.size:
+            return None
+        return self.search.price(int(np.argmin(self.search.bound_s)), int(self.search.policies[0]))
+
+    @property
+    def priced(self) -> list[Priced]:
+        """Every layout whose time has been predicted exactly, fastest first."""
+        return sorted(self.search.exact.values(), key=lambda priced: priced.time.step_time_s)
+
+    def summary(self) -> SearchSummary:
+        """Return the counts."""
+        founds = [self.overall, *([self.able] if self.able is not None else [])]
+        pruned = dict(self.space.pruned)
+        if self.overall.too_large:
+            pruned[TOO_LARGE] = self.overall.too_large
+        pruned = dict(sorted(pruned.items(), key=lambda item: (-item[1], item[0])))
+        policies = len(self.space.policies)
+        keys = [found.leaves.group * policies + found.leaves.policy for found in founds]
+        return SearchSummary(
+            enumerated=self.space.enumerated,
+            pruned=pruned,
+            evaluated=self.search.evaluated,
+            fitting=len(firsts(np.concatenate(keys))),
+            simulated=len(self.priced),
+        )
+
+
+def solve(problem: Problem) -> Solution:
+    """Search all layouts, and where the best cannot run, those that can.
+
+    If none is sure to fit, they are searched again: with an optimizer's state on both sides where it has to leave, with
+    gathers that need least memory, with tiles of sequences, and with state in files, if the spec names a folder. Where
+    none does with the pinned memory that the spec allows, this is left out, for a finding that says what is needed.
+    """
+    solution = _solved(problem)
+    if (
+        solution.chosen is None
+        and problem.spec.parallel.offload.pinned_gib != "auto"
+        and "pinned" not in problem.relaxed
+    ):
+        return _solved(problem.relax("pinned"))
+    return solution
+
+
+def _solved(problem: Problem) -> Solution:
+    solution = _solve(problem)
+    for harder in harder_ones(problem):
+        if solution.chosen is not None and solution.chosen.safe:
+            break
+        again = _solve(harder)
+        solution = again if _rank(again.chosen) > _rank(solution.chosen) else solution
+    return solution
+
+
+def harder_ones(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem with more and more that saves memory and costs time."""
+    parts = in_parts(problem)
+    last = parts or problem
+    found = (parts, under_pressure(last), in_tiles(last), to_disks(last), to_disks(_smallest(last)))
+    yield from (one for at, one in enumerate(found) if one is not None and one not in found[:at])
+
+
+def _smallest(problem: Problem) -> Problem:
+    return in_tiles(problem) or under_pressure(problem) or problem
+
+
+def _rank(priced: Priced | None) -> int:
+    """Return how sure it is that a layout fits."""
+    return 0 if priced is None else 1 + priced.fits + priced.safe
+
+
+def _solve(problem: Problem) -> Solution:
+    space = build(problem)
+    search = Search(problem, space)
+    overall = search.run()
+    able = None
+    if bool(np.any(space.runnable)) and bool(np.any(space.runnable_policies)):
+        best = overall.best
+        if best is None or not runnable(problem, best.layout):
+            able = Search(problem, space, space.runnable, space.runnable_policies, search).run()
+    for found in (overall, able):
+        if found is not None and found.best is not None:
+            found.best = refined(found.best)
+    return Solution(problem, space, search, overall, able)
+
+
+def may_fit(problem: Problem) -> bool:
+    """Return False if no layout fits however much is recomputed and offloaded; quicker than a search."""
+    problem = _smallest(in_parts(problem) or problem)
+    problem = to_disks(problem) or problem
+    space = build(problem)
+    return space.size > 0 and Search(problem, space).could_fit()

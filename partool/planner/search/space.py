@@ -1,0 +1,374 @@
+"""Every combination of the choices that a spec leaves open, as columns, less what constraints rule out.
+
+A *group* is a mesh with ZeRO stage, schedule, micro-batch and so on; a *policy* says what is computed again and what
+goes to host memory. Layouts are groups times policies. Groups are columns in memory, policies a short table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partool.cost.case import RECOMPUTE, RING, Column, Layouts
+from partool.planner.checks.tensor_cuts import cuttable
+from partool.planner.problem import Problem, divisors
+from partool.planner.search.policies import Policies, policies_of
+from partool.planner.search.runnable import able, nothing_runs
+from partool.planner.search.schedules import Scheduled, schedules
+from partool.planner.search.sequence_forms import Forms, best_forms, every_form
+from partool.planner.search.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
+from partool.planner.search.tiles import sizes as tile_sizes
+
+MOST_STAGES = 128
+"""Pipeline ranks tried: twice what published runs used (arXiv 2104.04473: 64 for 1T parameters); more can be pinned."""
+TOKENS_PER_RANK = 256
+"""Sequence parallelism stops where a rank would hold fewer tokens of a sequence than this; kernels starve below."""
+MANY = 300_000
+"""Groups beyond which only powers of two are tried for the degrees that are open."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is to be searched."""
+
+    groups: Layouts
+    size: int
+    """Number of groups."""
+    policies: Policies
+    runnable: NDArray[np.bool_]
+    """Mask of groups."""
+    runnable_policies: NDArray[np.bool_]
+    """Mask of policies."""
+    enumerated: int = 0
+    """Layouts before anything was pruned."""
+    pruned: dict[str, int] = field(default_factory=dict)
+    """Layouts that constraints ruled out, by reason."""
+
+    layers: int = 1
+
+    def rows(self, group: Any, policy: Any, *, rounded: bool = False) -> Layouts:
+        """Return the layouts of pairs of a group's and a policy's index.
+
+        ``rounded`` gives the share of layers that recompute where stages are even and round up to whole layers: what
+        memory is least with. Without, it is the share itself where there are several stages: what time is least with.
+        """
+        taken, chosen = self.groups.take(group), self.policies
+        whole = self._share(taken, chosen.share[policy])
+        share = whole if rounded else np.where(taken.pp == 1, whole, chosen.share[policy])
+        values = {
+            "recompute": chosen.recompute[policy],
+            "recompute_share": share,
+            "gpu_fraction": chosen.gpu_fraction[policy],
+            "offload_parameters": chosen.parameters[policy],
+            "offload_activations": chosen.activations[policy],
+        }
+        if np.any(ring := taken.ring):
+            # Weights that travel leave one policy: stages are computed again, nothing goes to the host.
+            only = {"recompute": RECOMPUTE.index("full"), "recompute_share": 1.0, "gpu_fraction": 1.0}
+            values = {name: np.where(ring, only.get(name, 0), value) for name, value in values.items()}
+        kept = {name: getattr(taken, name) for name in (*_GROUP_COLUMNS, *_SETTLED)}
+        return Layouts(**kept, compiled=taken.compiled, **values)
+
+    def allowed(self, group: Any, policy: Any) -> Any:
+        """Return where a policy goes with a group.
+
+        Parameters leave the device as ZeRO-3 shards only; of shares that come to the same layers the least stands for
+        all. Where weights travel there is one policy.
+        """
+        taken, share = self.groups.take(group), self.policies.share[policy]
+        less = np.array([0.0, *sorted(set(self.policies.share.tolist()))])
+        before = less[np.searchsorted(less, share) - 1]
+        none = self.policies.recompute[policy] == 0
+        differs = none | (self._share(taken, share) > self._share(taken, before))
+        return self.goes(group, policy) & (differs | taken.ring)
+
+    def goes(self, group: Any, policy: Any) -> Any:
+        """Return the same where shares that come to the same layers each stand for themselves."""
+        taken = self.groups.take(group)
+        return np.where(taken.ring, self.only[policy], (self.policies.parameters[policy] == 0) | (taken.zero == 3))
+
+    @cached_property
+    def counted(self) -> NDArray[np.bool_]:
+        """Mask of the groups and policies that are layouts, as counts have them: parameters leave as ZeRO-3 shards."""
+        stays, shards = self.policies.parameters == 0, np.asarray(self.groups.zero) == 3
+        found: NDArray[np.bool_] = stays[None, :] | shards[:, None]
+        return found
+
+    @cached_property
+    def only(self) -> NDArray[np.bool_]:
+        """Mask of the one policy of layouts whose weights travel; of none where the spec allows no such policy."""
+        table = self.policies
+        moved = 1.0 - table.gpu_fraction + table.parameters + table.activations
+        found: NDArray[np.bool_] = (table.recompute == RECOMPUTE.index("full")) & (table.share == 1.0) & (moved == 0)
+        return found
+
+    def _share(self, groups: Layouts, share: Column) -> Column:
+        """Return the share of all layers that is recomputed where stages, split evenly, round up to whole layers."""
+        stages = groups.pp * groups.chunks
+        small, more = self.layers // stages, self.layers % stages
+        layers = (stages - more) * np.ceil(share * small - 1e-9) + more * np.ceil(share * (small + 1) - 1e-9)
+        return layers / self.layers
+
+
+_UNCUT = "no sequence method cuts the model so"
+_BEATEN = "another sequence method takes less time and no more memory"
+_GROUP_COLUMNS = (
+    "pp", "replicas", "shards", "cp", "tp", "ep", "zero", "micro_batch", "accumulation", "schedule", "chunks",
+    "in_flight", "sequence_method", "sequence_order", "sequence_inner", "sequence_teams", "sequence_inside",
+    "tensor_inner", "sequence_norms",
+)  # fmt: skip
+_SETTLED = ("tensor_overlap", "tensor_chunks", "mlp_tile_tokens", "loss_tile_tokens")
+"""Columns of groups that follow from the others."""
+
+
+def build(problem: Problem) -> Space:
+    """Enumerate a problem's layouts; constraints are applied to whole meshes first."""
+    policies = policies_of(problem)
+    space = _Builder(problem, policies).run()
+    if space.size > MANY:
+        space = _Builder(problem, policies, coarse=True).run()
+    return space
+
+
+def micro_batches(problem: Problem, dp: int) -> list[int]:
+    """Return the micro-batches to try: the pinned one, or divisors of a rank's share: small ones and powers of two."""
+    batch, pinned = problem.spec.training.global_batch, problem.spec.parallel.micro_batch
+    if batch % dp:
+        return []
+    share = batch // dp
+    if pinned != "auto":
+        return [pinned] if share % pinned == 0 else []
+    return [n for n in divisors(share) if n <= 16 or _power(n) or n == share]
+
+
+def _power(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+class _Builder:
+    """Meshes first, as columns; then the choices below each mesh that is left."""
+
+    def __init__(self, problem: Problem, policies: Policies, *, coarse: bool = False) -> None:
+        self.problem = problem
+        self.policies = policies
+        self.coarse = coarse
+        self.pruned: dict[str, int] = {}
+        self.enumerated = 0
+        self._with_parameters = len(policies)
+        self._without = int((policies.parameters == 0).sum())
+
+    def run(self) -> Space:
+        blocks = [block for mesh in self._meshes() for block in self._below(*mesh)]
+        columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(_GROUP_COLUMNS), 0), dtype=np.int64)
+        named = dict(zip(_GROUP_COLUMNS, columns, strict=True))
+        compiled = np.full(columns.shape[1], int(self.problem.compile == "block"))
+        compiled[(named["pp"] > 1) & self.problem.excludes_compile(named["schedule"])] = 0
+        groups = Layouts(**named, compiled=compiled)
+        networks, losses = tile_sizes(self.problem, groups)
+        groups = replace(
+            groups,
+            tensor_overlap=overlap_of(self.problem, groups),
+            tensor_chunks=pieces_of(self.problem, groups),
+            mlp_tile_tokens=networks,
+            loss_tile_tokens=losses,
+        )
+        some = not nothing_runs(self.problem)
+        return Space(
+            groups=groups,
+            size=columns.shape[1],
+            policies=self.policies,
+            runnable=able(groups) & some,
+            runnable_policies=able(self.policies.rows) & some,
+            enumerated=self.enumerated,
+            pruned=dict(self.pruned),
+            layers=self.problem.model.layers,
+        )
+
+    def _axis(self, pinned: Any, limit: int) -> list[int]:
+        if pinned != "auto":
+            return [pinned]
+        values = [n for n in divisors(self.problem.world_size) if n <= limit]
+        return [n for n in values if _power(n)] if self.coarse else values
+
+    @cached_property
+    def _tensor_axis(self) -> list[int]:
+        return self._axis(self.problem.tensor_degree, self.problem.model.heads)
+
+    @cached_property
+    def _sequence_axis(self) -> list[int]:
+        asked = self.problem.spec.parallel.sequence
+        found = self._axis(asked.degree, self.problem.spec.training.sequence_length)
+        # Who names a method wants it, whatever it takes.
+        several = [ranks for ranks in found if ranks > 1] if asked.method != "auto" else []
+        return several or found
+
+    @cached_property
+    def _divided(self) -> bool:
+        """True if some open degree of tensor parallelism divides the model; others are then not tried."""
+        problem = self.problem
+        return any(tp > 1 and divides(problem.model, tp) and cuttable(problem, tp) for tp in self._tensor_axis)
+
+    def _meshes(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (tp, pp, cp, dp) of every mesh that no constraint rules out."""
+        model, world = self.problem.model, self.problem.world_size
+        for tp in self._tensor_axis:
+            for pp in self._axis(self.problem.pinned_degrees.get("pipeline.stages", "auto"), model.layers):
+                if world % (tp * pp):
+                    continue
+                for cp in self._sequence_axis:
+                    if world % (tp * pp * cp):
+                        continue
+                    dp = world // (tp * pp * cp)
+                    weight = self._weight(pp, cp, dp)
+                    self.enumerated += weight
+                    reason = self._reason(tp, pp, cp, dp)
+                    if reason is None:
+                        yield tp, pp, cp, dp
+                    else:
+                        self._prune(reason, weight)
+
+    def _reason(self, tp: int, pp: int, cp: int, dp: int) -> str | None:
+        """Return the first constraint that a mesh breaks."""
+        problem, model = self.problem, self.problem.model
+        parallel, training = problem.spec.parallel, problem.spec.training
+        open_tensor = problem.tensor_degree == "auto"
+        uneven = open_tensor and not divides(model, tp)
+        rules = (
+            (uneven and self._divided, "heads or widths do not divide by tensor, those of other degrees do"),
+            (uneven and not busy(model, tp), "tensor ranks without heads or widths of their own"),
+            (open_tensor and tp > 1 and problem.domain % tp != 0, "tensor parallelism across the fast link's domain"),
+            (pp > model.layers, "more stages than layers"),
+            (parallel.pipeline.stages == "auto" and pp > MOST_STAGES, f"more than {MOST_STAGES} pipeline stages"),
+            (training.sequence_length < cp, "more sequence ranks than tokens"),
+            (
+                cp > 1 and parallel.sequence.degree == "auto" and training.sequence_length // cp < TOKENS_PER_RANK,
+                f"fewer than {TOKENS_PER_RANK} tokens of a sequence per rank",
+            ),
+            (training.global_batch % dp != 0, "global_batch does not divide by the data-parallel ranks"),
+            (self._least % (tp * pp * cp) != 0, "min_nodes: fewer nodes could not hold as many model-parallel ranks"),
+        )
+        found = next((reason for broken, reason in rules if broken), None)
+        if found is None and open_tensor and not cuttable(problem, tp):
+            # Last, as it takes a while for each degree of a large model.
+            return "modules that so many tensor ranks cannot share"
+        return found
+
+    @cached_property
+    def _least(self) -> int:
+        """Ranks of the fewest nodes that the run may go on with; 0, which all divide, if pinned degrees need more."""
+        problem = self.problem
+        ranks = (problem.spec.launch.min_nodes or 0) * problem.devices.per_node
+        return 0 if ranks % prod(problem.pinned_degrees.values()) else ranks
+
+    def _weight(self, pp: int, cp: int, dp: int) -> int:
+        """Return the number of layouts on a mesh before constraints."""
+        batches = max(1, len(micro_batches(self.problem, dp)))
+        tp = self.problem.world_size // (pp * cp * dp)
+        sharing = sum(
+            self._with_parameters if zero == 3 else self._without
+            for zero, _ in self._sharing(dp, cp, tp)
+        )  # fmt: skip
+        shapes = max(1, len(self._forms(tp, cp)))
+        experts, schedules = len(self._experts(dp * cp)), len(self._schedules(pp))
+        return max(1, len(self._every_form[cp, tp])) * batches * sharing * schedules * experts * shapes
+
+    @cached_property
+    def _forms(self) -> Callable[[int, int], tuple[Form, ...]]:
+        return cache(partial(forms, self.problem))
+
+    @cached_property
+    def _every_form(self) -> Forms:
+        """All forms of sequence parallelism, by degrees."""
+        world = self.problem.world_size
+        meshes = [(cp, tp) for cp in self._sequence_axis for tp in self._tensor_axis if world % (cp * tp) == 0]
+        return every_form(self.problem, meshes)
+
+    @cached_property
+    def _best_forms(self) -> Forms:
+        """Those that no other beats."""
+        return best_forms(self.problem, self._every_form)
+
+    def _sharing(self, dp: int, cp: int, tp: int) -> list[tuple[int, int]]:
+        """Return (ZeRO stage, data-parallel ranks that share the state); one rank has nothing to share.
+
+        Ranks of one sequence hold the same parameters, so they share the state as well.
+        """
+        data, inside = self.problem.spec.parallel.data, max(1, self.problem.domain // (cp * tp))
+        # Parameters go to the host as ZeRO-3 shards, of one rank too.
+        to_host = self.problem.spec.parallel.offload.parameters in ("cpu", "nvme")
+        zeros = (data.zero,) if data.zero != "auto" else (3,) if to_host else (0, 1, 2, 3)
+        # A rank of its own gathers too, into the copies that layers compute with: with ZeRO-3 those of one layer.
+        alone = self.problem.world_size == 1 and self.problem.host_link
+        found = []
+        for zero in zeros:
+            if zero == 0 or dp * cp == 1:
+                if data.zero != "auto" or to_host or (zero in (0, 3 * alone) and data.shard in ("auto", 1)):
+                    found.append((zero, 1))
+            elif data.shard != "auto":
+                found += [(zero, data.shard)] if dp % data.shard == 0 else []
+            else:
+                found.append((zero, dp))
+                if 1 < inside * cp <= self.problem.domain and inside < dp and dp % inside == 0:
+                    found.append((zero, inside))
+        return found
+
+    def _schedules(self, pp: int) -> tuple[Scheduled, ...]:
+        return schedules(self.problem, pp)
+
+    def _experts(self, ranks: int) -> list[int]:
+        """Return the degrees of expert parallelism to try within ``ranks`` ranks."""
+        pinned, moe = self.problem.spec.parallel.expert, self.problem.model.moe
+        if pinned != "auto":
+            return [pinned] if ranks % pinned == 0 else []
+        if moe is None:
+            return [1]
+        found = [n for n in divisors(moe.experts) if ranks % n == 0]
+        return [n for n in found if _power(n)] if self.coarse else found
+
+    def _below(self, tp: int, pp: int, cp: int, dp: int) -> Iterator[Any]:
+        """Yield the groups of one mesh as a matrix with a row per column of :data:`_GROUP_COLUMNS`."""
+        sequences, experts = self._best_forms[cp, tp], self._experts(dp * cp)
+        sharing = self._sharing(dp, cp, tp)
+        schedules, batches = self._schedules(pp), micro_batches(self.problem, dp)
+        lists = (sequences, experts, sharing, schedules, batches, self._forms(tp, cp))
+        if not all(lists):
+            why = (_UNCUT, "experts do not divide over the ranks",
+                   "shard does not divide the data-parallel ranks", "no schedule has room for the chunks",
+                   "micro_batch does not divide a rank's share", "tensor.shape is of another degree")  # fmt: skip
+            reason = next(text for text, values in zip(why, lists, strict=True) if not values)
+            self._prune(reason, self._weight(pp, cp, dp))
+            return
+        every = len(self._every_form[cp, tp])
+        self._prune(_BEATEN, self._weight(pp, cp, dp) // every * (every - len(sequences)))
+        index = np.indices([len(values) for values in lists]).reshape(len(lists), -1)
+        shared, scheduled = np.array(sharing)[index[2]], np.array([one[:3] for one in schedules])[index[3]]
+        micro, shape, sequence = (np.array(lists[at])[index[at]] for at in (4, 5, 0))
+        share = self.problem.spec.training.global_batch // dp
+        same = np.ones_like(micro)
+        block = np.stack(
+            [
+                pp * same, dp // shared[:, 1], shared[:, 1], cp * same, tp * same, np.array(experts)[index[1]],
+                shared[:, 0], micro, share // micro, *scheduled.T, *sequence.T, *shape.T,
+            ]
+        )  # fmt: skip
+        # Interleaved schedules send micro-batches round in groups of one per rank (arXiv 2104.04473, section 2.2).
+        takes = np.array([[one.takes(pp, share // n) for n in batches] for one in schedules])
+        whole = takes[index[3], index[4]]
+        # Owners of weights that travel have their state whole, whole matrices and whole sequences.
+        whole &= ((shared[:, 0] == 0) & (tp == 1) & (cp == 1)) | ~np.isin(scheduled[:, 0], RING) | (pp == 1)
+        zero3 = shared[~whole, 0] == 3
+        self._prune(
+            "the schedule does not take so many micro-batches, or that ZeRO stage, or tensor or sequence parallelism",
+            int(zero3.sum()) * self._with_parameters + int((~zero3).sum()) * self._without,
+        )
+        yield block[:, whole]
+
+    def _prune(self, reason: str, count: int) -> None:
+        if count:
+            self.pruned[reason] = self.pruned.get(reason, 0) + count

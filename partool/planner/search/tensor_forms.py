@@ -1,0 +1,162 @@
+"""Which forms of tensor parallelism a number of ranks may have: their shape, and where norms work on shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import OVERLAPS, Layouts
+from partool.cost.kinds import kinds
+from partool.cost.time.layer import layer
+from partool.cost.time.tensor import layer_seconds
+from partool.cost.traffic.tensor import halves_passes
+from partool.layout.tensor import head_ranges
+from partool.planner.problem import Problem, divisors
+from partool.planner.search.cost_job import cost_job
+from partool.spec.model import ModelConfig
+
+PIECES = (1, 2, 4)
+"""Pieces of a micro-batch that are tried."""
+_GAIN = 1e-3
+"""Share of a layer's forward pass that more pieces have to save."""
+
+
+class Form(NamedTuple):
+    """A form of tensor parallelism."""
+
+    inner: int = 1
+    """d2 of d1 × d2 ranks."""
+    sequence_norms: int = 0
+    """1 where norms and residuals work on a share of the sequence."""
+
+
+def forms(problem: Problem, ranks: int, sequence: int) -> tuple[Form, ...]:
+    """Return the forms to try with so many tensor and sequence ranks; none where the spec's shape is of other numbers.
+
+    Open shapes beside t × 1 are tried where their collectives take less time than those of t × 1.
+    """
+    tensor = problem.spec.parallel.tensor
+    if ranks == 1:
+        return (Form(),) if tensor.shape in ("auto", [1, 1]) else ()
+    if tensor.shape != "auto":
+        outer, inner = tensor.shape
+        if outer * inner != ranks:
+            return ()
+        if inner > 1:
+            return (Form(inner),)
+    norms = (0, 1) if tensor.sequence_norms == "auto" else (int(tensor.sequence_norms),)
+    if problem.mlp_tile:
+        # A tile is of tokens that a rank holds whole.
+        return tuple(Form(1, one) for one in norms if not one and tensor.overlap != "symmetric")
+    if tensor.overlap == "symmetric":
+        # Fused kernels exchange even shares of the sequence only.
+        even = problem.spec.training.sequence_length % (ranks * sequence) == 0
+        return tuple(Form(1, 1) for one in norms if one and even)
+    found = [Form(1, one) for one in norms]
+    if tensor.shape == "auto" and tensor.sequence_norms is not True and sequence == 1:
+        found += [Form(inner) for inner in best_inner(problem, ranks)]
+    return tuple(found)
+
+
+def best_inner(problem: Problem, ranks: int) -> tuple[int, ...]:
+    """Return the d2 that takes least time for a layer's collectives if that is less than in t × 1; else nothing.
+
+    Long and short micro-batches may differ in which it is: start-up times matter for the latter.
+    """
+    able = [inner for inner in divisors(ranks) if inner > 1 and shape_problem(problem, ranks, inner) is None]
+    if not able or problem.spec.parallel.tensor.patterns:
+        return ()
+    best = []
+    for micro_batch in (1, 16):
+        times = {inner: sent_s(problem, ranks, inner, micro_batch) for inner in (1, *able)}
+        inner = min(able, key=lambda one: times[one])
+        if times[inner] < times[1]:
+            best.append(inner)
+    return tuple(dict.fromkeys(best))
+
+
+def sent_s(problem: Problem, ranks: int, inner: int, micro_batch: int) -> float:
+    """Return the seconds of a layer's collectives, both passes, in the shape (ranks / inner) × inner."""
+    layouts = Layouts(tp=ranks, tensor_inner=inner, micro_batch=micro_batch)
+    found = layer_seconds(cost_job(problem), layouts)
+    return float(found.forward.total + found.backward.total)
+
+
+def shape_problem(problem: Problem, ranks: int, inner: int) -> str | None:
+    """Return what keeps a model from two-dimensional tensor parallelism in a shape; None: nothing does."""
+    model = problem.model
+    if problem.described is not None or model.moe is not None or model.mla is not None:
+        what = "experts" if model.moe is not None else "latent attention" if model.mla is not None else "transformers"
+        return f"it knows partool's own dense decoder only, not {what}"
+    outer = ranks // inner
+    rules = (
+        (f"{model.heads} heads do", model.heads, ranks, "d1 · d2"),
+        (f"{model.kv_heads} heads for keys and values do", model.kv_heads, ranks, "d1 · d2"),
+        (f"an inner width of {model.ffn_hidden} does", model.ffn_hidden, outer, "d1"),
+        (f"a hidden size of {model.hidden} does", model.hidden, inner, "d2"),
+    )
+    return next((f"{what} not divide by {name} = {by}" for what, size, by, name in rules if size % by), None)
+
+
+def divides(model: ModelConfig, ranks: int) -> bool:
+    """Return True if all tensor ranks get the same of everything but the vocabulary."""
+    widths = [width for _, width in inner_widths(model)]
+    heads = model.heads % ranks == 0
+    shared = model.mla is not None or model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0
+    return heads and shared and all(width % ranks == 0 for width in widths)
+
+
+def busy(model: ModelConfig, ranks: int) -> bool:
+    """Return True if every tensor rank has a head and some of every width."""
+    heads = head_ranges(model.heads, model.heads if model.mla else model.kv_heads, ranks)
+    sizes = [*(width for _, width in inner_widths(model)), model.vocab]
+    return heads.idle == 0 and all(tensor_shares.width(size, ranks) * (ranks - 1) < size for size in sizes)
+
+
+def inner_widths(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield the inner widths of the feed-forward networks that tensor parallelism cuts."""
+    if any(not model.is_moe_layer(layer) for layer in range(model.layers)):
+        yield "an inner width", model.ffn_hidden
+    if model.moe is not None:
+        yield "an inner width of experts", model.moe.ffn_hidden
+
+
+def overlap_of(problem: Problem, groups: Layouts) -> Any:
+    """Return how each group's collectives overlap, as indices of :data:`OVERLAPS`.
+
+    As pinned; else backward where a device gains and passes are neither compiled nor halved. Fused kernels over
+    symmetric memory are taken only where the spec asks for them: what they gain depends on links that the hardware
+    tables do not describe.
+    """
+    pinned = problem.spec.parallel.tensor.overlap
+    many = np.asarray(groups.tp) > 1
+    if pinned != "auto":
+        return np.where(many, OVERLAPS.index(pinned), 0)
+    gains = cost_job(problem).stack.overlap_products > 0
+    able = many & (np.asarray(groups.compiled) == 0) & (halves_passes(cost_job(problem), groups) == 0)
+    return np.where(able & gains, OVERLAPS.index("backward"), 0)
+
+
+def pieces_of(problem: Problem, groups: Layouts) -> Any:
+    """Return the pieces that each group's micro-batches are cut into: as pinned, else what is fastest forward."""
+    pinned = problem.spec.parallel.tensor.chunks
+    many = np.asarray(groups.tp) > 1
+    many &= (np.asarray(groups.compiled) == 0) | (pinned != "auto")
+    fused = problem.spec.parallel.tensor.overlap == "symmetric"
+    if pinned != "auto" or fused or cost_job(problem).stack.overlap_products == 0 or not np.any(many):
+        return np.where(many, 1 if pinned == "auto" else pinned, 1)
+    columns = np.stack([groups.tp, groups.tensor_inner, groups.sequence_norms, groups.micro_batch, groups.cp])
+    different, where = np.unique(columns, axis=1, return_inverse=True)
+    tp, inner, norms, micro_batch, cp = (np.tile(one, len(PIECES)) for one in different)
+    pieces = np.repeat(PIECES, different.shape[1])
+    rows = Layouts(
+        tp=tp, tensor_inner=inner, sequence_norms=norms, micro_batch=micro_batch, cp=cp, tensor_chunks=pieces,
+        compiled=0,
+    )  # fmt: skip
+    forward = layer(cost_job(problem, "none"), rows, kinds(problem.model)[0]).forward
+    times = np.reshape(forward.device_s * np.ones(len(pieces)), (len(PIECES), -1))
+    best = np.argmin(times * (1.0 + _GAIN * np.arange(len(PIECES)))[:, None], axis=0)
+    return np.where(many, np.array(PIECES)[best][where.ravel()], 1)

@@ -1,0 +1,99 @@
+"""Tiles of sequences for what needs much memory per token: what is pinned, what memory asks for, what is said of it.
+
+Where layouts fit, networks and losses see a micro-batch whole. Only where none is sure to fit the search is done again
+with tiles, in which blocks are not compiled: a compiler would merge the tiles' tensors again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from partool.cost.case import Column, Layouts
+from partool.diagnostics.record import Diagnostic
+from partool.plan.layout import Layout
+from partool.planner.problem import Problem
+from partool.planner.search.cost_job import cost_job
+from partool.strategies.schedules import MOVING_WEIGHTS
+
+_TILES = ("parallel", "tiles")
+MIB = 2**20
+LOGITS_AT_ONCE = 2**26
+"""Of a loss that is told nothing, in the runtime."""
+
+
+def in_tiles(problem: Problem) -> Problem | None:
+    """Return the problem with networks and losses in tiles, and all else that saves memory; None if there are none."""
+    tiled = problem.relax("tiles", "gathers") if problem.world_size > 1 else problem.relax("tiles")
+    return tiled if (tiled.mlp_tile, tiled.loss_tile) != (problem.mlp_tile, problem.loss_tile) else None
+
+
+def sizes(problem: Problem, layouts: Layouts) -> tuple[Column, Column]:
+    """Return the tokens of the tiles of networks and of losses; 0 where a rank's share is no larger than one.
+
+    A loss that is told nothing takes as many tokens at once as make ``LOGITS_AT_ONCE``; a tile that asks for all of
+    more than these stays one.
+    """
+    share = _largest_share(problem, layouts.cp)
+    network = np.where(problem.mlp_tile < share, problem.mlp_tile, 0)
+    tokens = share * layouts.micro_batch
+    loss = np.minimum(problem.loss_tile, tokens)
+    by_itself = tokens * problem.model.vocab <= LOGITS_AT_ONCE
+    return network, np.where((loss == tokens) & by_itself, 0, loss)
+
+
+def _largest_share(problem: Problem, ranks: Column) -> Column:
+    """Return the most tokens of a sequence that one of ``ranks`` ranks holds, whichever axis of a grid they cut."""
+    if problem.model.grid is None:
+        return -(-problem.spec.training.sequence_length // np.asarray(ranks))
+    rows, columns = problem.model.grid
+    return np.asarray(np.maximum(-(-rows // np.asarray(ranks)) * columns, -(-columns // np.asarray(ranks)) * rows))
+
+
+def check(problem: Problem) -> Iterator[Diagnostic]:
+    """Find tiles that are pinned where they cannot be."""
+    parallel = problem.spec.parallel
+    tiles, tensor, schedule = parallel.tiles, parallel.tensor, parallel.pipeline.schedule
+    for name, tokens in (("mlp", tiles.mlp), ("loss", tiles.loss)):
+        if tokens not in ("auto", 0) and schedule in MOVING_WEIGHTS:
+            message = f"tiles.{name}: {tokens}, but with schedule: {schedule} stages are computed again as a whole"
+            yield Diagnostic(
+                "PT482", message, path=(*_TILES, name), help=f"drop tiles.{name}, or take another schedule"
+            )
+    if not problem.mlp_tile or tiles.mlp == "auto":
+        return
+    path = (*_TILES, "mlp")
+    if parallel.compile == "block":
+        message = f"tiles.mlp: {tiles.mlp}, and compile: block makes one program of a layer, tiles and all"
+        yield Diagnostic("PT479", message, path=path, help="use compile: none or auto, or drop tiles.mlp")
+    if problem.tiles_problem:
+        message = f"tiles.mlp: {tiles.mlp}, but {problem.tiles_problem}"
+        yield Diagnostic("PT480", message, path=path, help="drop tiles.mlp; recompute: full saves most of what it does")
+    if tensor.sequence_norms is True or (tensor.shape != "auto" and tensor.shape[1] > 1):
+        what = "sequence_norms: true" if tensor.sequence_norms is True else f"shape: {tensor.shape}"
+        message = f"tiles.mlp: {tiles.mlp} takes tokens that a rank holds whole, and with tensor.{what} it does not"
+        help = "use sequence_norms: false and shape: auto, or drop tiles.mlp"
+        yield Diagnostic("PT481", message, path=path, help=help)
+
+
+def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
+    """Say which tiles there are, and why."""
+    model, tiles = problem.model, problem.spec.parallel.tiles
+    size = cost_job(problem).compute_bytes * layout.micro_batch
+    short = "no layout is sure to fit without"
+    if layout.tiles.mlp:
+        why = short if tiles.mlp == "auto" else "the spec asks for it"
+        whole = problem.spec.training.sequence_length / layout.mesh.cp
+        less = size * model.ffn_hidden * max(0.0, whole - layout.tiles.mlp) / layout.mesh.tp
+        yield (
+            f"Networks in tiles of {layout.tiles.mlp:,} tokens: {why}; {less / MIB:,.0f} MiB less for each "
+            "tensor of the inner width, which the backward pass computes a second time."
+        )
+    elif tiles.mlp not in ("auto", 0):
+        yield f"Networks see all that a rank holds of a sequence at once: tiles.mlp: {tiles.mlp} is no less."
+    if layout.tiles.loss:
+        why = short if tiles.loss == "auto" else "the spec asks for it"
+        yield f"Loss in tiles of {layout.tiles.loss:,} tokens: {why}."
+    elif tiles.loss not in ("auto", 0):
+        yield f"All logits of a micro-batch exist at once: it has no more than tiles.loss: {tiles.loss} tokens."

@@ -1,0 +1,292 @@
+"""The ranks as processes, on torch elastic's local agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # documented, but not typed as such
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from partool.plan.run import LOGS, rank_command, rank_environment
+from partool.plan.terminal import say
+from partool.plan.types import Plan
+from partool_runtime.agent import numa
+from partool_runtime.agent.clock import AwakeClock
+from partool_runtime.agent.interfaces import interface_towards, resolves_to_network
+from partool_runtime.agent.options import Options, Place
+from partool_runtime.agent.rank_logs import RankLogs
+from partool_runtime.agent.supervision import Action, Supervision
+from partool_runtime.agent.wire import listen_at
+from partool_runtime.errors import lasting_refusals
+from partool_runtime.stop import STOP_SIGNALS
+
+_LOOPBACK = "127.0.0.1"
+_LEFTOVER = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"}
+    | {"ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
+)
+"""Of whoever started the agent; torch sets them for the ranks, and none may come from anywhere else."""
+_BLOCKED = STOP_SIGNALS | {signal.SIGHUP}
+
+
+class _AttemptEndedError(Exception):
+    """The ranks have ended and are not to be started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the agent is asked while it watches its ranks."""
+
+    next_attempt: Callable[[], int]
+    """Called before every start; numbers it."""
+    restart_helps: Callable[[], bool]
+    """Called once after each attempt that failed: False if another would fail in the same way."""
+    look: Callable[[], None]
+    """Called several times a second, before the ranks are looked at."""
+    saved_step: Callable[[], int]
+    """Returns the step of the newest checkpoint."""
+
+
+def run_ranks(
+    plan: Plan,
+    options: Options,
+    *,
+    worker: str,
+    supervision: Supervision,
+    hooks: Hooks,
+    meeting: tuple[str, tuple[str, int]] = ("", ("", 0)),
+) -> None:
+    """Start the ranks of this node, and again after a failure as often as the plan allows; returns at their end.
+
+    ``supervision`` then holds the last attempt's exit codes. ``meeting`` is the address of node 0 and where the ranks'
+    store is, of several nodes: they do not start again by themselves, which takes all of them. Raises
+    ConfigurationError where the operating system lets no rank start.
+    """
+    place = options.place
+    with lasting_refusals(options.run_dir):
+        _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
+    _set_environment(plan, place, meeting[0])
+    arguments = rank_command(options.plan, options.run_dir, resume=options.resume, module=worker)
+    in_place = not place.several and plan.launch.target in ("local", "torchrun")
+    logs = RankLogs(options.run_dir, options.echo, _bound(plan))
+    spec = WorkerSpec(
+        role=plan.job,
+        local_world_size=plan.devices.per_node,
+        rdzv_handler=_Given(place, options.run_dir.name, meeting[1]),
+        entrypoint=arguments[0],
+        args=tuple(arguments[1:]),
+        max_restarts=plan.launch.restarts if in_place else 0,
+        local_addr=_LOOPBACK,
+    )
+    try:
+        _Agent(spec, logs, supervision, hooks, run_dir=options.run_dir, several=place.several).run()
+    except _AttemptEndedError:
+        pass
+    finally:
+        logs.close()
+        spec.rdzv_handler.shutdown()
+
+
+def _set_environment(plan: Plan, place: Place, head: str) -> None:
+    """Put the ranks' variables into this process's environment, which they inherit."""
+    for name in [name for name in os.environ if name in _LEFTOVER or name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks are numbered by arithmetic, not through a store
+    os.environ.update(rank_environment(plan))
+    if not place.several or "GLOO_SOCKET_IFNAME" in os.environ or resolves_to_network(socket.gethostname()):
+        return
+    # gloo would meet on the address of the host's own name, where nobody else can reach it
+    if interface := interface_towards(head or place.host):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _bound(plan: Plan) -> numa.Bindings | None:
+    """Return which cores and memory each rank stays with; the environment holds the ranks' device masks by now."""
+    if plan.launch.numa == "none":
+        return None
+    found = numa.bindings(plan.devices.per_node, plan.devices.backend, plan.devices.accelerator)
+    if found.note:
+        say(f"partool: note: {found.note}", err=True)
+    return found
+
+
+class RanksStore:
+    """The store at which the ranks of an attempt meet, in the agent of node 0.
+
+    The kernel chooses its port and the socket is never closed in between, so that no other process can take the port
+    before the ranks come.
+    """
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def open(self, address: str) -> int:
+        """Host a new store in place of the one before, at an address of this machine, or at all if that is empty.
+
+        Returns its port.
+        """
+        listener = listen_at(address, 0)
+        port = int(listener.getsockname()[1])
+        self._store = TCPStore(  # which closes the socket
+            address or _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return port
+
+
+class _Given(RendezvousHandler):
+    """A rendezvous that has taken place already: the agents know their numbers.
+
+    The ranks use a store that an agent hosts, new in every attempt: in one that outlives an attempt, new ranks find
+    their predecessors' addresses and hang (pytorch#135712).
+    """
+
+    def __init__(self, place: Place, run_id: str, store: tuple[str, int]) -> None:
+        self._place = place
+        self._run_id = run_id
+        self._there = store
+        self._store = RanksStore()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: see above."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return a name for torch's logs."""
+        return "partool"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return this node's number, the number of nodes and where the ranks' store is."""
+        address, port = self._there if self._place.several else (_LOOPBACK, self._store.open(_LOOPBACK))
+        store = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(HashStore(), self._place.node_rank, self._place.nodes, store)
+
+    def is_closed(self) -> bool:
+        """Return False: nobody closes it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nobody else can come."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the number of nodes is fixed."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return the run's id."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Return True: there is nothing to shut down."""
+        return True
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent with our decisions: who is asked to stop, who is killed, when another attempt is worth it."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: RankLogs,
+        supervision: Supervision,
+        hooks: Hooks,
+        *,
+        run_dir: Path,
+        several: bool,
+    ) -> None:
+        super().__init__(spec, logs)
+        self._run_dir = run_dir
+        self._logs = logs
+        self._supervision = supervision
+        self._hooks = hooks
+        self._several = several
+        self._clock = AwakeClock()
+        self._saved_step: int | None = None
+        """As the ranks were asked to stop."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._supervision.begin_attempt()
+        with lasting_refusals(self._run_dir):
+            self._logs.attempt = self._hooks.next_attempt()
+        # torch puts its own signal handlers in place as it starts processes, so signals wait until ours are back. The
+        # ranks inherit the block and lift it when they can handle a signal: none is killed by one while it is still
+        # importing.
+        handlers = {number: signal.getsignal(number) for number in _BLOCKED}
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            with lasting_refusals(self._run_dir):  # one that comes while ranks run may pass
+                started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._logs.pump()
+        self._hooks.look()
+        processes = self._processes()
+        codes = {worker.global_rank: processes[worker.local_rank].poll() for worker in worker_group.workers}
+        supervision = self._supervision
+        begun = not supervision.asked or self._logs.begun
+        action = supervision.observe(codes, self._clock.now(), begun=begun, at=time.time())
+        running = [process.pid for process in processes.values() if process.returncode is None]
+        if action is Action.STOP:
+            self._saved_step = self._hooks.saved_step()
+            number = self._supervision.signals[0] if self._supervision.signals else signal.SIGTERM
+            for pid in running:
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+        elif action is Action.KILL:
+            for pid in running:
+                _kill_group(pid)
+        if action is not Action.FINISH:
+            return RunResult(state=WorkerState.HEALTHY)
+        if supervision.killed and self._saved_step is not None:
+            supervision.saved = self._hooks.saved_step() > self._saved_step
+        for process in processes.values():
+            _kill_group(process.pid)  # what a rank left behind: data loaders, compiler workers
+        if running or self._several:
+            raise _AttemptEndedError
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed() and not (self._supervision.may_restart and self._hooks.restart_helps()):
+            raise _AttemptEndedError
+        return result
+
+    def _processes(self) -> dict[int, Any]:
+        assert isinstance(self._pcontext, SubprocessContext)
+        return {local_rank: handler.proc for local_rank, handler in self._pcontext.subprocess_handlers.items()}
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a rank and everything it started; torch makes every rank the leader of a session."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that nobody needs: a full disk is no reason to print tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Leave the record out."""
+
+
+def _log_to_file(path: Path) -> None:
+    """Send torch elastic's own talk to a file: the user gets one message from us."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _LogFile(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(handler)
+    logger.propagate = False

@@ -1,0 +1,116 @@
+"""Failures over attempts: one that repeats itself without a step of progress is not worth another start."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from partool.plan.run import lost_peer
+from partool.plan.types import Plan
+from partool_runtime.agent.error_files import ErrorRecord
+from partool_runtime.errors import FULL
+
+FAILURES_FILE = "failures.jsonl"
+_TAIL_BYTES = 1 << 18
+_CHANGES = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|\d+")
+
+
+def signature(what: str) -> str:
+    """Return a failure's one line without addresses, ids and numbers, which differ between equal failures."""
+    return _CHANGES.sub("N", what)[:500]
+
+
+def is_lost_peer(error: ErrorRecord) -> bool:
+    """Return True for the error of a rank that noticed another's end."""
+    return error.exit_code == 1 and lost_peer(error.message)
+
+
+class FailureLog:
+    """``failures.jsonl`` in the run's folder, which outlives restarts and requeues."""
+
+    def __init__(self, run_dir: Path, plan: Plan) -> None:
+        self._file = run_dir / FAILURES_FILE
+        self._run_dir = run_dir
+        self._plan_hash = plan.hash
+        folder = plan.checkpoint.dir
+        self._checkpoints = Path(folder) / run_dir.name if folder else run_dir / "checkpoints"
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the run's newest checkpoint; 0 for none."""
+        return saved_step(self._checkpoints)
+
+    def note(self, attempt: int, signature: str) -> int:
+        """Add a failed attempt, if it is not there yet; returns how often in a row the run has failed like this.
+
+        A failure counts with those right before it that have its signature and the same plan, as long as none got
+        further than the ones before it: then training got on in between.
+        """
+        entries = self._read()
+        if not entries or entries[-1]["attempt"] != attempt:
+            entry: dict[str, Any] = {
+                "attempt": attempt,
+                "time": time.time(),
+                "signature": signature,
+                "step": reached_step(self._run_dir, self._checkpoints),
+                "plan_hash": self._plan_hash,
+            }
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+            except OSError as error:
+                if error.errno not in FULL:  # then the count is of this start alone
+                    raise
+            entries.append(entry)
+        count, furthest = 0, -1
+        before: tuple[str, str] | None = None
+        for entry in entries:
+            kind = (str(entry["signature"]), str(entry["plan_hash"]))
+            count = count + 1 if kind == before and entry["step"] <= furthest else 1
+            furthest = max(furthest, entry["step"]) if kind == before else entry["step"]
+            before = kind
+        return count
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            lines = self._file.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            return []
+        entries = []
+        for line in lines:
+            try:
+                entries.append(json.loads(line))
+            except ValueError:  # cut off as the machine went down
+                continue
+        return entries
+
+
+def reached_step(run_dir: Path, checkpoints: Path) -> int:
+    """Return the last step that rank 0 noted or that has a checkpoint, whichever is later; 0 for none."""
+    return max(_last_event(run_dir / "events" / "rank-0.jsonl"), saved_step(checkpoints))
+
+
+def saved_step(checkpoints: Path) -> int:
+    """Return the step of the newest checkpoint in a folder; 0 for none."""
+    names = [entry.name for entry in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    return max((int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name)), default=0)
+
+
+def _last_event(file: Path) -> int:
+    try:
+        with file.open("rb") as events:
+            events.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            lines = events.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+            if event["kind"] == "step":
+                return int(event["data"]["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0

@@ -1,0 +1,277 @@
+"""The agents of several nodes: who is there, which attempt it is, who failed first, and how it ended for all."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Self
+
+from partool_runtime.agent.interfaces import is_loopback, is_own
+from partool_runtime.agent.meeting import Meeting, Peer
+from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.options import Place
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+
+_LOOK_S = 0.05
+
+
+class NodesError(Exception):
+    """The nodes did not come together, or fell apart before the ranks started; another attempt may do better."""
+
+
+class StoppedError(Exception):
+    """A node was asked to stop before the ranks started."""
+
+
+def combined(codes: Iterable[int]) -> int:
+    """Return the exit code of all agents of a run from those of its nodes."""
+    found = set(codes)
+    if EXIT_CONFIGURATION in found:
+        return EXIT_CONFIGURATION
+    if found <= {EXIT_DONE}:
+        return EXIT_DONE
+    return EXIT_PREEMPTED if found <= {EXIT_DONE, EXIT_PREEMPTED} else EXIT_FAILED
+
+
+class Board:
+    """The main thread's side of the meeting.
+
+    ``say`` shows the user a message. Without a ``plan_hash`` this node comes only to say that it cannot run the plan.
+    """
+
+    def __init__(
+        self, place: Place, run: str, plan_hash: str, key: bytes, *, timing: Timing, say: Callable[[str], None]
+    ) -> None:
+        self._place = place
+        self._timing = timing
+        self._say = say
+        self._meeting = Meeting(place, run, plan_hash, key, timing, say)
+        if not plan_hash:  # known from the first sign of life on: nobody starts ranks that would wait for this node's
+            self._meeting.mine = replace(self._meeting.mine, trouble="the plan cannot be used")
+        self._thread = self._meeting.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._meeting.leave.set()
+        self._meeting.changed.set()
+        self._thread.join(self._timing.farewell_s if self._meeting.notice.verdict else self._timing.beat_s)
+
+    def gather(self, stopped: Callable[[], bool]) -> None:
+        """Wait until every node is there.
+
+        Raises ConfigurationError if this agent is refused, or on node 0 if one was that the run cannot do without;
+        StoppedError if this node or another was asked to stop; NodesError if nodes are missing at the end.
+        """
+        begin = self._now()
+        notice = begin + self._timing.notice_s
+        while not self._complete():
+            now = self._now()
+            if self._meeting.refused:
+                raise self._meeting.refused
+            if stopped() or self.stopping():
+                raise StoppedError
+            if why := self.trouble() or self._meeting.lost:
+                raise NodesError(why)
+            if now >= begin + self._timing.arrival_s:
+                raise NodesError(f"gave up after {self._timing.arrival_s:g} s: {self._waiting_for()}")
+            if now >= notice:
+                notice += self._timing.notice_s
+                self._say(f"{self._waiting_for()} ({now - begin:.0f} s)")
+            time.sleep(_LOOK_S)
+
+    def begin(self, attempt: int, open_store: Callable[[str], int]) -> None:
+        """On node 0: let all start the ranks, as this attempt.
+
+        ``open_store`` opens the ranks' store at an address of this machine, or at all with an empty one, and returns
+        its port. It is one address if that is how all others have come here.
+        """
+        seen = list(dict.fromkeys(peer.state.head for peer in self._meeting.peers.values()))
+        reachable = [address for address in seen if address and not is_loopback(address)]
+        head = (reachable or [*seen, ""])[0]
+        only = head if len(seen) == 1 and "%" not in head and is_own(head) else ""
+        store = (only or self._place.host, open_store(only))
+        self._meeting.notice = replace(self._meeting.notice, attempt=attempt, head=head, store=store, missing=())
+
+    @property
+    def met(self) -> bool:
+        """True once this node has nobody to wait for: all are there, or node 0 is; or they will never be."""
+        meeting = self._meeting
+        if meeting.refused or meeting.lost:
+            return True
+        return meeting.notice.beat > 0 if self._place.node_rank else len(meeting.peers) == self._place.nodes - 1
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that node 0 told."""
+        return self._meeting.notice.attempt
+
+    @property
+    def head(self) -> str:
+        """Address of node 0 as this node, or on node 0 as the others see it."""
+        return self._meeting.head or self._meeting.notice.head
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """Where the ranks meet, as node 0 told."""
+        return self._meeting.notice.store
+
+    def report(self, trouble: str, stopping: bool, *, early: bool = False) -> None:
+        """Say that ranks here have failed, or stopped after a checkpoint, or (``early``) before there was any."""
+        mine = self._meeting.mine
+        if (trouble and not mine.trouble) or (stopping and not mine.stopping):
+            self._meeting.mine = replace(
+                mine, trouble=mine.trouble or trouble, stopping=mine.stopping or stopping, early=mine.early or early
+            )
+            self._spread()
+            self._meeting.changed.set()
+
+    def trouble(self) -> str:
+        """Return why the ranks of this node have no future: another node failed or is gone; empty as long as none."""
+        if self._place.node_rank:
+            return self._meeting.notice.trouble or self._lost_head()
+        for node, peer in sorted(self._meeting.peers.items()):
+            if peer.state.trouble:
+                return f"{_name(node, peer)} had failed"
+            if self._gone(peer):
+                return f"{_name(node, peer)} vanished"
+        return ""
+
+    def stopping(self) -> bool:
+        """Return True if ranks of another node have stopped after a checkpoint."""
+        if self._place.node_rank:
+            return self._meeting.notice.stopping
+        return any(peer.state.stopping for peer in self._meeting.peers.values())
+
+    def early(self) -> bool:
+        """Return True if ranks of another node were ended, as asked, before their first step."""
+        if self._place.node_rank:
+            return self._meeting.notice.early
+        return any(peer.state.early for peer in self._meeting.peers.values())
+
+    def relay(self) -> None:
+        """On node 0: pass on what others said; to be called often."""
+        if self._place.node_rank == 0:
+            self._spread()
+
+    def collect(self, mine: Outcome, limit_s: float, hurry: Callable[[], bool]) -> list[Outcome]:
+        """On node 0: wait for the outcomes of all who came, this node's first.
+
+        Once somebody failed or stopped, those who still run have ``limit_s``; as long as all is well there is no
+        limit. A node that is gone counts as failed.
+        """
+        self._post(mine)
+        end: float | None = None
+        while waited_for := [peer for peer in self._meeting.peers.values() if not self._settled(peer)]:
+            outcomes = [peer.state.outcome for peer in self._meeting.peers.values()]
+            if end is None and any(found is not None and found.code != EXIT_DONE for found in [mine, *outcomes]):
+                end = self._now() + limit_s
+            self._spread()
+            if hurry() or (end is not None and self._now() >= end and waited_for):
+                break
+            time.sleep(_LOOK_S)
+        return [mine] + [self._outcome(node, peer) for node, peer in sorted(self._meeting.peers.items())]
+
+    def announce(self, verdict: Verdict) -> None:
+        """On node 0: tell all how it ended, and give them time to hear it."""
+        self._meeting.notice = replace(self._meeting.notice, verdict=verdict)
+        self._meeting.changed.set()
+        end = self._now() + self._timing.farewell_s
+        while self._now() < end and not self._meeting.lost:
+            peers = self._meeting.peers.values()
+            if all(peer.state.read or self._gone(peer) for peer in peers):
+                return
+            time.sleep(_LOOK_S)
+
+    def hear(self, mine: Outcome, hurry: Callable[[], bool]) -> Verdict | None:
+        """On the others: say how it ended here and wait for how it ended for all; None without node 0."""
+        self._post(mine)
+        if not self._meeting.joined:
+            return None
+        while not self._meeting.notice.verdict:
+            if self._meeting.refused or self._lost_head() or hurry():
+                return None
+            time.sleep(_LOOK_S)
+        self._meeting.mine = replace(self._meeting.mine, read=True)
+        return self._meeting.notice.verdict
+
+    def _now(self) -> float:
+        return self._meeting.clock.now()
+
+    def _complete(self) -> bool:
+        meeting = self._meeting
+        if self._place.node_rank:
+            return meeting.notice.attempt > 0
+        missing = tuple(node for node in range(1, self._place.nodes) if node not in meeting.peers)
+        if missing != meeting.notice.missing:
+            meeting.notice = replace(meeting.notice, missing=missing)
+        self._spread()
+        return not missing and not meeting.refused and not meeting.notice.trouble and not meeting.notice.stopping
+
+    def _spread(self) -> None:
+        """On node 0: put into the notice what one node said and all must know."""
+        meeting = self._meeting
+        if self._place.node_rank:
+            return
+        own = f"node 0 ({meeting.mine.host}) had failed" if meeting.mine.trouble else ""
+        trouble = meeting.notice.trouble or own or self.trouble()
+        stopping = meeting.notice.stopping or meeting.mine.stopping or self.stopping()
+        early = meeting.notice.early or meeting.mine.early or self.early()
+        if (trouble, stopping, early) != (meeting.notice.trouble, meeting.notice.stopping, meeting.notice.early):
+            meeting.notice = replace(meeting.notice, trouble=trouble, stopping=stopping, early=early)
+            meeting.changed.set()
+
+    def _post(self, mine: Outcome) -> None:
+        failed = mine.code not in (EXIT_DONE, EXIT_PREEMPTED)
+        self.report(mine.reason if failed else "", mine.code == EXIT_PREEMPTED, early=mine.early)
+        self._meeting.mine = replace(self._meeting.mine, outcome=mine)
+        self._meeting.changed.set()
+
+    def _waiting_for(self) -> str:
+        meeting, place = self._meeting, self._place
+        if meeting.obstacle and place.node_rank == 0:
+            return meeting.obstacle
+        if not meeting.joined and place.node_rank:
+            return f"waiting for node 0 at {place.host}:{place.port}: {meeting.obstacle or 'no answer yet'}"
+        missing = meeting.notice.missing
+        if not missing:
+            return "waiting for node 0 to begin"
+        text = f"waiting for {'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} of {place.nodes}"
+        if place.node_rank == 0 and not _is_here(place.host):
+            text += f"; {place.host} is no address of this machine: was every agent started with --node-rank 0?"
+        return text
+
+    def _gone(self, peer: Peer) -> bool:
+        return self._now() - peer.seen > self._timing.silent_s and peer.state.outcome is None
+
+    def _settled(self, peer: Peer) -> bool:
+        return peer.state.outcome is not None or self._gone(peer)
+
+    def _lost_head(self) -> str:
+        meeting = self._meeting
+        if meeting.lost and not meeting.joined:
+            return meeting.lost
+        silent = meeting.notice.beat and self._now() - meeting.notice_seen > self._timing.silent_s
+        return f"node 0 ({self._place.host}) vanished" if meeting.lost or silent else ""
+
+    def _outcome(self, node: int, peer: Peer) -> Outcome:
+        if peer.state.outcome is not None:
+            return peer.state.outcome
+        what = "vanished: its agent was killed, or the network to it is down" if self._gone(peer) else "does not end"
+        reason = f"{_name(node, peer)} {what}"
+        return Outcome(node, peer.state.host, EXIT_FAILED, reason, f"partool: {reason}", time=peer.seen_at)
+
+
+def _name(node: int, peer: Peer) -> str:
+    return f"node {node} ({peer.state.host})"
+
+
+def _is_here(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(is_own(str(entry[4][0])) for entry in found)

@@ -1,0 +1,264 @@
+"""Which cores and which memory each rank of this node stays with, and how a rank goes there.
+
+The agent decides, from sysfs, and tells each rank through its environment; the rank obeys before anything else, so that
+threads and pages that come later follow. Nothing here is fatal: a rank that cannot be placed runs where it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from partool_runtime.agent.local_devices import Device, UnknownDevicesError, local_devices
+
+CPUS, MEMORY_NODE, MEMORY_POLICY = "PARTOOL_CPUS", "PARTOOL_MEMORY_NODE", "PARTOOL_MEMORY_POLICY"
+"""Variables of a rank: a list of cores such as ``0-15,64-79``, a memory node, ``bind`` or ``preferred``."""
+Policy = Literal["bind", "preferred"]
+_SUPERCHIPS = ("gh200", "gb200", "gb300")
+"""CPU and device in one package: device memory is a memory node too, into which host pages would spill."""
+_ENOUGH_CORES = 4
+"""Per rank: its own thread, that of the backward pass, the network's and a reader of data."""
+_SYSCALL = {"x86_64": 238, "aarch64": 237}
+"""Number of set_mempolicy (arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h of Linux)."""
+_MODES: dict[str, int] = {"preferred": 1, "bind": 2}
+"""MPOL_PREFERRED and MPOL_BIND (include/uapi/linux/mempolicy.h)."""
+_FORBIDDEN = (errno.EPERM, errno.ENOSYS)
+"""What containers answer whose seccomp profile asks for CAP_SYS_NICE here, as Docker's and containerd's do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where a rank stays."""
+
+    cores: tuple[int, ...]
+    memory_node: int | None
+    """None: pages come from wherever the rank runs, as they do by default."""
+    policy: Policy = "preferred"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that tell the rank."""
+        found = {CPUS: write_list(self.cores)}
+        if self.memory_node is not None:
+            found |= {MEMORY_NODE: str(self.memory_node), MEMORY_POLICY: self.policy}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """Of every rank of a node, in order."""
+
+    ranks: tuple[Binding | None, ...]
+    reasons: tuple[str, ...]
+    """Why a rank is not bound; empty for one that is, and for all where there is nothing to choose."""
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variables of one rank."""
+        binding = self.ranks[local_rank]
+        return {} if binding is None else binding.environment
+
+    @property
+    def note(self) -> str:
+        """What the user may want to know, in one line; empty where there is nothing to say."""
+        told = dict.fromkeys(reason for reason in self.reasons if reason)
+        if not told:
+            return ""
+        count = sum(bool(reason) for reason in self.reasons)
+        return f"{count} of {len(self.ranks)} ranks are not bound to cores: {'; '.join(told)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A memory node of the kernel that has cores."""
+
+    number: int
+    cores: frozenset[int]
+    """Those that this process may use."""
+    memory: bool
+    """True if it has memory that this process may use."""
+
+
+def bindings(
+    per_node: int,
+    backend: str,
+    accelerator: str,
+    environ: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Bindings:
+    """Return where the ``per_node`` ranks of this node belong; never raises.
+
+    ``backend`` and ``accelerator`` are the plan's, ``environ`` holds the device masks as the ranks will see them,
+    ``root`` is the folder that holds ``sys``, ``proc`` and ``dev``.
+    """
+    nodes = _nodes(root)
+    superchip = accelerator.lower().startswith(_SUPERCHIPS)
+    if not nodes or (len(nodes) == 1 and not superchip):
+        return _unbound(per_node, "")
+    if backend == "cpu":
+        return _shared(per_node, [node for node in nodes if node.cores])
+    try:
+        devices = local_devices(backend, os.environ if environ is None else environ, root)
+    except (UnknownDevicesError, OSError, ValueError) as error:
+        return _unbound(per_node, str(error))
+    if len(devices) < per_node:
+        return _unbound(per_node, f"{len(devices)} devices can be seen here, the plan has {per_node} per node")
+    places = [_place(device, nodes, root, in_order=superchip) for device in devices[:per_node]]
+    return _bound(places, sum(len(node.cores) for node in nodes), "bind" if superchip else "preferred")
+
+
+def _place(device: Device, nodes: Sequence[_Node], root: Path, *, in_order: bool) -> _Node | str:
+    """Return the node next to a device, or why there is none."""
+    if device.node < 0:
+        if not in_order or device.count % len(nodes):
+            return f"the firmware does not say where device {device.bus} is"
+        node = nodes[device.index * len(nodes) // device.count]
+    else:
+        node = _nearest(device.node, nodes, root)
+    return node if node.cores else f"none of the cores of memory node {node.number}, beside {device.bus}, may be used"
+
+
+def _nearest(number: int, nodes: Sequence[_Node], root: Path) -> _Node:
+    """Return a node with cores: this one, or the one nearest to it where it is memory alone, as a Superchip's is."""
+    folder = root / "sys/devices/system/node"
+    online = read_list(_text(folder / "online"))
+    distances = dict(zip(online, map(int, _text(folder / f"node{number}/distance").split()), strict=False))
+    return min(nodes, key=lambda node: (node.number != number, distances.get(node.number, 255)))
+
+
+def _bound(places: Sequence[_Node | str], cores: int, policy: Policy) -> Bindings:
+    """Return the bindings of ranks; those on one node share its cores."""
+    ranks: list[Binding | None] = []
+    reasons: list[str] = []
+    for place in places:
+        reason = place if isinstance(place, str) else _too_few(place, places.count(place), cores / len(places))
+        reasons.append(reason)
+        if reason or isinstance(place, str):
+            ranks.append(None)
+        else:
+            ranks.append(Binding(tuple(sorted(place.cores)), place.number if place.memory else None, policy))
+    return Bindings(tuple(ranks), tuple(reasons))
+
+
+def _too_few(node: _Node, sharers: int, fair: float) -> str:
+    """Return why a rank would do worse with a node's cores than with its share of all; empty where it would not."""
+    each = len(node.cores) / sharers
+    if each >= min(_ENOUGH_CORES, fair / 2):
+        return ""
+    return f"{len(node.cores)} core(s) beside memory node {node.number} may be used, by {sharers} rank(s)"
+
+
+def _shared(per_node: int, nodes: Sequence[_Node]) -> Bindings:
+    """Return the bindings of ranks without devices: whole nodes, as long as every rank gets as many cores."""
+    if len(nodes) < 2:
+        return _unbound(per_node, "")
+    sizes = [len(node.cores) for node in nodes]
+    if max(per_node, len(nodes)) % min(per_node, len(nodes)) or min(sizes) < 0.75 * max(sizes):
+        return _unbound(per_node, f"{per_node} ranks cannot share {len(nodes)} memory nodes evenly")
+    found: list[Binding | None] = []
+    for rank in range(per_node):
+        if per_node >= len(nodes):
+            node = nodes[rank * len(nodes) // per_node]
+            found.append(Binding(tuple(sorted(node.cores)), node.number if node.memory else None))
+        else:
+            each = len(nodes) // per_node
+            own = frozenset().union(*(node.cores for node in nodes[rank * each : (rank + 1) * each]))
+            found.append(Binding(tuple(sorted(own)), None))
+    return Bindings(tuple(found), ("",) * per_node)
+
+
+def _unbound(per_node: int, reason: str) -> Bindings:
+    return Bindings((None,) * per_node, (reason,) * per_node)
+
+
+def _nodes(root: Path) -> list[_Node]:
+    """Return the nodes with cores; those of device memory and empty ones have none."""
+    folder, allowed = root / "sys/devices/system/node", _allowed(root)
+    usable = frozenset(read_list(_status(root, "Mems_allowed_list") or _text(folder / "online")))
+    with_memory = frozenset(read_list(_text(folder / "has_memory"))) & usable
+    found = []
+    for path in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        cores = frozenset(read_list(_text(path / "cpulist")))
+        if cores:
+            number = int(path.name[4:])
+            found.append(_Node(number, cores & allowed, number in with_memory))
+    return found
+
+
+def _allowed(root: Path) -> frozenset[int]:
+    """Return the cores that this process may use: of the machine, the control group, the scheduler."""
+    if root == Path("/"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(read_list(_status(root, "Cpus_allowed_list")))
+
+
+def _status(root: Path, key: str) -> str:
+    lines = _text(root / "proc/self/status").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{key}:")), "")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def read_list(text: str) -> list[int]:
+    """Return the numbers of a list as the kernel writes it (``0-3,8``); raises ValueError."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def write_list(numbers: Sequence[int]) -> str:
+    """Return numbers as the kernel writes them, ascending."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def apply(environ: Mapping[str, str] | None = None) -> None:
+    """Go to the cores and the memory that the environment names; what fails is said on standard error, and left."""
+    environ = os.environ if environ is None else environ
+    cores, node, policy = environ.get(CPUS), environ.get(MEMORY_NODE), environ.get(MEMORY_POLICY, "preferred")
+    try:
+        if cores:
+            os.sched_setaffinity(0, read_list(cores))
+    except (OSError, ValueError) as error:
+        print(f"partool: warning: this rank stays on any core, not on {cores}: {error}", file=sys.stderr)
+    try:
+        if node:
+            _set_memory_policy(int(node), policy)
+    except (OSError, ValueError, KeyError) as error:
+        if policy == "preferred" and getattr(error, "errno", 0) in _FORBIDDEN:
+            return  # pages come from where a thread runs by default, which is nearly the same
+        print(f"partool: warning: this rank's memory may come from any node, not from {node}: {error}", file=sys.stderr)
+
+
+def _set_memory_policy(node: int, policy: str) -> None:
+    """Call set_mempolicy(2) for this thread and those it will start; raises OSError, KeyError for another machine."""
+    number = _SYSCALL[platform.machine()]
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    words = node // bits + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // bits] = 1 << node % bits
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    # The kernel takes one off the number of bits before it reads them.
+    size = ctypes.c_ulong(words * bits + 1)
+    if libc.syscall(ctypes.c_long(number), ctypes.c_long(_MODES[policy]), mask, size) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,168 @@
+"""The one message in which the agent says how a run ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from partool.plan.run import rank_log
+from partool_runtime.agent.error_files import ErrorRecord, read_errors
+from partool_runtime.agent.failures import is_lost_peer
+from partool_runtime.agent.supervision import Supervision
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_PREEMPTED
+
+_TRACEBACK_LINES = 24
+_LOG_LINES = 10
+_RECORD_BYTES = 1 << 14
+AFTER_CHECKPOINT, BEFORE_FIRST_STEP = "after a checkpoint", "before the first step"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How an attempt ended: one line for the status and a text for the user, empty if all went well."""
+
+    reason: str
+    text: str
+    what: str = ""
+    """The first failure without the rank; empty if no rank failed by itself."""
+    time: float = 0.0
+    """Unix time of the first failure."""
+    short: str = ""
+    """As the reason, but as a clause: ``rank 0 failed (killed by SIGKILL)``."""
+    lost_peer: bool = False
+    """True if that is the loss of a rank, on another node then."""
+
+
+def summarise(run_dir: Path, attempt: int, supervision: Supervision, where: str = "") -> Summary:
+    """Say how an attempt ended on this node, from exit codes and the ranks' error records.
+
+    ``where`` follows the number of the rank that failed: which node that is.
+    """
+    code = supervision.exit_code
+    if code == EXIT_DONE:
+        return Summary("", "")
+    if code == EXIT_PREEMPTED:
+        reason = stopped_by(supervision.signals[0].name if supervision.signals else "")
+        return Summary(reason, f"partool: {reason}, {_saved(supervision)}")
+    errors = read_errors(run_dir, attempt)
+    first = _first_failure(supervision, errors)
+    if first is None:
+        ranks = _ranks(rank for rank, status in supervision.codes.items() if status in (-signal.SIGKILL, None))
+        reason = f"{ranks}{where} killed: {supervision.killed}"
+        text = f"partool: {reason}\n{_logs(run_dir, attempt)}"
+        return Summary(reason, text, time=time.time(), short=reason, lost_peer=bool(supervision.trouble_elsewhere))
+    return _failure(run_dir, attempt, supervision, (first, where), errors)
+
+
+def _saved(supervision: Supervision) -> str:
+    """Say what is saved of an attempt that was asked to stop."""
+    if supervision.early:
+        return BEFORE_FIRST_STEP
+    late = [rank for rank, code in supervision.codes.items() if code not in (EXIT_DONE, EXIT_PREEMPTED)]
+    return AFTER_CHECKPOINT + (f"; {_ranks(late)} did not end and had to be killed" if late else "")
+
+
+def stopped_by(signal_name: str) -> str:
+    """Return the reason of a run that was asked to stop."""
+    return f"stopped by {signal_name or 'a signal to a rank'}"
+
+
+def shortened(text: str, most_bytes: int) -> str:
+    """Return the beginning and the end of a text that is too long."""
+    data = text.encode()
+    if len(data) <= most_bytes:
+        return text
+    head, gap = data[: most_bytes // 4], b"\n...\n"
+    tail = data[len(head) + len(gap) - most_bytes :]
+    return (head + gap + tail).decode(errors="ignore")
+
+
+def repeated(count: int, reason: str) -> str:
+    """Return the reason of a run that fails in the same way over and over."""
+    return f"the same failure {count} times in a row: {reason}"
+
+
+def _first_failure(supervision: Supervision, errors: dict[int, ErrorRecord]) -> int | None:
+    """Return the rank whose failure came first; None if all that failed were killed by the agent.
+
+    A rank that died without a word counts from when it was last seen alive: its peers' complaints about a lost
+    connection may be on file before its end is noticed.
+    """
+
+    def own(rank: int, code: int | None) -> bool:
+        return code not in (EXIT_DONE, EXIT_PREEMPTED) and not (supervision.killed and code in (-signal.SIGKILL, None))
+
+    times = {
+        rank: errors[rank].time if rank in errors else supervision.last_alive.get(rank, 0.0)
+        for rank, code in supervision.codes.items()
+        if rank in errors or own(rank, code)
+    }
+    return min(times, key=lambda rank: times[rank], default=None)
+
+
+def _failure(
+    run_dir: Path, attempt: int, supervision: Supervision, first: tuple[int, str], errors: dict[int, ErrorRecord]
+) -> Summary:
+    rank, where = first
+    error = errors.get(rank)
+    what = _headline(error) if error else _end_without_record(supervision.codes[rank]) + _full(run_dir)
+    lines = [f"partool: rank {rank}{where} failed (attempt {attempt}): {what}"]
+    if error is None:
+        lines += _tail(rank_log(run_dir, attempt, rank, "stderr"), _LOG_LINES)
+    elif error.exit_code == EXIT_CONFIGURATION:
+        lines += [f"  help: {error.help}"] * bool(error.help)
+    else:
+        lines += ["  " + line for line in error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    others = [other for other, code in supervision.codes.items() if other != rank and code != EXIT_DONE]
+    if others:
+        lines.append(f"{_ranks(others)} ended after it")
+    lines.append(_logs(run_dir, attempt))
+    return Summary(
+        f"rank {rank}{where}: {what}",
+        "\n".join(lines),
+        what=what,
+        short=f"rank {rank}{where} failed ({what})",
+        time=error.time if error else supervision.last_alive.get(rank, time.time()),
+        lost_peer=error is not None and is_lost_peer(error),
+    )
+
+
+def _headline(error: ErrorRecord) -> str:
+    name = error.code or error.type
+    first_line = error.message.splitlines()[0] if error.message else ""
+    return f"{name}: {first_line}" if first_line else name
+
+
+def _end_without_record(code: int | None) -> str:
+    if code is None:
+        return "does not end, not even killed"
+    if code >= 0:
+        return f"ended with exit code {code} and no error record"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+def _full(run_dir: Path) -> str:
+    """Say so if there is no room for an error record."""
+    there = os.statvfs(run_dir)
+    return f"; the file system of {run_dir} is full" if there.f_bavail * there.f_frsize < _RECORD_BYTES else ""
+
+
+def _tail(path: Path, count: int) -> list[str]:
+    try:
+        return ["  " + line for line in path.read_text("utf-8", errors="replace").splitlines()[-count:]]
+    except FileNotFoundError:
+        return []
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return ("ranks " if len(numbers) > 1 else "rank ") + ", ".join(map(str, numbers))
+
+
+def _logs(run_dir: Path, attempt: int) -> str:
+    return f"logs: {rank_log(run_dir, attempt, 0, 'stdout').parent}"

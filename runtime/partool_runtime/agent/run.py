@@ -1,0 +1,235 @@
+"""Starts the ranks of a plan on this node: ``python -m partool_runtime.agent PLAN --run-dir DIR [--resume]``.
+
+On several nodes one agent runs on each, with ``--nodes N --node-rank K --rendezvous HOST:PORT``; all end with the same
+code. Exit codes: 0 done; 75 every rank stopped on request after a checkpoint; 78 configuration error, never retry; 1
+anything else. SIGTERM, SIGUSR2, SIGHUP and the first SIGINT ask the ranks to checkpoint and stop; a second SIGINT
+kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+
+from partool.plan.run import KEY_VARIABLE, lock_file
+from partool.plan.terminal import say
+from partool.plan.types import Plan
+from partool_runtime.agent import report
+from partool_runtime.agent.failures import FailureLog, signature
+from partool_runtime.agent.lifeline import end_with_parent
+from partool_runtime.agent.node_messages import Timing, Verdict
+from partool_runtime.agent.options import Options, check_plan, parse
+from partool_runtime.agent.restarts import Restarts
+from partool_runtime.agent.secrets import read_secrets
+from partool_runtime.agent.status import StatusKeeper
+from partool_runtime.agent.supervision import Supervision
+from partool_runtime.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_DONE,
+    EXIT_FAILED,
+    FULL,
+    ConfigurationError,
+    lasting_refusals,
+)
+from partool_runtime.stop import STOP_SIGNALS
+from partool_runtime.worker import load_plan
+
+_TERMINATION_BYTES = 4000
+"""Kubernetes keeps 4096 bytes of a termination message."""
+_LOCK_TIMEOUT_S = 150.0
+"""With a scheduler, the agent of the attempt before may still be on its way out; or its node is lost, and a file server
+keeps its lock for a while (NFSv4: a lease of 90 s)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent and return its exit code."""
+    try:
+        options = parse(argv)
+    except ConfigurationError as error:
+        say(f"partool: {error}", err=True)
+        return EXIT_CONFIGURATION
+    return run_agent(options)
+
+
+def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timing: Timing | None = None) -> int:
+    """Start a rank per device of the plan's node, as ``python -m worker``, and see it through.
+
+    Returns the exit code; messages go to standard error, the state to ``status.json``. To be called from the main
+    thread, once per process.
+    """
+    signals: list[signal.Signals] = []
+    with _stop_signals(signals):
+        if launcher := os.environ.pop("PARTOOL_LAUNCHER_PID", None):
+            end_with_parent(int(launcher), signal.SIGTERM)
+        options = replace(options, plan=options.plan.resolve(), run_dir=options.run_dir.resolve())
+        try:
+            with contextlib.ExitStack() as held:
+                with lasting_refusals(options.run_dir):
+                    held.enter_context(_lock(options))
+                verdict = _run(options, worker, timing or Timing(), signals)
+        except ConfigurationError as error:
+            verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            reason = f"{error.filename or options.run_dir} cannot be written: {error.strerror}"
+            verdict = Verdict(EXIT_FAILED, reason, f"partool: {reason}")
+        _tell(verdict, options)
+        return verdict.code
+
+
+def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
+    keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
+    try:
+        with lasting_refusals(options.run_dir):  # a refusal while ranks run may pass
+            plan = _prepare(options)
+        supervision = Supervision(plan.launch.shutdown_timeout_s if isinstance(plan, Plan) else 0, signals)
+        if options.place.several:
+            with _loading_torch():
+                from partool_runtime.agent.together import Together
+
+            return Together(options, timing, worker, supervision, keeper).run(plan)
+        os.environ.pop(KEY_VARIABLE, None)  # one agent has nobody to talk to, and ranks do not get it
+        assert keeper is not None
+        return _run_alone(plan, options, worker, supervision, keeper)
+    except ConfigurationError as error:
+        if keeper is not None:
+            keeper.end(EXIT_CONFIGURATION, str(error).splitlines()[0])
+        raise
+    except BaseException as error:
+        if keeper is not None:
+            keeper.end(1, f"{type(error).__name__} in the agent: {error}")
+        raise
+
+
+@contextmanager
+def _loading_torch() -> Iterator[None]:
+    """Block stop signals while torch is loaded, and keep its C++ parts quiet about lost connections.
+
+    The threads that libraries start as they are loaded inherit the block. Otherwise a signal that the main thread
+    blocks later, while the ranks are being started, would come in through one of them.
+    """
+    quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    if quiet:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as it is loaded
+    blocked = STOP_SIGNALS | {signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+        if quiet:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+
+
+def _prepare(options: Options) -> Plan | ConfigurationError:
+    """Read and check the plan and put its secrets into the environment.
+
+    An error is raised, or with several nodes returned, so that the others can be told.
+    """
+    try:
+        plan = load_plan(options.plan)
+        check_plan(plan, options.place, options.plan_hash)
+        os.environ.update(read_secrets(plan.launch))
+        return plan
+    except ConfigurationError as error:
+        if not options.place.several:
+            raise
+        return error
+
+
+def _run_alone(
+    plan: Plan | ConfigurationError, options: Options, worker: str, supervision: Supervision, keeper: StatusKeeper
+) -> Verdict:
+    """Run a plan for one node."""
+    assert isinstance(plan, Plan)
+    run_dir, launch = options.run_dir, plan.launch
+    failures = FailureLog(run_dir, plan)
+    restarts = Restarts(plan, run_dir, keeper, failures)
+
+    def equal_failures() -> int:
+        summary = report.summarise(run_dir, keeper.status.attempt, supervision)
+        restarts.reason = summary.short
+        return failures.note(keeper.status.attempt, signature(summary.what or summary.reason))
+
+    # torch is imported only now: a bad plan is dealt with before that second has passed
+    with _loading_torch():
+        from partool_runtime.agent.elastic import Hooks, run_ranks
+
+    def saved() -> int:
+        return failures.saved_step
+
+    hooks = Hooks(restarts.next_attempt, lambda: equal_failures() < launch.same_failure, lambda: None, saved)
+    run_ranks(plan, options, worker=worker, supervision=supervision, hooks=hooks)
+    summary = report.summarise(run_dir, keeper.status.attempt, supervision)
+    code, reason, text = supervision.exit_code, summary.reason, summary.text
+    # Somebody who interrupts a run has not seen it fail.
+    if code == 1 and not supervision.asked and (count := equal_failures()) >= launch.same_failure:
+        code, reason = EXIT_CONFIGURATION, report.repeated(count, reason)
+        text += f"\npartool: {reason}"
+    elif code == 1 and (help := restarts.help(asked=supervision.asked)):
+        text += f"\n{help}"
+    keeper.end(code, reason)
+    return Verdict(code, reason, text)
+
+
+def _tell(verdict: Verdict, options: Options) -> None:
+    """Say how it ended, on standard error and where Kubernetes looks for it."""
+    place = options.place
+    here = place.node_rank in (0, verdict.node)  # elsewhere one line says it
+    text = verdict.text if here else verdict.text.partition("\n")[0]
+    with contextlib.suppress(OSError):  # the terminal may have been closed; status and errors are in files
+        if text:
+            say(text, err=True)
+    if options.termination_log is not None and verdict.code != EXIT_DONE:
+        with contextlib.suppress(OSError):
+            summary = report.shortened(verdict.text or verdict.reason, _TERMINATION_BYTES)
+            options.termination_log.write_text(summary, encoding="utf-8")
+
+
+@contextmanager
+def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Collect stop signals in ``received``; a launcher may have blocked them until now."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    numbers = [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _lock(options: Options) -> Iterator[None]:
+    """Make the run's folder and hold it for this process; the kernel lets go of it however the process ends."""
+    options.run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None
+    give_up = time.monotonic() + (_LOCK_TIMEOUT_S if rendered else 0.0)
+    with (run_dir / lock_file(options.place.node_rank)).open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up:
+                    message = f"another agent is at work in {run_dir}"
+                    raise ConfigurationError("PT504", message, "partool status shows it") from None
+                time.sleep(0.2)
+            except OSError as error:  # a cluster's file system mounted without locks: schedulers start a run once
+                say(f"partool: {run_dir} cannot be locked: {error.strerror}", err=True)
+                break
+        yield

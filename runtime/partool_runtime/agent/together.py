@@ -1,0 +1,165 @@
+"""One run on several nodes, as its agent on one of them sees it through."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass, replace
+
+from partool.plan.run import LOCK_FILE
+from partool.plan.terminal import say
+from partool.plan.types import Plan
+from partool_runtime.agent.elastic import Hooks, RanksStore, run_ranks
+from partool_runtime.agent.failures import FailureLog, signature
+from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
+from partool_runtime.agent.options import Options
+from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
+from partool_runtime.agent.secrets import agents_key
+from partool_runtime.agent.status import StatusKeeper
+from partool_runtime.agent.supervision import FAILURE_GRACE_S, KILL_TIMEOUT_S, Supervision
+from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ConfigurationError
+
+_REASON_BYTES, _TEXT_BYTES = 1000, 3500
+_NOT_SHARED = "a checkpoint is written by all nodes and read back only from a folder that they share (checkpoint.dir)"
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """The part of a run that is this node's; ``status`` is kept by node 0 alone."""
+
+    options: Options
+    timing: Timing
+    worker: str
+    supervision: Supervision
+    status: StatusKeeper | None
+
+    def run(self, plan: Plan | ConfigurationError) -> Verdict:
+        """Run the plan, or tell the others why it cannot run here; returns how it ended for all."""
+        place, run = self.options.place, self.options.run_dir.name
+        key = agents_key(self.options.run_dir, _say)
+        with Board(place, run, plan.hash if isinstance(plan, Plan) else "", key, timing=self.timing, say=_say) as board:
+            store = RanksStore()  # until all have ended: ranks of other nodes may look into it to the last
+            outcome = self._attempt(board, plan, store) if isinstance(plan, Plan) else self._resign(board, plan)
+            if place.node_rank == 0:
+                verdict = self._judge(board, plan, outcome)
+                board.announce(verdict)
+                return verdict
+            return board.hear(outcome, self._hurry) or _alone(outcome, board.trouble(), begun=board.attempt > 0)
+
+    def _attempt(self, board: Board, plan: Plan, store: RanksStore) -> Outcome:
+        """Meet the others, run the ranks of this node, and say how that ended here."""
+        place, supervision = self.options.place, self.supervision
+        try:
+            board.gather(lambda: bool(supervision.signals))
+            if self.status is not None:
+                board.begin(self.status.next_attempt(), store.open)
+            elif plan.checkpoint.dir is None and not (self.options.run_dir / LOCK_FILE).exists():
+                _say(f"note: {self.options.run_dir} is not the folder of that name on node 0: {_NOT_SHARED}")
+            attempt = board.attempt
+            failures = FailureLog(self.options.run_dir, plan)
+            hooks = Hooks(lambda: attempt, lambda: False, lambda: self._look(board), lambda: failures.saved_step)
+            run_ranks(
+                plan,
+                self.options,
+                worker=self.worker,
+                supervision=supervision,
+                hooks=hooks,
+                meeting=(board.head, board.store),
+            )
+        except ConfigurationError as error:
+            return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+        except StoppedError:
+            asked = self._asked
+            return replace(self._outcome(EXIT_PREEMPTED, stopped_by(asked), asked=asked), early=True)
+        except NodesError as error:
+            return replace(self._outcome(EXIT_FAILED, str(error), f"partool: {error}"), lost_peer=True)
+        where = f" on node {place.node_rank} ({socket.gethostname()})"
+        summary = summarise(self.options.run_dir, attempt, supervision, where)
+        outcome = self._outcome(supervision.exit_code, summary.reason, summary.text, asked=self._asked)
+        kind = signature(summary.what or summary.reason)
+        when, early = summary.time or outcome.time, supervision.early
+        return replace(outcome, time=when, lost_peer=summary.lost_peer, early=early, signature=kind)
+
+    def _look(self, board: Board) -> None:
+        """Tell the others about the ranks here, and hear about theirs."""
+        supervision = self.supervision
+        board.report("ranks" if supervision.failed else "", supervision.preempted, early=supervision.early)
+        board.relay()
+        supervision.trouble_elsewhere = board.trouble()
+        supervision.stopped_elsewhere, supervision.early_elsewhere = board.stopping(), board.early()
+
+    def _resign(self, board: Board, error: ConfigurationError) -> Outcome:
+        """Wait a little for somebody who would otherwise wait for this node in vain."""
+        end = time.monotonic() + self.timing.stranger_s
+        while time.monotonic() < end and not board.met and not self.supervision.signals:
+            time.sleep(0.05)
+        return self._outcome(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
+
+    def _judge(self, board: Board, plan: Plan | ConfigurationError, mine: Outcome) -> Verdict:
+        """On node 0: hear how it ended everywhere and decide for all."""
+        limit_s = self.supervision.shutdown_timeout_s + FAILURE_GRACE_S + KILL_TIMEOUT_S
+        outcomes = board.collect(mine, limit_s, self._hurry)
+        verdict = judged(outcomes)
+        if verdict.code == EXIT_FAILED and isinstance(plan, Plan) and board.attempt:
+            first = first_failure(outcomes)
+            kind = first.signature or signature(first.reason)
+            count = FailureLog(self.options.run_dir, plan).note(board.attempt, kind)
+            if count >= plan.launch.same_failure:
+                reason = repeated(count, verdict.reason)
+                verdict = replace(
+                    verdict, code=EXIT_CONFIGURATION, reason=reason, text=f"{verdict.text}\npartool: {reason}"
+                )
+        if self.status is not None:
+            self.status.end(verdict.code, verdict.reason)
+        return verdict
+
+    def _outcome(self, code: int, reason: str, text: str = "", asked: str = "") -> Outcome:
+        place = self.options.place
+        reason, text = shortened(reason, _REASON_BYTES), shortened(text, _TEXT_BYTES)
+        return Outcome(place.node_rank, socket.gethostname(), code, reason, text, time.time(), asked=asked)
+
+    def _hurry(self) -> bool:
+        return len(self.supervision.signals) > 1 and "SIGINT" in [number.name for number in self.supervision.signals]
+
+    @property
+    def _asked(self) -> str:
+        return self.supervision.signals[0].name if self.supervision.signals else ""
+
+
+def judged(outcomes: list[Outcome]) -> Verdict:
+    """Return how the run ended, from how it ended on each node."""
+    early = any(outcome.early for outcome in outcomes)
+    code = combined(outcome.code for outcome in outcomes if not (early and outcome.lost_peer))
+    if code == EXIT_DONE:
+        return Verdict(code, "")
+    if code == EXIT_PREEMPTED:
+        asked = next((outcome for outcome in outcomes if outcome.asked), None)
+        reason = stopped_by(f"{asked.asked} to node {asked.node} ({asked.host})" if asked else "")
+        return Verdict(code, reason, f"partool: {reason}, {BEFORE_FIRST_STEP if early else AFTER_CHECKPOINT}")
+    first = first_failure(outcomes)
+    return Verdict(code, first.reason, first.text, first.node)
+
+
+def first_failure(outcomes: list[Outcome]) -> Outcome:
+    """Return the failure that came first; the loss of a peer only where nothing else explains it.
+
+    What cannot be mended decides the exit code, so it is what the user is told. Clocks of nodes differ by less than
+    failures that have different causes do, and by more than it takes a rank to notice that another has gone.
+    """
+    failed = [outcome for outcome in outcomes if outcome.code not in (EXIT_DONE, EXIT_PREEMPTED)]
+    return min(failed, key=lambda found: (found.code != EXIT_CONFIGURATION, found.lost_peer, found.time))
+
+
+def _alone(mine: Outcome, trouble: str, *, begun: bool) -> Verdict:
+    """Return the verdict of a node that cannot hear node 0's: a success here may be none for the run."""
+    if mine.code == EXIT_PREEMPTED and not begun:
+        return Verdict(mine.code, mine.reason, f"partool: {mine.reason}, before the ranks had started", mine.node)
+    code = combined([mine.code, EXIT_FAILED])
+    own = mine.reason if mine.code == EXIT_CONFIGURATION or (mine.reason and not mine.lost_peer) else ""
+    reason = own or trouble or mine.reason or "left before the other nodes had ended"
+    return Verdict(code, reason, mine.text if reason == mine.reason and mine.text else f"partool: {reason}", mine.node)
+
+
+def _say(message: str) -> None:
+    say(f"partool: {message}", err=True)

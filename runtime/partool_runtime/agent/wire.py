@@ -1,0 +1,372 @@
+"""Signed messages between the agents of a run, over TCP: one of them listens, each other one keeps a connection to it.
+
+A message is a frame of length (4 bytes, big-endian), tag (HMAC-SHA256, RFC 2104) and body. Whoever listens greets with
+a random number, whoever comes answers with one of its own; the tags of all later messages are made with a key that is
+derived from the run's key, both numbers, the run and the node, and cover the direction and a counter. So a message
+counts once, in its place, on the connection it was made for; what is recorded, cut or made up ends that connection and
+nothing else. Bodies are not encrypted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from partool_runtime.agent.interfaces import is_loopback, is_own, plain
+
+_TAG_BYTES = 32
+_HEAD_BYTES = 4 + _TAG_BYTES
+_UNSIGNED = bytes(_TAG_BYTES)
+_MOST_OPENING_BYTES = 4096
+_MOST_BYTES = 1 << 20
+_OPENING_S = 5.0
+"""For a greeting and its answer, and for the rest of a frame that has begun."""
+_MOST_WAITING = 256
+"""Connections that have not shown the key yet."""
+
+
+class WireError(Exception):
+    """What came over a connection is no message of this run."""
+
+
+class OtherRunError(WireError):
+    """Whoever listens says that it belongs to another run."""
+
+
+def tag(key: bytes, *parts: bytes) -> bytes:
+    """Return the tag of several parts, each of which keeps its bounds."""
+    found = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big") + part)
+    return found.digest()
+
+
+def frame(mark: bytes, body: bytes) -> bytes:
+    """Return a message as it is sent."""
+    return len(body).to_bytes(4, "big") + mark + body
+
+
+@dataclass(slots=True)
+class _Session:
+    """The tags of one connection, after its two random numbers are known."""
+
+    key: bytes
+    sent: int = 0
+    heard: int = 0
+
+    @classmethod
+    def of(cls, key: bytes, run: str, node: int, numbers: tuple[str, str]) -> _Session:
+        return cls(tag(key, b"session", run.encode(), str(node).encode(), *(each.encode() for each in numbers)))
+
+    def seal(self, side: bytes, body: bytes) -> bytes:
+        """Return the next message of a side, as it is sent."""
+        self.sent += 1
+        return frame(tag(self.key, side, str(self.sent).encode(), body), body)
+
+    def check(self, side: bytes, mark: bytes, body: bytes) -> None:
+        """Raise WireError unless this is the next message of a side."""
+        self.heard += 1
+        if not hmac.compare_digest(mark, tag(self.key, side, str(self.heard).encode(), body)):
+            raise WireError("it is not signed with this run's key")
+
+
+_HEAD, _VISITOR = b"head", b"visitor"
+
+
+class Visitor:
+    """The end of a connection that comes to node 0; raises OSError or WireError where it does not hold."""
+
+    def __init__(self, connection: socket.socket, session: _Session, timeout_s: float) -> None:
+        self._socket = connection
+        self._session = session
+        self._timeout_s = timeout_s
+        self.head = plain(str(connection.getpeername()[0]))
+        """Address of node 0 as it is seen from here."""
+
+    @classmethod
+    def come(cls, connection: socket.socket, key: bytes, who: dict[str, Any], timeout_s: float) -> tuple[Self, Any]:
+        """Introduce this agent, ``who`` with its run and node; returns the connection and node 0's answer."""
+        try:
+            greeting = _fields(_receive(connection, _MOST_OPENING_BYTES, timeout_s)[1], run=str, number=str)
+        except WireError:
+            raise WireError("it answers, but not as an agent") from None
+        if greeting["run"] != who["run"]:
+            raise OtherRunError(_name(greeting["run"]))
+        number = secrets.token_hex(16)
+        body = json.dumps(who | {"number": number}).encode()
+        connection.sendall(frame(tag(key, b"hello", greeting["number"].encode(), body), body))
+        session = _Session.of(key, who["run"], who["node"], (greeting["number"], number))
+        visitor = cls(connection, session, timeout_s)
+        try:
+            return visitor, json.loads(visitor._hear())
+        except (WireError, ConnectionError):
+            message = "it has another key: all nodes need the same PARTOOL_AGENT_KEY, or one run's folder"
+            raise WireError(message) from None
+
+    def exchange(self, body: bytes) -> bytes:
+        """Say something and return the answer."""
+        self._socket.settimeout(self._timeout_s)
+        self._socket.sendall(self._session.seal(_VISITOR, body))
+        return self._hear()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _hear(self) -> bytes:
+        mark, body = _receive(self._socket, _MOST_BYTES, self._timeout_s)
+        self._session.check(_HEAD, mark, body)
+        return body
+
+
+@dataclass(slots=True)
+class _Line:
+    """The end of a connection at node 0."""
+
+    socket: socket.socket
+    address: str
+    number: str
+    since: float
+    """When it came, or when the frame began that is not whole yet."""
+    node: int = -1
+    """Which node it is; negative as long as it has not shown the key."""
+    session: _Session | None = None
+    inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray = field(default_factory=bytearray)
+    last: bool = False
+    """True if it ends with what is in the outbox."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Where the agents of a run come to: hears one after another in a single thread, and waits for none of them."""
+
+    key: bytes
+    run: str
+    listeners: list[socket.socket]
+    admit: Callable[[dict[str, Any]], dict[str, Any]]
+    """Asked about an agent that has shown the key; it stays if the answer is empty, else it hears the answer."""
+    answer: Callable[[int, bytes], bytes]
+    """Returns what a node hears that has said something; a ValueError, KeyError or TypeError ends its connection."""
+    strange: Callable[[str], None]
+    """Told the address of a connection that sent what is no message of this run."""
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def __post_init__(self) -> None:
+        for listener in self.listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for key in list(self._selector.get_map().values()):
+            self._selector.unregister(key.fileobj)
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def serve(self, wait_s: float) -> None:
+        """Hear and answer what there is, waiting so long for the first."""
+        for key, events in self._selector.select(wait_s):
+            if key.data is None:
+                assert isinstance(key.fileobj, socket.socket)
+                self._accept(key.fileobj)
+            elif key.data.socket.fileno() >= 0:  # not closed meanwhile
+                self._attend(key.data, events)
+        now = time.monotonic()
+        for line in self._all():
+            waits = line.node < 0 or line.last or line.inbox or line.outbox
+            if waits and now - line.since > _OPENING_S:
+                self._drop(line)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, address = listener.accept()
+        except OSError:  # it has gone again; or there is no room for it, which somebody's end will make
+            return
+        connection.setblocking(False)
+        line = _Line(connection, str(address[0]), secrets.token_hex(16), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, line)
+        line.outbox += frame(_UNSIGNED, json.dumps({"run": self.run, "number": line.number}).encode())
+        self._flush(line)
+        waiting = [each for each in self._all() if each.node < 0]
+        if len(waiting) > _MOST_WAITING:
+            crowd = Counter(each.address for each in waiting).most_common(1)[0][0]
+            self._drop(min((each for each in waiting if each.address == crowd), key=lambda each: each.since))
+
+    def _attend(self, line: _Line, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._hear(line)
+            self._flush(line)
+        except WireError:
+            self._drop(line)
+            self.strange(line.address)
+        except (OSError, ValueError, KeyError, TypeError):
+            self._drop(line)
+
+    def _hear(self, line: _Line) -> None:
+        try:
+            data = line.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError
+        if line.last:
+            return
+        if line.node >= 0 and not line.inbox:
+            line.since = time.monotonic()
+        line.inbox += data
+        while not line.last and (found := _take(line.inbox, _MOST_OPENING_BYTES if line.node < 0 else _MOST_BYTES)):
+            if line.session is None:
+                self._open(line, *found)
+            else:
+                line.session.check(_VISITOR, *found)
+                self._say(line, self.answer(line.node, found[1]))
+
+    def _open(self, line: _Line, mark: bytes, body: bytes) -> None:
+        """Take an agent's introduction."""
+        if not hmac.compare_digest(mark, tag(self.key, b"hello", line.number.encode(), body)):
+            raise WireError("it is not signed with this run's key")
+        who = _fields(body, run=str, number=str, node=int)
+        if who["run"] != self.run:
+            raise WireError("it is signed for another run")
+        line.session = _Session.of(self.key, self.run, who["node"], (line.number, who["number"]))
+        line.node = max(0, who["node"])
+        answer = self.admit(who)
+        line.last = bool(answer)
+        self._say(line, json.dumps(answer).encode())
+        if not answer:
+            for other in self._all():
+                if other is not line and other.node == line.node and not other.last:
+                    self._drop(other)  # of the same agent: it has lost that connection
+
+    def _say(self, line: _Line, body: bytes) -> None:
+        assert line.session is not None
+        line.since = time.monotonic()
+        line.outbox += line.session.seal(_HEAD, body)
+        if len(line.outbox) > 2 * _MOST_BYTES:
+            raise WireError("it does not listen")
+
+    def _flush(self, line: _Line) -> None:
+        if line.outbox:
+            try:
+                del line.outbox[: line.socket.send(line.outbox)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._drop(line)
+                return
+        if line.last and not line.outbox:
+            self._drop(line)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.outbox else 0)
+        self._selector.modify(line.socket, wanted, line)
+
+    def _all(self) -> list[_Line]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _drop(self, line: _Line) -> None:
+        if line.socket.fileno() >= 0:
+            self._selector.unregister(line.socket)
+            line.socket.close()
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Listen on the addresses of this machine that a name stands for, or on all where it does not say.
+
+    A name that leads to the loopback alone (127.0.1.1 in many a hosts file), to another machine (a service with an
+    address of its own) or nowhere yet says nothing about where the others come in.
+    """
+    found = _addresses(host)
+    own = [address for address in found if is_own(address) and not is_loopback(address)]
+    if found and all(map(is_loopback, found)) and (host == "localhost" or host in found):
+        own = found
+    elif len(own) < len([address for address in found if not is_loopback(address)]):
+        own = []
+    sockets: list[socket.socket] = []
+    try:
+        for address in own or [""]:
+            sockets.append(listen_at(address, port))
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        if not own or error.errno == errno.EADDRINUSE:
+            raise
+        return [listen_at("", port)]
+    return sockets
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """Listen on one address of this machine, or with an empty one on all."""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
+
+
+def _addresses(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(plain(str(entry[4][0])) for entry in found))
+
+
+def _take(inbox: bytearray, most_bytes: int) -> tuple[bytes, bytes] | None:
+    """Take a whole frame from what has come; None as long as there is none. Raises WireError if it is too long."""
+    if len(inbox) < 4:
+        return None
+    length = int.from_bytes(inbox[:4], "big")
+    if length > most_bytes:
+        raise WireError("it is too long")
+    if len(inbox) < _HEAD_BYTES + length:
+        return None
+    mark, body = bytes(inbox[4:_HEAD_BYTES]), bytes(inbox[_HEAD_BYTES : _HEAD_BYTES + length])
+    del inbox[: _HEAD_BYTES + length]
+    return mark, body
+
+
+def _receive(connection: socket.socket, most_bytes: int, timeout_s: float) -> tuple[bytes, bytes]:
+    """Wait for a whole frame; raises TimeoutError after so many seconds, however little of it comes at a time."""
+    end = time.monotonic() + timeout_s
+    inbox = bytearray()
+    while (found := _take(inbox, most_bytes)) is None:
+        wanted = _HEAD_BYTES if len(inbox) < 4 else _HEAD_BYTES + int.from_bytes(inbox[:4], "big")
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer")
+        connection.settimeout(left)
+        data = connection.recv(min(wanted - len(inbox), 1 << 16))
+        if not data:
+            raise ConnectionResetError("the connection was closed")
+        inbox += data
+    return found
+
+
+def _fields(body: bytes, **types: type) -> dict[str, Any]:
+    """Read a JSON object that has these fields; raises WireError."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        raise WireError("it is no JSON") from None
+    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in types.items()):
+        raise WireError("fields are missing")
+    return found
+
+
+def _name(run: str) -> str:
+    """Return a run's name as a stranger gave it, if it can be one."""
+    plain = run.isascii() and run.replace("-", "").replace("_", "").replace(".", "").isalnum()
+    return f"run {run}" if plain and len(run) <= 100 else "another run"
