@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,8 @@ def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: 
     waiting: list[list[int]] = []
 
     def announced(text: str, **options: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        # To this thread: one that another test has left would take a signal of the process, whenever it runs.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def started(target: Any, run: Run, plan: Any, stops: Any, **options: Any) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as an agent is there to take it
