@@ -17,7 +17,7 @@ import typer
 from partool.cli._load import TrustCode, load_plan_or_exit
 from partool.cli._runs import fail
 from partool.plan.terminal import open_console, say
-from partool.spec.duration import duration_s
+from partool.spec.numbers import duration_s
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

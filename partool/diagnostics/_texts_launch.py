@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import BASE, Rule
+from partool.diagnostics.record import BASE, Rule
 
 
 def _rule(code: str, title: str, reason: str, bad: str, good: str) -> Rule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import BASE, Rule
+from partool.diagnostics.record import BASE, Rule
 
 _NODES = BASE.replace("accelerator: cpu", "accelerator: cpu, nodes: 2")
 _SUPERCHIP = BASE.replace("accelerator: cpu", "accelerator: gh200-96")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import Rule
+from partool.diagnostics.record import Rule
 
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"
 _TWO_GPUS = "hardware: {accelerator: h100-sxm, per_node: 2}\ndata: python-stdlib\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import Rule
+from partool.diagnostics.record import Rule
 
 _FOUR = (
     "model: {layers: 8, hidden: 64, heads: 4, vocab: 256}\nhardware: {accelerator: h100-sxm, per_node: 4}\n"

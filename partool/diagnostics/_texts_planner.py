@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.diagnostics._rule import BASE, Rule
+from partool.diagnostics.record import BASE, Rule
 
 _DATA = "data: python-stdlib\n"
 _MODEL = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\n"

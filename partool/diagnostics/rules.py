@@ -21,7 +21,7 @@ from partool.diagnostics import (
     _texts_spec,
     _texts_tensor,
 )
-from partool.diagnostics._rule import Rule
+from partool.diagnostics.record import Rule
 
 _TABLES = (
     _texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from partool.layout.tensor import head_ranges
 from partool.spec.model import ModelConfig
 
+MULTIPLE = 16
+"""Of the widths of a matrix, as a rank holds it: rows of 16 bytes (CUTLASS, cuBLAS; AMD's units take 16 or 32 at a
+time). Layers of other widths stay in bf16."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:

@@ -15,7 +15,6 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.time.micro import layer_elements
 from partool.cost.traffic.gathers import Controls, controls_of
 from partool.layout.parameters import count, is_frozen, parameters
-from partool.layout.tiles import loss_tile, network_tile
 from partool.plan.schedule import splits_backward
 from partool.planner.described import Description
 from partool.schedule import Schedule, to_text
@@ -23,6 +22,28 @@ from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Offload
 from partool.spec.spec import Spec
+
+LEAST_TOKENS = 1024
+"""Products of fewer rows do not keep a device busy."""
+LOGITS = 2**24
+"""Of a tile: a quarter of what the runtime holds at once by itself."""
+
+
+def network_tile(model: ModelConfig, length: int) -> int:
+    """Return the tokens of a tile of a feed-forward network, for sequences of ``length`` tokens; 0: no tiles.
+
+    As many as the model is wide, as ALST takes (arXiv 2506.13996, section 3.1): the inner tensors of a tile are then
+    about as large as the weights.
+    """
+    tokens = max(LEAST_TOKENS, model.hidden)
+    return tokens if length >= 2 * tokens else 0
+
+
+def loss_tile(model: ModelConfig, length: int) -> int:
+    """Return the tokens whose logits exist at once, for sequences of ``length`` tokens; 0: as the runtime does."""
+    tokens = max(64, LOGITS // model.vocab)
+    return tokens if length >= 2 * tokens else 0
+
 
 Relaxation = Literal["gathers", "tiles", "split", "disks", "pinned"]
 """What is relaxed where memory is short.

@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from partool.plan.event_log import EVENTS, read_new_events
-from partool.plan.events import Event
+from partool.plan.event_log import EVENTS, Event, read_new_events
 
 _ROWS = 10
 

@@ -9,9 +9,8 @@ from itertools import count
 
 from partool.schedule.actions import COMPUTE, SHIFTS, Action, Schedule, peer
 from partool.schedule.faults import NO_STAGE, Problem, are, cell_faults, missing, missing_words, named
-from partool.schedule.needs import Needs
 from partool.schedule.simulate import peak_held
-from partool.schedule.steps import Link, wire
+from partool.schedule.steps import Link, Needs, wire
 from partool.schedule.text import cell
 from partool.schedule.travelling import gradients_lost, weights_missing
 

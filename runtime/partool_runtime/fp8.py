@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from partool.layout.fp8 import MULTIPLE
+from partool.layout.gemms import MULTIPLE
 from partool.plan.types import Plan
 from partool_kernels.device import architecture
 from partool_kernels.fp8.formats import Quantised

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from partool.plan.types import Plan
-from partool.spec.duration import duration_s
+from partool.spec.numbers import duration_s
 from partool_runtime.checkpoint import Checkpointer, WriteStats
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,17 +11,38 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from partool.spec.training import OptimizerSpec, TrainingSpec
+from partool.spec.training import LrSchedule, OptimizerSpec, TrainingSpec
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch, on_device
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.optim.grad_norm import GradientCheck, Mode, check_gradients, clip_factor
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.optim.types import Optimizer
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import LossScaler
+
+
+def lr_factor(schedule: LrSchedule, step: int, steps: int) -> float:
+    """Return the factor of the peak learning rate for a step, counted from 0, of ``steps`` in all.
+
+    The warm-up is linear and reaches 1 on its last step. ``cosine`` (Loshchilov and Hutter, arXiv 1608.03983) and
+    ``linear`` fall to ``min_ratio`` on the last step; ``wsd`` (Hu et al., arXiv 2404.06395) stays at 1 and falls
+    linearly over the final ``decay_steps``.
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    begin = schedule.warmup_steps
+    if schedule.kind == "wsd":
+        begin = max(begin, steps - (schedule.decay_steps or math.ceil(steps / 5)))
+        if step < begin:
+            return 1.0
+    progress = min(1.0, (step + 1 - begin) / max(1, steps - begin))
+    fall = 0.5 * (1 - math.cos(math.pi * progress)) if schedule.kind == "cosine" else progress
+    return 1.0 - (1.0 - schedule.min_ratio) * fall
+
 
 Timer = Callable[[str], AbstractContextManager[object]]
 """Measures a term of :data:`partool.plan.terms.TIME_TERMS` while it is entered."""

@@ -12,7 +12,7 @@ import torch
 from _kernels_run import Run
 from torch.nn import functional as F
 
-from partool_kernels.checks import BACKWARD, FORWARD, excess
+from partool_kernels.cases import BACKWARD, FORWARD, excess
 from partool_kernels.cross_entropy.op import cross_entropy
 from partool_kernels.glu.op import glu
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy

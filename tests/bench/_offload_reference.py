@@ -19,9 +19,9 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.model import Decoder
 from partool_runtime.optim.grad_norm import clip_factor
 from partool_runtime.optim.groups import grouped
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import COMPUTE_DTYPE, MASTER_DTYPE
+from partool_runtime.stepping import lr_factor
 from partool_runtime.trainer import configure_process
 from partool_runtime.weights import build, fill
 

@@ -28,8 +28,8 @@ from partool.plan.types import Plan
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.data.batches import IGNORED_LABEL, MicroBatch
 from partool_runtime.model import Decoder
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.precision import MASTER_DTYPE
+from partool_runtime.stepping import lr_factor
 from partool_runtime.weights import fill
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from partool.catalog.models import resolve_model
-from partool.layout.tiles import LEAST_TOKENS, loss_tile
+from partool.planner.problem import LEAST_TOKENS, loss_tile
 from partool.spec.model import ModelSpec
 from partool_runtime.model import Decoder
 from partool_runtime.offload import Activations

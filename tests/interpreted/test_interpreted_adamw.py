@@ -12,7 +12,7 @@ from torch import nn
 from partool.spec.training import OptimizerSpec
 from partool_kernels.adamw import op
 from partool_kernels.adamw.op import Tensors, Update, adamw, reference
-from partool_kernels.checks import excess
+from partool_kernels.cases import excess
 from partool_runtime.optim.device import DeviceOptimizer
 
 # Smaller and larger than a block of 2048 elements, a multiple of it, nothing, and off the 16 bytes of alignment.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.cross_entropy import op
 from partool_kernels.cross_entropy.op import IGNORED, Terms, cross_entropy, scaled
 from partool_kernels.device import uses_triton

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.checks import FORWARD, excess
+from partool_kernels.cases import FORWARD, excess
 from partool_kernels.fp8 import linear
 from partool_kernels.fp8.formats import quantised
 from partool_kernels.fp8.linear import fp8_linears

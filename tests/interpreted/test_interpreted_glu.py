@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.device import uses_triton
 from partool_kernels.glu.op import glu, reference
 

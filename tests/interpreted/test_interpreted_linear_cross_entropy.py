@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.cross_entropy import op
 from partool_kernels.cross_entropy.op import IGNORED, Terms, scaled
 from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients

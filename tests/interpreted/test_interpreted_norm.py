@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.cases import case, errors
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, case, errors, excess
 from partool_kernels.device import uses_triton
 from partool_kernels.norm.op import Norm, add_norm, norm, reference
 from partool_kernels.registry import Config, Request

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.cases import case
-from partool_kernels.checks import excess
+from partool_kernels.cases import case, excess
 from partool_kernels.onebit.op import pack, unpack
 from partool_kernels.registry import KERNELS, Request
 

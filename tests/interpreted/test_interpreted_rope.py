@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.registry import Config
 from partool_kernels.rope import op
 from partool_kernels.rope.op import Tables, reference, rope

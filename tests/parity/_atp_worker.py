@@ -29,12 +29,11 @@ from partool_runtime.data.batches import MicroBatch
 from partool_runtime.mesh import Ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
+from partool_runtime.stepping import Stepper, lr_factor
 from partool_runtime.weights import build, fill, materialise
 
 STEPS, SEQUENCES, LENGTH = 5, 2, 7

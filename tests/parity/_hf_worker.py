@@ -26,12 +26,11 @@ from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
+from partool_runtime.stepping import Stepper, lr_factor
 from partool_runtime.torch_internals.tensors import local
 from partool_runtime.weights import fill, post_load
 

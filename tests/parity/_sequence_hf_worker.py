@@ -36,7 +36,6 @@ from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder
 from partool_runtime.model.attention import AttentionLayout, Tokens
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel.comm import SEQUENCE, CommCounter
 from partool_runtime.parallel.sequence import ulysses
 from partool_runtime.parallel.sequence.types import SequenceTeam
@@ -44,7 +43,7 @@ from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import LossScaler
 from partool_runtime.preparation import Prepared, prepare
-from partool_runtime.stepping import Stepper
+from partool_runtime.stepping import Stepper, lr_factor
 from partool_runtime.weights import fill, post_load
 
 LENGTH, STEPS, SEQUENCES = 13, 5, 4

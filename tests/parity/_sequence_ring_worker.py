@@ -18,7 +18,7 @@ from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
 from partool_runtime.model import Decoder, blocks
-from partool_runtime.model import documents as documents_of_blocks
+from partool_runtime.model import blocks as documents_of_blocks
 from partool_runtime.model.attention import AttentionLayout, Tokens, visible
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import CommCounter

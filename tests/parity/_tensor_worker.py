@@ -31,10 +31,9 @@ from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.parallel import parallelize
+from partool_runtime.parallel.apply import compile_blocks
 from partool_runtime.parallel.comm import CommCounter, Traffic
-from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tensor.apply import apply_tensor, first_row, make_team
 from partool_runtime.parallel.tensor.columns import columns
@@ -46,7 +45,7 @@ from partool_runtime.parallel.tensor.vocabulary import vocabulary_loss
 from partool_runtime.parallel.zero import trained_parameters
 from partool_runtime.pieces import pieces
 from partool_runtime.precision import MASTER_DTYPE, LossScaler
-from partool_runtime.stepping import PlainPasses, Stepper
+from partool_runtime.stepping import PlainPasses, Stepper, lr_factor
 from partool_runtime.weights import build, build_parts, fill, freeze, materialise
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 13, "ffn_hidden": 11, "vocab": 31, "init_std": 0.2}

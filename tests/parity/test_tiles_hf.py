@@ -16,9 +16,8 @@ from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.building import build_causal
 from partool_runtime.hf.model import HfDecoder
-from partool_runtime.hf.networks import networks
 from partool_runtime.hf.sizes import model_fields
-from partool_runtime.hf.structure import describe
+from partool_runtime.hf.structure import describe, networks
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
 from partool_runtime.weights import materialise

@@ -13,7 +13,7 @@ import torch
 from _ranks import run_ranks
 from torch.nn.utils import clip_grad_norm_
 
-from partool_runtime.optim.schedule import lr_factor
+from partool_runtime.stepping import lr_factor
 
 SCRIPT = Path(worker.__file__)
 ELEMENT_BYTES = 8

@@ -119,10 +119,7 @@ def test_kernels_import_neither_partool_nor_the_runtime() -> None:
 
 
 PRINTERS = {"partool/plan/terminal.py"}
-AGENT = {
-    f"runtime/partool_runtime/{name}.py"
-    for name in ("agent/run", "agent/restarts", "agent/together", "agent/elastic", "export")
-}
+AGENT = {f"runtime/partool_runtime/{name}.py" for name in ("agent/run", "agent/together", "agent/elastic", "export")}
 
 
 def test_one_module_prints() -> None:

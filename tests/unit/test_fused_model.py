@@ -20,7 +20,7 @@ from partool_kernels import direct
 from partool_runtime.fused import fuse
 from partool_runtime.model import Decoder
 from partool_runtime.model.loss import LossKernels
-from partool_runtime.parallel import compiling
+from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
 from partool_runtime.parallel.weipipe.parts import RingDecoder
@@ -136,10 +136,10 @@ def test_equal_layers_share_one_compilation(part: Fused, name: str, monkeypatch:
 
     torch._dynamo.reset()
     compiled = torch.compile
-    monkeypatch.setattr(compiling.torch, "compile", lambda block: compiled(block, backend=backend, fullgraph=True))
+    monkeypatch.setattr(parallel.torch, "compile", lambda block: compiled(block, backend=backend, fullgraph=True))
     ours = make(name)
     fuse(ours, plan_of(name, (part,)))
-    compiling.compile_blocks(ours.layers)
+    parallel.compile_blocks(ours.layers)
     same(ours, make(name))
     assert len(graphs) == 1
 

@@ -20,7 +20,7 @@ from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.structure import describe
 from partool_runtime.model.attention import AttentionLayout, attend
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.sequence.hf import take_attention
+from partool_runtime.parallel.sequence.apply import take_attention
 from partool_runtime.weights import fill, materialise, post_load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.checks import excess
+from partool_kernels.cases import excess
 
 
 def test_torchs_own_overflow_lets_nothing_pass() -> None:

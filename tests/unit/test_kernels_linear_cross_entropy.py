@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from partool_kernels.checks import BACKWARD, excess
+from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.cross_entropy.op import IGNORED, Terms
-from partool_kernels.linear_cross_entropy import products
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients
+from partool_kernels.linear_cross_entropy import chunks
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, add_product, losses_and_gradients
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
-from partool_kernels.linear_cross_entropy.products import add_product
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime.model.loss import LossKernels
 from partool_runtime.parallel.tensor import vocabulary
@@ -198,7 +197,7 @@ def test_many_chunks_of_half_precision_are_summed_wide(monkeypatch: pytest.Monke
     assert few is not None
     assert many is not None
     assert (few.dtype, many.dtype) == (torch.bfloat16, torch.float32)
-    monkeypatch.setattr(products, "_adds_wide", lambda *_: False)
+    monkeypatch.setattr(chunks, "_adds_wide", lambda *_: False)
     total = torch.zeros(2, 2)
     add_product(total, torch.full((8, 2), 200.0, dtype=torch.float16), torch.full((8, 2), 200.0, dtype=torch.float16))
     assert bool((total == 320000.0).all())  # no float16

@@ -16,7 +16,7 @@ from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.stacks import memory_stack
 from partool.cost.stacks import own_stack
 from partool.cost.time.layer import layer
-from partool.layout.tiles import network_tile
+from partool.planner.problem import network_tile
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from partool.cli.main import run
 from partool.cost.case import Job
-from partool.cost.time.flops import matmul_flops_per_token
 from partool.cost.time.gemm import matmul_s, tiled_s
+from partool.cost.time.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.checks.kernels import absolute, check_kernels

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, index, shares, tokens
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.model import blocks, documents, kernels
+from partool_runtime.model import blocks, kernels
 from partool_runtime.model.attention import Tokens, attend
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.kernels import Sight
@@ -121,7 +121,7 @@ def test_blocks_in_any_order_equal_attention_written_out(
     layout = AttentionLayout(draw.choice((None, None, 1, 2, 5, 13, 50)))
     documents_BL = torch.randint(0, 3, (batch, length)).sort(-1).values.int() if draw.random() < 0.6 else None
     monkeypatch.setattr(blocks, "MOST_PAIRS", draw.choice((1, 7, 40, 1 << 22)))
-    monkeypatch.setattr(documents, "SHORT", draw.choice((1, 5, 20)))
+    monkeypatch.setattr(blocks, "SHORT", draw.choice((1, 5, 20)))
     if kernel == "math":
         monkeypatch.setattr(kernels, "_kernel", lambda *_: "math")
     whole = tuple(
@@ -222,7 +222,7 @@ def test_values_may_be_of_another_width() -> None:
 def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones need no mask, short ones are taken together; where they begin is asked for once."""
     monkeypatch.setattr(blocks, "MOST_PAIRS", 1000)
-    monkeypatch.setattr(documents, "SHORT", 8)
+    monkeypatch.setattr(blocks, "SHORT", 8)
     lengths = ((40, 5, 2, 30, 3), (7, 50, 23))
     documents_BL = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in lengths])
     asked: list[torch.Tensor] = []
@@ -236,8 +236,8 @@ def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) 
         calls.append((q.shape[2], k.shape[2], sight.mask is not None))
         return forward(q, k, v, sight)
 
-    of_documents, forward = documents._stretches, kernels.forward
-    monkeypatch.setattr(documents, "_stretches", ask)
+    of_documents, forward = blocks._stretches, kernels.forward
+    monkeypatch.setattr(blocks, "_stretches", ask)
     monkeypatch.setattr(kernels, "forward", note)
     q, k, v = (torch.randn(2, n, 80, 4, dtype=torch.float64, requires_grad=True) for n in (2, 1, 1))
     expected, _ = reference((q, k, v), AttentionLayout(None), documents_BL)
@@ -252,16 +252,16 @@ def test_nothing_is_computed_between_documents(monkeypatch: pytest.MonkeyPatch) 
 
 def test_documents_written_in_place_are_looked_at_anew() -> None:
     documents_BL = torch.zeros(1, 2000, dtype=torch.int32)
-    assert documents.stretches(documents_BL) == ((documents.Stretch(0, 2000, alone=True),),)
+    assert blocks.stretches(documents_BL) == ((blocks.Stretch(0, 2000, alone=True),),)
     documents_BL[:, 900:] = 1
-    parts = documents.Stretch(0, 900, alone=True), documents.Stretch(900, 2000, alone=True)
-    assert documents.stretches(documents_BL) == (parts,)
+    parts = blocks.Stretch(0, 900, alone=True), blocks.Stretch(900, 2000, alone=True)
+    assert blocks.stretches(documents_BL) == (parts,)
 
 
 def test_documents_that_come_back_are_told_apart_by_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_PAIRS", 10)
     documents_BL = torch.tensor([[0, 0, 1, 1, 0, 2, 2]])
-    assert documents.stretches(documents_BL) is None
+    assert blocks.stretches(documents_BL) is None
     q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3))
     found = attend(q, k, v, AttentionLayout(None), Tokens(7, None, documents_BL))
     same(found, reference((q, k, v), AttentionLayout(None), documents_BL)[0])

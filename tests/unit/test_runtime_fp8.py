@@ -19,7 +19,7 @@ from partool_runtime import deferral, fp8
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.fp8 import Fp8Linear, narrow_type, use_fp8
 from partool_runtime.model import Decoder
-from partool_runtime.parallel import compiling
+from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
 
@@ -181,9 +181,9 @@ def test_equal_layers_share_one_compilation(monkeypatch: pytest.MonkeyPatch) -> 
 
     torch._dynamo.reset()
     compiled = torch.compile
-    monkeypatch.setattr(compiling.torch, "compile", lambda block: compiled(block, backend=backend, fullgraph=True))
+    monkeypatch.setattr(parallel.torch, "compile", lambda block: compiled(block, backend=backend, fullgraph=True))
     model = make()
-    compiling.compile_blocks(model.layers)
+    parallel.compile_blocks(model.layers)
     assert_same(model, make())
     assert len(graphs) == 1
 

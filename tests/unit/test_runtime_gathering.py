@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from partool_runtime.parallel.gathering import prefetch
+from partool_runtime.parallel.zero import prefetch
 
 
 class Unit:

@@ -12,8 +12,8 @@ from torch import nn
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.optim.grad_norm import clip_factor
-from partool_runtime.optim.schedule import lr_factor
 from partool_runtime.precision import BACKOFF, FIRST_SCALE, GROWTH, GROWTH_INTERVAL, LossScaler
+from partool_runtime.stepping import lr_factor
 
 STEPS = 50
 

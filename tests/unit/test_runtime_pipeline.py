@@ -14,8 +14,7 @@ from partool_runtime import deferral
 from partool_runtime.model.loss import loss
 from partool_runtime.parallel.pipeline.handover import unfinished
 from partool_runtime.parallel.pipeline.program import compile_program, halved, until
-from partool_runtime.parallel.pipeline.split import split_linears
-from partool_runtime.parallel.pipeline.types import Boundary
+from partool_runtime.parallel.pipeline.types import Boundary, split_linears
 from partool_runtime.parallel.pipeline.wires import TransferError, _Buffers, connected
 
 WEIGHTS = ("0.weight", "0.bias", "2.weight")

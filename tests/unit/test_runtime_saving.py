@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from partool.spec.duration import duration_s
+from partool.spec.numbers import duration_s
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30min", 1800), ("1.5h", 5400), (" 2 d ", 172800)])

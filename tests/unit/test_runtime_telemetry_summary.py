@@ -13,7 +13,7 @@ from rich.console import Console
 
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool_runtime.telemetry import _figures, summary
-from partool_runtime.telemetry._table import closing_table
+from partool_runtime.telemetry._closing import closing_table
 from partool_runtime.telemetry.summary import NOT_MEASURED, TOTAL, Measurement, Measures
 
 VALUES = st.floats(min_value=0, max_value=1e12)

@@ -19,7 +19,7 @@ from partool.spec.training import CheckpointSpec
 from partool_runtime import saving, trainer
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import Decoder
-from partool_runtime.parallel import compiling
+from partool_runtime.parallel import apply as parallel
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.precision import SMALLEST_SCALE, LossScaler
 from partool_runtime.stop import StopRequest
@@ -62,7 +62,7 @@ def test_every_block_runs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", compiled)
     model = Decoder(CONFIG)
-    compiling.compile_blocks(model.layers)
+    parallel.compile_blocks(model.layers)
     tokens_BS = torch.zeros(1, 4, dtype=torch.int64)
     model(tokens_BS, tokens_BS)
     assert len(ran) == CONFIG.layers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.spec import load, load_text
-from partool.spec._scalars import resolve
+from partool.spec._yaml import resolve
 
 QUICKSTART = (Path(__file__).parents[2] / "specs" / "quickstart.yaml").read_text(encoding="utf-8")
 SMALL = "model: llama3-8b\ndata: python-stdlib\n"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from partool_kernels.adamw.op import Tensors, Update, launch, reference
-from partool_kernels.cases import Case
-from partool_kernels.checks import FORWARD
+from partool_kernels.cases import FORWARD, Case
 from partool_kernels.registry import Config, Request
 
 _UPDATE = Update(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, scale=0.5, step=3)

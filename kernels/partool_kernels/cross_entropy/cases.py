@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from partool_kernels.cases import Case
-from partool_kernels.checks import BACKWARD, FORWARD
+from partool_kernels.cases import BACKWARD, FORWARD, Case
 from partool_kernels.cross_entropy.op import (
     IGNORED,
     Terms,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_kernels.cases import Case
-from partool_kernels.checks import FORWARD
+from partool_kernels.cases import FORWARD, Case
 from partool_kernels.gemm.describe import form_of
 from partool_kernels.gemm.op import launch, launch_sum
 from partool_kernels.registry import Config, Request

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_kernels.cases import Case
-from partool_kernels.checks import FORWARD
+from partool_kernels.cases import FORWARD, Case
 from partool_kernels.fp8.formats import quantised
 from partool_kernels.gemm_a8w8.op import launch
 from partool_kernels.registry import Config, Request

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_kernels.cases import Case
-from partool_kernels.checks import BACKWARD, FORWARD
+from partool_kernels.cases import BACKWARD, FORWARD, Case
 from partool_kernels.glu.op import launch, reference
 from partool_kernels.registry import Config, Request
 

@@ -6,14 +6,42 @@ in all, as without chunks; the idea is that of Liger Kernel (Hsu et al., arXiv 2
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from partool_kernels.cross_entropy.op import IGNORED, Terms, inner_scale
-from partool_kernels.linear_cross_entropy.products import add_product
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add ``leftᵀ · right`` to a total ``[V, H]``, of factors ``[C, V]`` and ``[C, H]``; the total may be wider."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left.T, right, out=total)
+    elif _adds_wide(left.device, left.dtype):
+        torch.ops.aten.addmm.dtype_out(total, left.T, right, total.dtype, out=total)
+    elif left.dtype == torch.float16:
+        # A product in float16 may overflow where the sum that it is part of would not.
+        total += left.T.to(total.dtype) @ right.to(total.dtype)
+    else:
+        total += left.T @ right
+
+
+@functools.cache
+def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether torch adds products of such factors to a float32 total; which devices do depends on its build."""
+    if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return False
+    total = torch.zeros(16, 16, device=device)
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return bool((total == 16.0).all())
+
 
 Merge = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From ``[3, C]`` of this rank's part of the vocabulary (largest logit, sum of exponentials less it, label's logit or

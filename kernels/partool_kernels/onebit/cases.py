@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from partool_kernels.cases import Case
-from partool_kernels.checks import FORWARD
+from partool_kernels.cases import FORWARD, Case
 from partool_kernels.onebit.op import (
     Packed,
     launch_pack,

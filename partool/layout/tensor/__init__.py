@@ -1,10 +1,8 @@
 """Partition of a model over tensor-parallel ranks: which parameter is cut where, by which rule."""
 
-from partool.layout.tensor.cutting import by_name, collapse
+from partool.layout.tensor.cutting import HeadRanges, by_name, collapse, head_ranges
 from partool.layout.tensor.decide import Decided, decide
-from partool.layout.tensor.heads import HeadRanges, head_ranges
-from partool.layout.tensor.own import own_partition
-from partool.layout.tensor.own_patterns import apply_patterns
+from partool.layout.tensor.own import apply_patterns, own_partition
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Gradients, Partition, Range, Style, chunks
 

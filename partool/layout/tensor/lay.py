@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from partool.layout.tensor.choice import LINEAR, Choice, head_kind
-from partool.layout.tensor.cutting import fused
-from partool.layout.tensor.heads import HeadRanges, head_ranges
+from partool.layout.tensor.cutting import HeadRanges, fused, head_ranges
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Partition, Range, chunks
 

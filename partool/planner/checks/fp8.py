@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.fp8 import MULTIPLE
-from partool.layout.gemms import gemms
+from partool.layout.gemms import MULTIPLE, gemms
 from partool.layout.tensor.structure import Structure
 from partool.plan.layout import Layout
 from partool.planner.problem import Problem

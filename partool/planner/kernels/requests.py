@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from partool.layout.fp8 import MULTIPLE
-from partool.layout.gemms import Gemm, Rows, gemms
+from partool.layout.gemms import MULTIPLE, Gemm, Rows, gemms
 from partool.plan.schedule import ENDS_WITH_ONE
 from partool.plan.types import Plan
 from partool_kernels.registry import ARCHITECTURES, Request

@@ -16,9 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
-from partool.plan.run import KEY_VARIABLE, lock_file
+from partool.plan.run import KEY_VARIABLE, agent_log, lock_file
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime.agent import report
@@ -26,7 +27,6 @@ from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.agent.node_messages import Timing, Verdict
 from partool_runtime.agent.options import Options, check_plan, parse
-from partool_runtime.agent.restarts import Restarts
 from partool_runtime.agent.secrets import read_secrets
 from partool_runtime.agent.status import StatusKeeper
 from partool_runtime.agent.supervision import Supervision
@@ -40,6 +40,50 @@ from partool_runtime.errors import (
 )
 from partool_runtime.stop import STOP_SIGNALS
 from partool_runtime.worker import load_plan
+
+
+class Restarts:
+    """Numbers the attempts of one agent, and tells of every one but the first why it is made."""
+
+    def __init__(self, plan: Plan, run_dir: Path, keeper: StatusKeeper, failures: FailureLog) -> None:
+        self._run_dir, self._keeper, self._failures = run_dir, keeper, failures
+        self._launch = plan.launch
+        self._last = 0
+        self.reason = ""
+        """Why the attempt before has failed, in one line."""
+
+    def next_attempt(self) -> int:
+        """Note that the ranks are being started; returns the number of this attempt."""
+        attempt = self._keeper.next_attempt()
+        if self._last:
+            where = f"goes on from step {step}" if (step := self._failures.saved_step) else "begins anew"
+            self._say(attempt, f"{self.reason}; attempt {attempt} of {self._last} {where}")
+        else:
+            self._last = attempt + self._launch.restarts
+        return attempt
+
+    def _say(self, attempt: int, what: str) -> None:
+        """Write a line on standard error, and where the logs of the attempt that follows are."""
+        with contextlib.suppress(OSError):  # the terminal may have been closed
+            say(f"partool: {what}", err=True)
+        file = agent_log(self._run_dir, attempt)
+        with contextlib.suppress(OSError):  # no reason not to go on
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"partool: {what}\n", encoding="utf-8")
+
+    def help(self, *, asked: bool = False) -> str:
+        """Return how a run that has failed, or was ``asked`` to stop, may go on; empty where a scheduler sees to it."""
+        if self._launch.target != "local":
+            return ""
+        step, ways = self._failures.saved_step, []
+        if step:
+            ways.append(f"partool launch --resume {self._run_dir.name} goes on from step {step}")
+        elif asked:
+            ways.append("there is no checkpoint: a new start begins anew")
+        if not self._launch.restarts and not asked:
+            ways.append("with launch: {restarts: 1} the agent starts the ranks again by itself")
+        return f"  help: {'; '.join(ways)}" if ways else ""
+
 
 _TERMINATION_BYTES = 4000
 """Kubernetes keeps 4096 bytes of a termination message."""

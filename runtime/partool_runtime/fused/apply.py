@@ -10,10 +10,22 @@ from torch import nn
 from partool.plan.types import Plan
 from partool.spec.training import Fused
 from partool_runtime.fused.glu import fuse_glu
-from partool_runtime.fused.loss import fuse_loss
 from partool_runtime.fused.norm import fuse_norms
 from partool_runtime.fused.rope import fuse_rope
 from partool_runtime.fused.types import Fusing
+from partool_runtime.losses import set_loss
+from partool_runtime.model.loss import LossKernels
+
+
+def fuse_loss(model: nn.Module, how: Fusing) -> None:
+    """Let the loss use kernels.
+
+    Its gradients come with it, but for schedules that hold several micro-batches between forward and backward pass of
+    the last stage: they would hold a gradient of the output matrix for each of them, so there it is computed in the
+    backward pass. Schedules that halve backward passes do so by themselves.
+    """
+    set_loss(model, kernels=LossKernels(how.mode, early=not how.several, vocabulary=how.model.vocab))
+
 
 PARTS: MappingProxyType[Fused, Callable[[nn.Module, Fusing], None]] = MappingProxyType(
     # A rotation takes norms of heads with it, as long as nothing else computes these.

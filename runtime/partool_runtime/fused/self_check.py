@@ -8,7 +8,7 @@ import torch
 
 from partool.plan.types import Plan
 from partool.spec.training import Fused
-from partool_kernels.checks import BACKWARD, FORWARD, excess
+from partool_kernels.cases import BACKWARD, FORWARD, excess
 from partool_kernels.device import interpreting
 from partool_kernels.fp8.linear import fp8_linears
 from partool_runtime.errors import ConfigurationError

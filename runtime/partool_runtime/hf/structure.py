@@ -5,7 +5,9 @@ A process of its own, since planning needs no torch. Nothing of the model has me
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +21,38 @@ from partool_runtime.hf.asked import UnknownAttentionError, asked
 from partool_runtime.hf.building import base_name, blocks_name, build_causal, check_buffers, check_sizes, head_name
 from partool_runtime.hf.cutting import head_problem, returns_tuples
 from partool_runtime.hf.model import aliases, draws_random
-from partool_runtime.hf.networks import tiles_problem
 from partool_runtime.hf.sizes import expert_count, kv_heads, model_fields
+
+_NETWORK = re.compile(r"(MLP|Mlp|FeedForward)$")
+
+
+def networks(block: nn.Module) -> list[nn.Module]:
+    """Return a layer's networks, told by the names of their classes; those of experts are not among them."""
+    return [
+        module
+        for name, module in block.named_modules()
+        if _NETWORK.search(type(module).__name__) and "expert" not in name and _takes_one(module)
+    ]
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Return True if a forward pass is a function of one tensor: some add the residual stream themselves."""
+    taken = inspect.signature(type(module).forward).parameters.values()
+    return sum(one.default is inspect.Parameter.empty for one in taken) == 2  # with ``self``
+
+
+def tiles_problem(blocks: nn.ModuleList) -> str:
+    """Return why the networks of some layers cannot work on tiles of a sequence; empty: they can."""
+    for block in blocks:
+        found = networks(block)
+        if not found:
+            return f"{type(block).__name__} has no network of its own that maps every token by itself"
+        rates = [inner.p for network in found for inner in network.modules() if isinstance(inner, nn.Dropout)]
+        if any(rate > 0.0 for rate in rates):
+            return (
+                f"{type(found[0]).__name__} draws random numbers, which a tile that is computed again would not repeat"
+            )
+    return ""
 
 
 def describe(path: Path, code: str = "") -> dict[str, Any]:

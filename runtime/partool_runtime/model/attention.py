@@ -10,12 +10,45 @@ from torch.nn import functional as F
 
 from partool.layout.grid import Axis
 from partool.spec.model import ModelConfig
-from partool_runtime.model.grid import folded, folded_documents, unfolded
 from partool_runtime.model.norm import RMSNorm
 from partool_runtime.model.operator import attend_by
 from partool_runtime.model.rope import Tables, rotate
 from partool_runtime.model.visibility import AttentionLayout as AttentionLayout  # noqa: PLC0414
 from partool_runtime.model.visibility import visible as visible  # noqa: PLC0414
+
+
+def folded(x_BNSD: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
+    """Return the lines of S tokens as sequences of their own, ``[B · lines, N, length of a line, D]``.
+
+    The S tokens are whole rows of a grid of ``(rows, columns)``, or whole columns, whichever ``axis`` says: all of
+    them or a part.
+    """
+    batch, heads, count, dim = x_BNSD.shape
+    x_BRCND = x_BNSD.transpose(1, 2).reshape(batch, *_lines(count, axis, grid), heads, dim)
+    x_BXLND = x_BRCND if axis == "row" else x_BRCND.transpose(1, 2)
+    return x_BXLND.flatten(0, 1).transpose(1, 2)
+
+
+def unfolded(x_XNLD: torch.Tensor, batch: int, axis: Axis) -> torch.Tensor:
+    """Return what :func:`folded` has taken apart, ``[B, N, S, D]``."""
+    lines, heads, length, dim = x_XNLD.shape
+    # Tokens before heads in memory, as the output projection wants them: columns are copied once, rows not at all.
+    x_BXLND = x_XNLD.transpose(1, 2).reshape(batch, lines // batch, length, heads, dim)
+    x_BRCND = x_BXLND if axis == "row" else x_BXLND.transpose(1, 2)
+    return x_BRCND.reshape(batch, -1, heads, dim).transpose(1, 2)
+
+
+def folded_documents(documents_BS: torch.Tensor, axis: Axis, grid: tuple[int, int]) -> torch.Tensor:
+    """Return the documents' numbers of the same lines, ``[B · lines, length of a line]``."""
+    documents_BRC = documents_BS.reshape(documents_BS.shape[0], *_lines(documents_BS.shape[1], axis, grid))
+    return (documents_BRC if axis == "row" else documents_BRC.transpose(1, 2)).flatten(0, 1)
+
+
+def _lines(tokens: int, axis: Axis, grid: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns that some tokens are."""
+    rows, columns = grid
+    return (tokens // columns, columns) if axis == "row" else (rows, tokens // rows)
+
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,7 +103,7 @@ def attend(
     """Return softmax(q kᵀ / √D) v, causal, as ``[B, N, S, D]``, of queries and keys of a whole sequence.
 
     K key-value heads serve N query heads, N a multiple of K. Sequence parallelism puts its own in the place of this.
-    Along an axis of a grid the tokens may be some of its lines (:mod:`partool_runtime.model.grid`).
+    Along an axis of a grid the tokens may be some of its lines (:mod:`partool_runtime.model.attention`).
     """
     if layout.axis is not None:
         return _along((q_BNSD, k_BKSD, v_BKSD), layout.axis, tokens)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from partool_kernels.cross_entropy.op import Terms, cross_entropy
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_runtime import deferral
-from partool_runtime.model._wide import wide_dtype
+from partool_runtime.model.norm import wide_dtype
 
 IGNORED = -100
 """Label of a position that does not count."""

@@ -6,7 +6,11 @@ import torch
 from torch import nn
 
 from partool.spec.model import ModelConfig
-from partool_runtime.model._wide import wide_dtype
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type for statistics and sums of values of ``dtype``: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ import math
 import torch
 
 from partool.spec.model import ModelConfig, RopeScaling
-from partool_runtime.model._wide import wide_dtype
+from partool_runtime.model.norm import wide_dtype
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 """Cosine and sine, each ``[S, D]``, D the head dimension."""

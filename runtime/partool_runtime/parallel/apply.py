@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from partool.plan.types import Plan
@@ -17,7 +18,6 @@ from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.offload import Activations, Slabs
 from partool_runtime.offload.memory import HostMemory
-from partool_runtime.parallel.compiling import compile_blocks
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.parallel.recompute import recompute
@@ -27,6 +27,16 @@ from partool_runtime.parallel.tensor.hf import apply_to_transformers
 from partool_runtime.parallel.tiling import tile_loss, tile_networks
 from partool_runtime.parallel.zero import shard, shard_stages
 from partool_runtime.precision import COMPUTE_DTYPE
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compile the forward pass of every block; equal blocks share one compilation.
+
+    Only ``forward`` is compiled, so hooks that gather and release parameters stay outside of the graph.
+    """
+    for block in blocks:
+        setattr(block, "forward", torch.compile(block.forward))  # noqa: B010 - mypy forbids assigning a method
+
 
 _SPARE = 1.1
 """Of what layers are predicted to save: host memory that is missing during the run is slower."""

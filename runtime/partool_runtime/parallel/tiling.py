@@ -16,11 +16,11 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from partool_runtime import deferral
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf import networks as of_transformers
+from partool_runtime.hf import structure as of_transformers
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.losses import set_loss
-from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.decoder import Block
+from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel import again
 
 Forward = Callable[[torch.Tensor], torch.Tensor]

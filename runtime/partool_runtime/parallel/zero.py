@@ -18,7 +18,6 @@ from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
-from partool_runtime.parallel.gathering import Layer, prefetch
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.host_exchange import Gather, HostSum, ReplicaSum, ScatterSum
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
@@ -27,6 +26,37 @@ from partool_runtime.parallel.pipeline.sync import Unit
 from partool_runtime.precision import COMPUTE_DTYPE
 from partool_runtime.torch_internals.fsdp import gather_in_background, gather_in_order, sum_replicas_by
 from partool_runtime.torch_internals.group_gather import gather_otherwise
+
+Layer = Sequence[FSDPModule]
+"""Units that are gathered for one layer: its own, then those within it, in the order of use."""
+
+
+def prefetch(layers: Sequence[Layer], root: FSDPModule, depth: int, *, forward: bool = True) -> None:
+    """Gather ``depth`` layers ahead of the one that computes, in forward (if asked for) and backward passes.
+
+    Left alone, FSDP2 gathers one unit ahead in backward passes, in the order of the forward passes that it saw last; in
+    a pipeline other micro-batches lie between a forward pass and its backward pass. A unit that names itself, which is
+    gathered already, gathers nothing ahead. The root's own parameters are gathered when the forward pass begins, and
+    last of all used.
+    """
+    for index, layer in enumerate(layers):
+        behind = _flat(reversed(layers[max(0, index - depth) : index])) if depth else []
+        ahead = _flat(layers[index + 1 : index + 1 + depth])
+        first, inner = layer[0], list(layer[1:])
+        first.set_modules_to_backward_prefetch([*(inner[::-1] if depth else ()), *behind] or [first])
+        for unit in inner:
+            unit.set_modules_to_backward_prefetch([unit])
+        if forward:
+            first.set_modules_to_forward_prefetch([*(inner if depth else ()), *ahead])
+    root.set_modules_to_backward_prefetch(
+        _flat(reversed(layers[len(layers) - depth :])) if depth and layers else [root]
+    )
+    if forward:
+        root.set_modules_to_forward_prefetch(_flat(layers[:depth]))
+
+
+def _flat(layers: object) -> list[FSDPModule]:
+    return [unit for layer in layers for unit in layer]  # type: ignore[attr-defined]
 
 
 def shard(model: Decoder | HfDecoder, *, layout: Layout, precision: Precision, ranks: Ranks) -> GradSync:

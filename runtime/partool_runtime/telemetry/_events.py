@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from partool.plan.event_log import event_log
-from partool.plan.events import EVENT_VERSION, EventKind
+from partool.plan.event_log import EVENT_VERSION, EventKind, event_log
 
 
 class EventWriter:

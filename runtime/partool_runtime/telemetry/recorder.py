@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from partool.plan.events import EventKind
+from partool.plan.event_log import EventKind
 from partool.plan.terms import MEMORY_TERMS
 from partool.plan.types import Plan
 from partool_runtime.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code

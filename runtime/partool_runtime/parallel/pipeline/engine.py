@@ -11,8 +11,7 @@ from partool.schedule import COMPUTE, Action, Schedule, forward_only, receive_de
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.handover import Handover, unfinished
 from partool_runtime.parallel.pipeline.program import Program, compile_program, halved, until
-from partool_runtime.parallel.pipeline.split import split_linears
-from partool_runtime.parallel.pipeline.types import Stage, StageSync, Watch
+from partool_runtime.parallel.pipeline.types import Stage, StageSync, Watch, split_linears
 from partool_runtime.parallel.pipeline.wires import Wires
 from partool_runtime.parallel.pipeline.worker import Calls, Worker
 

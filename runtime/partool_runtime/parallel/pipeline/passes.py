@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from partool.layout.sequence import tokens
@@ -20,12 +22,44 @@ from partool_runtime.model import DecoderParts, StageModule
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.pipeline.engine import Engine
 from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
-from partool_runtime.parallel.pipeline.tied import TiedGradients
 from partool_runtime.parallel.pipeline.types import Boundary, Done
 from partool_runtime.parallel.pipeline.wires import Wires, open_groups
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.precision import COMPUTE_DTYPE
+from partool_runtime.torch_internals.tensors import local
 from partool_runtime.weights import frozen_names, whole_shapes
+
+
+class TiedGradients:
+    """Adds up the gradients of the first stage's embedding and of its copy in the last stage.
+
+    Both ranks then hold the same bits and make the same update, so the copies never differ.
+    """
+
+    def __init__(self, embed: nn.Module, group: dist.ProcessGroup) -> None:
+        self._embed, self._group = embed, group
+
+    @classmethod
+    def between(cls, parts: DecoderParts | HfParts, schedule: Schedule, ranks: Ranks) -> TiedGradients | None:
+        """Return what this rank does; None where it holds no copy. A collective of all ranks."""
+        first, last = schedule.placement[0], schedule.placement[-1]
+        if first == last:
+            return None
+        mine = None
+        for pipeline in ranks.pipelines:
+            both = [pipeline[first], pipeline[last]]
+            group = dist.new_group(both)
+            mine = group if ranks.rank in both else mine
+        if mine is None or parts.embed is None:
+            return None
+        return cls(parts.embed, mine)
+
+    def add_up(self) -> None:
+        """Sum the gradients, after they were reduced over data-parallel ranks."""
+        gradient = cast(torch.Tensor, self._embed.weight).grad
+        if gradient is not None and local(gradient).numel() > 0:
+            sum_over(local(gradient), self._group)
+
 
 Report = Callable[[Sequence[Done], int], None]
 """Is told of what a training step has done, in the order in which it became known, and how many bytes were sent."""

@@ -22,8 +22,8 @@ from partool.plan.layout import Layout
 from partool_runtime.model.attention import Context
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import SEQUENCE
+from partool_runtime.parallel.sequence.op import finished
 from partool_runtime.parallel.sequence.types import SequenceTeam
-from partool_runtime.parallel.sequence.waits import finished
 from partool_runtime.torch_internals.collectives import start_exchange
 
 

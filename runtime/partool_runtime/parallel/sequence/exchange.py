@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from partool.layout.sequence import Deal, Spans, bounds, deal_heads, tokens
 from partool_runtime import deferral
-from partool_runtime.parallel.sequence.waits import finished
+from partool_runtime.parallel.sequence.op import finished
 from partool_runtime.torch_internals.collectives import start_exchange
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

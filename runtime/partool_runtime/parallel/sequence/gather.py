@@ -19,9 +19,8 @@ from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.keys import Form
-from partool_runtime.parallel.sequence.op import ExchangeAttend
+from partool_runtime.parallel.sequence.op import ExchangeAttend, waiting
 from partool_runtime.parallel.sequence.types import SequenceTeam
-from partool_runtime.parallel.sequence.waits import waiting
 from partool_runtime.torch_internals.collectives import gather_into, scatter_sum_into
 
 

@@ -16,7 +16,7 @@ from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.keys import Form, picked, rows
-from partool_runtime.parallel.sequence.post import Post, send
+from partool_runtime.parallel.sequence.op import Post, send
 from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
 

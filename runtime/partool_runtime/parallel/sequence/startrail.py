@@ -23,8 +23,7 @@ from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
-from partool_runtime.parallel.sequence.op import ExchangeAttend
-from partool_runtime.parallel.sequence.post import Post, send
+from partool_runtime.parallel.sequence.op import ExchangeAttend, Post, send
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
 

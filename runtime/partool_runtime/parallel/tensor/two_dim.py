@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from partool.plan.layout import Layout
 from partool_runtime.model import Block, Decoder, DecoderParts
-from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.attention import SelfAttention
 from partool_runtime.model.ffn import FeedForward
-from partool_runtime.model.norm import RMSNorm
+from partool_runtime.model.norm import RMSNorm, wide_dtype
 from partool_runtime.parallel.tensor.two_dim_comm import Axis
 from partool_runtime.parallel.tensor.two_dim_ops import Grid, first_products, inner_sum, second_product
 

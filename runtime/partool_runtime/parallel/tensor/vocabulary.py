@@ -17,8 +17,8 @@ from partool_kernels.cross_entropy.op import Terms, inner_scale, scaled
 from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients, or_nan
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
-from partool_runtime.model._wide import wide_dtype
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
+from partool_runtime.model.norm import wide_dtype
 from partool_runtime.parallel.tensor.ops import Team, left, start_leaving, start_tokens, tokens
 from partool_runtime.torch_internals.collectives import finished, start_sum
 

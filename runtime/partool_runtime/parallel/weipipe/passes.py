@@ -16,8 +16,7 @@ from partool.schedule.weipipe import room, weipipe
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.comm import sum_over
 from partool_runtime.parallel.pipeline.clock import clock_for
-from partool_runtime.parallel.pipeline.split import split_linears
-from partool_runtime.parallel.pipeline.types import Watch
+from partool_runtime.parallel.pipeline.types import Watch, split_linears
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.compute import Computation, RingModel
 from partool_runtime.parallel.weipipe.program import Compute, Move, Step, compile_program
