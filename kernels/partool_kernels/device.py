@@ -106,7 +106,7 @@ def triton_version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What a kernel is about to compute."""
 
     kernel: str
@@ -118,7 +118,7 @@ class Call(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-def choose(call: Call, device: torch.device) -> Choice:
+def choose(call: KernelCall, device: torch.device) -> Choice:
     """Return the configuration for a call on a device; under the interpreter that of ``sm_90``.
 
     Look-ups are kept, per bucket of rows: a power of two.
@@ -127,7 +127,7 @@ def choose(call: Call, device: torch.device) -> Choice:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(call: Call, device: torch.device) -> Choice:
+def _chosen(call: KernelCall, device: torch.device) -> Choice:
     kernel, dtypes, shape, rows, flags = call
     names = tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if device.type == "cpu":

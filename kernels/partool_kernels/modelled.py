@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from partool_kernels.compiled import Compiled
 from partool_kernels.device import triton_version
-from partool_kernels.proof import Job, Proof, faults, program_of, prove, prove_all
+from partool_kernels.proof import Proof, ProofJob, faults, program_of, prove, prove_all
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Resources, Settings, Table, TableError, bucket, path_of, read, write
@@ -39,7 +39,7 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
     for place in places:
         for request in KERNELS[place[0]].examples(place[1]):
             known = newer[place].get(_typical(request))
-            work.append(Job(request, known.config.config if known else KERNELS[place[0]].default(request)))
+            work.append(ProofJob(request, known.config.config if known else KERNELS[place[0]].default(request)))
     found: dict[tuple[str, str], list[Entry]] = {place: [] for place in places}
     for proof in _proven(work, processes):
         place = (proof.job.request.kernel, proof.job.request.architecture)
@@ -53,7 +53,7 @@ def model(kernels: Iterable[str], architectures: Iterable[str], processes: int) 
             yield *place, len(entries)
 
 
-def _proven(work: list[Job], processes: int) -> Iterator[Proof]:
+def _proven(work: list[ProofJob], processes: int) -> Iterator[Proof]:
     """Yield the proof of each, compiling programs once."""
     programs = {program_of(job): job for job in work}
     proofs = dict(zip(programs, prove_all(programs.values(), processes), strict=True))
@@ -127,7 +127,7 @@ def _without_faults(proof: Proof) -> Proof:
         config = next(grid, None)
         if config is None:
             break
-        proofs.append(prove(Job(request, config)))
+        proofs.append(prove(ProofJob(request, config)))
     spilled = {
         each.compiled.spilled_bytes: each for each in reversed(proofs) if each.compiled and not _beside_spills(each)
     }

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import islice
 
 from partool_kernels.device import triton_version
-from partool_kernels.proof import Job, Proof, jobs, prove_all
+from partool_kernels.proof import Proof, ProofJob, jobs, prove_all
 from partool_kernels.registry import ARCHITECTURES, KERNELS
 
 
@@ -73,7 +73,7 @@ def _write(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _named(job: Job) -> str:
+def _named(job: ProofJob) -> str:
     request = job.request
     words = (request.kernel, request.architecture, *request.dtypes, *request.flags)
     return " ".join((*words, *(f"{name}={value}" for name, value in (*request.shape, *job.config.blocks))))

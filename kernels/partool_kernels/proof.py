@@ -24,7 +24,7 @@ from partool_kernels.registry.tables import stored
 _OTHER_TYPES = ("float16", "float32")
 
 
-class Job(NamedTuple):
+class ProofJob(NamedTuple):
     """A configuration to be proven."""
 
     request: Request
@@ -37,14 +37,14 @@ class Job(NamedTuple):
 class Proof:
     """What came of a job."""
 
-    job: Job
+    job: ProofJob
     compiled: Compiled | None
     """None where the compiler failed."""
     faults: tuple[str, ...]
     """Why it cannot be used, in words; empty: it can."""
 
 
-def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[Job]:
+def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator[ProofJob]:
     """Yield one job per program of a kernel on an architecture; none where the kernel does not run there.
 
     ``all_types`` adds the same programs in float16 and float32.
@@ -57,25 +57,25 @@ def jobs(kernel: str, architecture: str, *, all_types: bool = False) -> Iterator
             yield job
 
 
-def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[Job]:
+def _jobs(kernel: str, architecture: str, *, all_types: bool) -> Iterator[ProofJob]:
     # Those with a record of this Triton come first: of two jobs for one program the first is kept.
     unknown = []
     for request, config, entry in stored(kernel, architecture):
         needs = entry.resources.get(triton_version())
         if needs is None:
-            unknown.append(Job(request, config, None))
+            unknown.append(ProofJob(request, config, None))
         else:
-            yield Job(request, config, needs.spilled_bytes)
+            yield ProofJob(request, config, needs.spilled_bytes)
     yield from unknown
     for request in KERNELS[kernel].examples(architecture):
-        yield Job(request, KERNELS[kernel].default(request))
+        yield ProofJob(request, KERNELS[kernel].default(request))
         for dtype in _OTHER_TYPES if all_types else ():
             dtypes = tuple(dtype if name == "bfloat16" else name for name in request.dtypes)
             other = replace(request, dtypes=dtypes)
-            yield Job(other, KERNELS[kernel].default(other))
+            yield ProofJob(other, KERNELS[kernel].default(other))
 
 
-def program_of(job: Job) -> tuple[object, ...]:
+def program_of(job: ProofJob) -> tuple[object, ...]:
     """Return what tells two programs apart."""
     request, config = job.request, job.config
     signature = KERNELS[request.kernel].signature(request, config)
@@ -86,7 +86,7 @@ def program_of(job: Job) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def faults(job: Job, compiled: Compiled) -> tuple[str, ...]:
+def faults(job: ProofJob, compiled: Compiled) -> tuple[str, ...]:
     """Return why a compiled configuration cannot be used, in words."""
     kernel, architecture = KERNELS[job.request.kernel], ARCHITECTURES[job.request.architecture]
     limit, hindrance = architecture.shared_bytes, obstacle(job.request, job.config)
@@ -110,7 +110,7 @@ def _is_wide(request: Request) -> bool:
     return exact and ARCHITECTURES[request.architecture].backend == "cuda"
 
 
-def prove(job: Job) -> Proof:
+def prove(job: ProofJob) -> Proof:
     """Compile a job and hold it to its architecture's limits; an error of the compiler is a fault."""
     try:
         compiled = compile_for(job.request, job.config)
@@ -119,7 +119,7 @@ def prove(job: Job) -> Proof:
     return Proof(job, compiled, faults(job, compiled))
 
 
-def prove_all(work: Iterable[Job], processes: int) -> Iterator[Proof]:
+def prove_all(work: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
     """Yield the proof of every job, in their order; a compiler that ends its process is a fault of that job alone."""
     waiting = list(work)
     while waiting:
@@ -147,7 +147,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _in_a_pool(work: Collection[Job], processes: int) -> Iterator[Proof]:
+def _in_a_pool(work: Collection[ProofJob], processes: int) -> Iterator[Proof]:
     """Yield proofs until a process ends."""
     # Not forked: Triton's compiler starts threads.
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _end_with_parent)

@@ -10,8 +10,8 @@ from typing import Literal
 from partool.catalog.machine import processor, this_machine
 from partool.catalog.profile_file import (
     PROFILE_FILE,
-    Figures,
     MachineId,
+    MeasuredFigures,
     Profile,
     ProfileError,
     Scalar,
@@ -142,7 +142,7 @@ def _difference(machine: MachineId, devices: Devices, *, local: bool) -> str:
 
 def _reason(profile: Profile, scalars: StackScalars) -> str:
     parts = []
-    if profile.figures != Figures():
+    if profile.figures != MeasuredFigures():
         parts.append(
             f"the machine's figures were measured on {profile.created[:10]} (partool calibrate)"
             + ("" if profile.complete else ", not all of them")
@@ -180,7 +180,7 @@ def _with_figures(profile: Profile, spec: HardwareSpec, devices: Devices, precis
     return devices.model_copy(update={name: value for name, value in found.items() if name not in given})
 
 
-def _link(figures: Figures, devices: Devices, ranks: int) -> dict[str, float]:
+def _link(figures: MeasuredFigures, devices: Devices, ranks: int) -> dict[str, float]:
     """Return the link's rate and start time with which the cost model gives the median collective's time."""
     slow = _REDUCE_SLOWDOWN[devices.backend]
     known = {"all_gather": (1.0, 1.0), "reduce_scatter": (1.0, slow), "all_reduce": (2.0, 1.0 + slow)}

@@ -42,14 +42,14 @@ class StartTime(Figure):
     value: NonNegativeFloat
 
 
-class Line(_Part):
+class CollectiveTime(_Part):
     """A collective's time: ``latency + whole * (ranks - 1) / ranks / bytes_per_s``."""
 
     latency_s: StartTime
     bytes_per_s: Figure
 
 
-class Figures(_Part):
+class MeasuredFigures(_Part):
     """What was measured, of one rank while all ranks work; missing where it was not measured."""
 
     achievable_flops: dict[str, Figure] = {}
@@ -59,7 +59,7 @@ class Figures(_Part):
     stream_bytes_per_s: Figure | None = None
     """Of copies and element-wise operators."""
     operator_s: Figure | None = None
-    collectives: dict[str, Line] = {}
+    collectives: dict[str, CollectiveTime] = {}
     host_link_bytes_per_s: Figure | None = None
     """Of copies from and to pinned memory, the slower direction."""
     adam_parameters_per_s: Figure | None = None
@@ -128,14 +128,14 @@ class Profile(_Part):
     complete: bool
     """False if it was interrupted."""
     machine: MachineId
-    figures: Figures = Figures()
+    figures: MeasuredFigures = MeasuredFigures()
     scalars: tuple[StackScalars, ...] = ()
     measurements: tuple[Measurement, ...] = Field(default=(), repr=False)
 
     @property
     def figures_hash(self) -> str:
         """SHA-256 of what decides the figures, empty without any; predictions that are compared must share it."""
-        if self.figures == Figures():
+        if self.figures == MeasuredFigures():
             return ""
         kept = self.model_dump(mode="json", include={"figures", "machine"})
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -30,7 +30,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ClusterOptions:
     """Of the command line."""
 
     dry_run: bool = False
@@ -43,7 +43,7 @@ class Options:
     crds: Path | None = None
 
 
-def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: Options) -> None:
+def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, options: ClusterOptions) -> None:
     """Submit a plan, or the run ``previous`` once more; ends the command with the code that says how it went."""
     ordered = order(path, plan, overrides, list(options.array), at_once=options.at_once, previous=previous)
     target = cluster(plan.launch.target)
@@ -65,7 +65,7 @@ def launch(path: Path, plan: Plan, overrides: list[str], previous: Run | None, o
         fail("PT512", f"the run's folder cannot be written: {error}", where, _EXIT_ENVIRONMENT)
 
 
-def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options: Options) -> Run:
+def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options: ClusterOptions) -> Run:
     job = ordered.job
     if not show_levels(target.validate(job, ordered.rendered, crds=options.crds, offline=True), brief=True):
         raise typer.Exit(_EXIT_FINDINGS)

@@ -23,7 +23,7 @@ _PASSED_THROUGH = (0, 75, 78)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LocalOptions:
     """Of the command line."""
 
     resume: bool = False
@@ -32,7 +32,7 @@ class Options:
     detach: bool = False
 
 
-def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: Options) -> None:
+def launch(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> None:
     """Run a plan here, or go on with ``previous``; ends the command with the code that says how it went."""
     if previous is not None and previous.status().active:
         fail("PT504", f"{previous.id} is running", f"partool cancel {previous.id}", 4)
@@ -68,7 +68,7 @@ def set_aside(run: Run, plan: Plan, step: int) -> None:
         say(f"partool: kept aside: {display(path)}", err=True)
 
 
-def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: Options) -> tuple[Run, int | None]:
+def _start(plan: Plan, spec_text: str | None, previous: Run | None, options: LocalOptions) -> tuple[Run, int | None]:
     """Start the run, or go on with ``previous``; returns it with the agent's exit code, None if it is detached."""
     target, current = LocalTarget(), None
     try:

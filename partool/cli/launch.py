@@ -71,7 +71,7 @@ def command(
     _refuse(plan)
     if resume and previous is None:
         previous = _newest(plan.name)
-    options = _cluster.Options(
+    options = _cluster.ClusterOptions(
         dry_run=dry_run,
         diff=diff,
         follow=follow,
@@ -92,7 +92,9 @@ def command(
     if names := [name for name, value in given.items() if value]:
         raise typer.BadParameter(f"{' and '.join(names)} is for clusters: give --target slurm or k8s")
     spec_text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
-    _local.launch(plan, spec_text, previous, _local.Options(resume=resume, step=step, dry_run=dry_run, detach=detach))
+    _local.launch(
+        plan, spec_text, previous, _local.LocalOptions(resume=resume, step=step, dry_run=dry_run, detach=detach)
+    )
 
 
 def _refuse(plan: Plan) -> None:

@@ -82,7 +82,7 @@ def among(column: Column, values: tuple[int, ...]) -> Mask:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What all layouts of one search share."""
 
     model: ModelConfig

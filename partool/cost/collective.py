@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 
 _LINK_SHARE = {"cpu": 1.0, "cuda": 0.78, "rocm": 0.70}
 """Bus bandwidth of large collectives against the link's line rate: 230 of 300 GB/s on A100, 365 of 450 on H100; RCCL
@@ -25,7 +25,7 @@ reduce-scatter is an all-reduce of which each rank keeps a part (1.7 to 1.9 meas
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks of one collective: how many, and how many of them share a fast domain."""
 
     size: Column
@@ -38,12 +38,12 @@ class Group:
         return np.ceil(self.size / self.inside)
 
 
-def group(job: Job, size: Column, stride: Column) -> Group:
+def group(job: TrainingJob, size: Column, stride: Column) -> RankGroup:
     """Return a group of ``size`` ranks that lie ``stride`` apart in the order of the ranks."""
-    return Group(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
+    return RankGroup(size, np.maximum(1, np.minimum(size, job.domain // np.maximum(stride, 1))))
 
 
-def axis_group(job: Job, layouts: Layouts, axis: str) -> Group:
+def axis_group(job: TrainingJob, layouts: Layouts, axis: str) -> RankGroup:
     """Return the group along an axis of the mesh, or ``ep`` (its ranks lie among cp and the data-parallel ranks)."""
     tp, cp = layouts.tp, layouts.cp
     if axis == "tp":
@@ -59,7 +59,7 @@ def axis_group(job: Job, layouts: Layouts, axis: str) -> Group:
     return group(job, layouts.pp, tp * cp * layouts.dp)
 
 
-def rate(job: Job, ranks: Group) -> Column:
+def rate(job: TrainingJob, ranks: RankGroup) -> Column:
     """Return the bytes per second of a ring over a group: of the slowest tier that it crosses."""
     devices = job.devices
     inside = inside_rate(job, ranks.inside)
@@ -68,7 +68,7 @@ def rate(job: Job, ranks: Group) -> Column:
     return np.where(ranks.domains > 1, np.minimum(within, network), inside)
 
 
-def inside_rate(job: Job, members: Column) -> Column:
+def inside_rate(job: TrainingJob, members: Column) -> Column:
     """Return the bytes per second of a ring over some devices of one node; on a mesh only their own links count."""
     devices = job.devices
     pair = devices.pair_bytes_per_s or devices.link_bytes_per_s
@@ -76,7 +76,7 @@ def inside_rate(job: Job, members: Column) -> Column:
     return _LINK_SHARE[devices.backend] * np.minimum(own, devices.link_bytes_per_s)
 
 
-def latency(job: Job, ranks: Group) -> Column:
+def latency(job: TrainingJob, ranks: RankGroup) -> Column:
     """Return the seconds before the last byte could move: a start, and hops inside and between nodes.
 
     A ring of 8 A100 takes about 65 us to all-reduce nothing. Between nodes trees make it logarithmic.
@@ -87,7 +87,7 @@ def latency(job: Job, ranks: Group) -> Column:
     return inside + np.where(ranks.domains > 1, between, 0.0)
 
 
-def ring_latency(job: Job, ranks: Group) -> Column:
+def ring_latency(job: TrainingJob, ranks: RankGroup) -> Column:
     """Return the seconds before the last byte of a gather or scatter could move: hop by hop around all ranks."""
     devices = job.devices
     inside = _HOP * devices.link_latency_s * (ranks.size - ranks.domains)
@@ -95,26 +95,26 @@ def ring_latency(job: Job, ranks: Group) -> Column:
     return devices.link_latency_s + inside + between
 
 
-def gather_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+def gather_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of an all-gather or reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
-def reduce_scatter_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+def reduce_scatter_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of a reduce-scatter whose whole is ``whole_bytes``; 0 for one rank."""
     moved = whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks) * _REDUCE_SLOWDOWN[job.devices.backend]
     return np.where(ranks.size > 1, ring_latency(job, ranks) + moved, 0.0)
 
 
-def all_reduce_s(job: Job, whole_bytes: Column, ranks: Group) -> Column:
+def all_reduce_s(job: TrainingJob, whole_bytes: Column, ranks: RankGroup) -> Column:
     """Return the seconds of an all-reduce of ``whole_bytes``; 0 for one rank."""
     slow = 1.0 + _REDUCE_SLOWDOWN[job.devices.backend]
     moved = slow * whole_bytes * (ranks.size - 1) / ranks.size / rate(job, ranks)
     return np.where(ranks.size > 1, 2.0 * latency(job, ranks) + moved, 0.0)
 
 
-def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group, between: Column = 1.0) -> Column:
+def all_to_all_s(job: TrainingJob, sent_bytes: Column, ranks: RankGroup, between: Column = 1.0) -> Column:
     """Return the seconds of an all-to-all in which each rank holds ``sent_bytes`` for all members together.
 
     The share for members of other nodes goes through the rank's own adapter, ``between`` of it where copies for one
@@ -127,7 +127,7 @@ def all_to_all_s(job: Job, sent_bytes: Column, ranks: Group, between: Column = 1
     return np.where(ranks.size > 1, latency(job, ranks) + np.maximum(inside, across), 0.0)
 
 
-def send_s(job: Job, sent_bytes: Column, stride: Column) -> Column:
+def send_s(job: TrainingJob, sent_bytes: Column, stride: Column) -> Column:
     """Return the seconds of one transfer between ranks that lie ``stride`` apart; in a node it uses one pair's link."""
     devices = job.devices
     backend = devices.backend

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Job, Layouts, Mask
+from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Layouts, Mask, TrainingJob
 from partool.cost.kinds import Kind
 from partool.layout.sequence import deal_heads
 
 _GRID = ORDERS.index("grid")
 
 
-def tokens(job: Job, layouts: Layouts) -> Column:
+def tokens(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tokens of one sequence that the fullest rank holds."""
     found = tensor_shares.width(job.sequence_length, layouts.cp)
     if not job.model.grid or not np.any(np.asarray(layouts.sequence_order) == _GRID):
@@ -54,7 +54,7 @@ def turned(layouts: Layouts) -> Mask:
     return there
 
 
-class Heads(NamedTuple):
+class HeadShares(NamedTuple):
     """Heads that the fullest rank works on inside of attention, and what is sent for all of them; columns."""
 
     queries: Column
@@ -63,18 +63,18 @@ class Heads(NamedTuple):
     """Of all ranks that trade: a head that several need counts several times."""
 
 
-def heads(job: Job, layouts: Layouts) -> Heads:
+def heads(job: TrainingJob, layouts: Layouts) -> HeadShares:
     """Return the heads of the ranks that trade sequence for heads, of the fullest tensor rank's."""
     queries, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks = trading(layouts)
     if not np.any(ranks > 1):
-        return Heads(queries, keys, keys)
+        return HeadShares(queries, keys, keys)
     whole = [np.asarray(each, dtype=np.int64) for each in (queries, keys, ranks)]
     code = np.asarray((whole[0] * 8192 + whole[1]) * 1048576 + whole[2])
     known = np.unique(code)
     table = np.array([_dealt(one // 1048576 // 8192, one // 1048576 % 8192, one % 1048576) for one in known.tolist()])
     most, needed, sent = table[np.searchsorted(known, code)].T if code.ndim else table[0]
-    return Heads(most, needed, sent)
+    return HeadShares(most, needed, sent)
 
 
 @lru_cache(maxsize=4096)

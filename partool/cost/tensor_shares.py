@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.layout.parameters import ParameterInfo, groups
 from partool.layout.tensor import Partition, by_name, own_partition
 from partool.spec.model import ModelConfig
@@ -42,7 +42,7 @@ def heads(model: ModelConfig, ranks: Column) -> tuple[Column, Column]:
     return np.where(kv_heads >= ranks, keys * group, shared), keys
 
 
-def stream(job: Job, layouts: Layouts) -> Column:
+def stream(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tensor ranks that the residual stream is cut over."""
     stack = job.stack
     if stack.sequence_parallel is not None:
@@ -117,7 +117,7 @@ class ShareColumns(NamedTuple):
     """What is summed over tensor ranks once a step, of embedding, layers and head."""
 
 
-def share_columns(job: Job, layouts: Layouts) -> ShareColumns:
+def share_columns(job: TrainingJob, layouts: Layouts) -> ShareColumns:
     """Return what the fullest tensor rank holds under each layout."""
     tp, inner, norms = (np.asarray(c) for c in (layouts.tp, layouts.tensor_inner, layouts.sequence_norms))
     code = (tp * 4096 + inner) * 2 + norms

@@ -20,7 +20,7 @@ SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SecretForm:
     """One form that secrets have.
 
     ``begins`` are words of which one must be in the text (looked for before the pattern is tried, in lower case);
@@ -34,17 +34,17 @@ class Form:
     source: str = "gitleaks"
 
 
-def _token(what: str, prefixes: str, alphabet: str, least: int, source: str = "gitleaks") -> Form:
+def _token(what: str, prefixes: str, alphabet: str, least: int, source: str = "gitleaks") -> SecretForm:
     """Return the form of a token: one of the prefixes, then at least so many characters of an alphabet."""
     words = prefixes.split()
     choice = "|".join(word.replace(".", r"\.") for word in words)
-    return Form(
+    return SecretForm(
         what, tuple(word.lower() for word in words), rf"(?<![A-Za-z0-9])(?:{choice})[{alphabet}]{{{least},}}", source
     )
 
 
 _ALNUM, _WORD, _DASHED, _HEX, _CAPITAL = "A-Za-z0-9", "A-Za-z0-9_", r"A-Za-z0-9_\-", "a-f0-9", "A-Z0-9"
-FORMS: tuple[Form, ...] = (
+FORMS: tuple[SecretForm, ...] = (
     _token("a token of Hugging Face", "hf_ api_org_", _ALNUM, 16),
     _token("a token of GitHub", "ghp_ gho_ ghu_ ghs_ ghr_ github_pat_", _WORD, 16),
     _token("a token of GitLab", "glpat- gldt- glrt- glcbt- glptt- glft- glsoat- glimt- glagent-", _DASHED, 16),
@@ -58,7 +58,7 @@ FORMS: tuple[Form, ...] = (
     _token("a token of Vault", "hvs. hvb. hvr.", _DASHED, 20),
     _token("a token of Google", "ya29.", _DASHED + ".", 20, "vendor"),
     _token("a key of Google", "AIza GOCSPX-", _DASHED, 24),
-    Form(
+    SecretForm(
         "a key id of AWS",
         ("akia", "asia", "abia", "acca"),
         r"(?<![A-Za-z0-9])(?:AKIA|ASIA|ABIA|ACCA)[A-Z2-7]{16}(?![A-Za-z0-9])",
@@ -80,16 +80,20 @@ FORMS: tuple[Form, ...] = (
     _token("a key of Tailscale", "tskey-", _DASHED, 16),
     _token("a key of New Relic or Postman", "NRAK- PMAK-", _DASHED, 20),
     _token("a key of age", "AGE-SECRET-KEY-1", _CAPITAL, 50),
-    Form("a key of SendGrid", ("sg.",), rf"(?<![{_DASHED}.])SG\.[{_DASHED}]{{16,80}}\.[{_DASHED}]{{16,}}"),
-    Form("a token of Telegram", (":aa",), rf"(?<![0-9])[0-9]{{8,10}}:AA[{_DASHED}]{{32,}}"),
-    Form("a token of Terraform", (".atlasv1.",), rf"(?<![{_ALNUM}])[{_ALNUM}]{{14}}\.atlasv1\.[{_DASHED}=]{{40,}}"),
-    Form("a JSON Web Token", ("eyj",), rf"(?<![{_DASHED}])eyJ[{_DASHED}]{{10,}}\.[{_DASHED}]{{10,}}[{_DASHED}.]*"),
-    Form(
+    SecretForm("a key of SendGrid", ("sg.",), rf"(?<![{_DASHED}.])SG\.[{_DASHED}]{{16,80}}\.[{_DASHED}]{{16,}}"),
+    SecretForm("a token of Telegram", (":aa",), rf"(?<![0-9])[0-9]{{8,10}}:AA[{_DASHED}]{{32,}}"),
+    SecretForm(
+        "a token of Terraform", (".atlasv1.",), rf"(?<![{_ALNUM}])[{_ALNUM}]{{14}}\.atlasv1\.[{_DASHED}=]{{40,}}"
+    ),
+    SecretForm(
+        "a JSON Web Token", ("eyj",), rf"(?<![{_DASHED}])eyJ[{_DASHED}]{{10,}}\.[{_DASHED}]{{10,}}[{_DASHED}.]*"
+    ),
+    SecretForm(
         "a private key",
         ("-----begin",),
         r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END[A-Z0-9 ]{0,60}-----|\Z)",
     ),
-    Form(
+    SecretForm(
         "a bearer token",
         ("bearer", "basic"),
         r"(?i)\b(?:bearer[ \t]{1,3}(?=[a-z.~+/_-]{0,200}[0-9=])|basic[ \t]{1,3}(?=[a-z+/]{0,200}[0-9=])"
@@ -97,19 +101,19 @@ FORMS: tuple[Form, ...] = (
         r"(?P<secret>[a-z0-9.~+/_-]{12,}=*)",
         "rfc6750",
     ),
-    Form(
+    SecretForm(
         "the value of an Authorization header",
         ("authorization",),
         r"(?i)authorization[\"']?[ \t]{0,3}[:=][ \t]{0,3}(?P<secret>[^\s\"',;}][^\n\"',;}]{5,})",
         "rfc6750",
     ),
-    Form(
+    SecretForm(
         "a password in an address",
         ("://",),
         r"://[^/@:\s]{0,256}:(?!\$\{?[A-Za-z_]\w{0,99}\}?@)(?P<secret>[^/@\s]{1,1024})@",
         "rfc3986",
     ),
-    Form(
+    SecretForm(
         "a password in an address",
         ("@",),
         # The host has a dot, as package@1.2/x has after a version, or a port, or is this machine.
@@ -117,13 +121,13 @@ FORMS: tuple[Form, ...] = (
         r"@(?=localhost|[0-9.]{7,15}[:/]|[A-Za-z0-9-]{0,63}[A-Za-z][A-Za-z0-9-]{0,63}[.:])[A-Za-z0-9][A-Za-z0-9.-]{0,253}(?::[0-9]{1,5})?/",
         "detect-secrets",
     ),
-    Form(
+    SecretForm(
         "a key of Azure",
         ("accountkey=", "sharedaccesskey=", "sharedaccesssignature="),
         r"(?i)(?:account|sharedaccess)(?:key|signature)=(?P<secret>[^;\s\"']{12,})",
         "detect-secrets",
     ),
-    Form(
+    SecretForm(
         "a signed address",
         ("sig=", "signature="),
         r"(?i)[?&](?:sig|x-amz-signature|x-goog-signature|signature)=(?P<secret>[a-z0-9%+/=_-]{24,})",

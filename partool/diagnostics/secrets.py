@@ -22,7 +22,7 @@ from partool.diagnostics._secret_rules import (
     OF_TEXT,
     PASSES,
     WORDS,
-    Form,
+    SecretForm,
 )
 from partool.diagnostics.record import Diagnostic, Label
 
@@ -110,7 +110,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _found(text: str) -> Iterator[tuple[Form, int, int]]:
+def _found(text: str) -> Iterator[tuple[SecretForm, int, int]]:
     lowered = text.lower()
     for form in FORMS:
         if any(word in lowered for word in form.begins):

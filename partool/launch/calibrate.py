@@ -12,7 +12,7 @@ from typing import Any
 from partool import __version__
 from partool.catalog.lookup import table
 from partool.catalog.machine import available_cores, processor, this_machine
-from partool.catalog.profile_file import Figures, MachineId, Measurement, Profile
+from partool.catalog.profile_file import MachineId, MeasuredFigures, Measurement, Profile
 from partool.process import python_command
 
 INTERRUPTED = 130
@@ -65,7 +65,7 @@ def _profile(result: dict[str, Any]) -> Profile:
         sizes=result["sizes"],
         complete=result["complete"],
         machine=_machine(found, accelerator),
-        figures=Figures.model_validate(result["figures"]),
+        figures=MeasuredFigures.model_validate(result["figures"]),
         measurements=tuple(Measurement.model_validate(line) for line in result["measurements"]),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from partool.launch.doctor_slurm_plan import plan_checks
-from partool.launch.slurm_client import Answer, call
+from partool.launch.slurm_client import CommandAnswer, call
 from partool.launch.slurm_refusal import estimate, refusal_of_script
 from partool.launch.slurm_script import defaults_in_use, tried
 from partool.launch.store import RunStore
@@ -187,7 +187,7 @@ def parse_config(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _asked(command: list[str]) -> Answer:
+def _asked(command: list[str]) -> CommandAnswer:
     answer = call(command)
     if answer.code:
         said = answer.err.strip().splitlines()

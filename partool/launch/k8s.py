@@ -32,7 +32,7 @@ ERRORS_FILE = "errors.txt"
 _DRY_RUN = "server-side dry run"
 
 
-class Place(NamedTuple):
+class ObjectPlace(NamedTuple):
     """Where a run's object is."""
 
     context: str
@@ -116,7 +116,7 @@ class K8sTarget:
 
         Of several clusters and namespaces, those that cannot be asked leave their runs ``unknown``.
         """
-        groups: dict[tuple[str, str], list[tuple[Run, Place]]] = {}
+        groups: dict[tuple[str, str], list[tuple[Run, ObjectPlace]]] = {}
         for run in runs:
             place = _place(run)
             groups.setdefault((place.context, place.namespace), []).append((run, place))
@@ -222,21 +222,21 @@ def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
     return there is None or labels.get(RUN_LABEL) == document["metadata"]["labels"].get(RUN_LABEL)
 
 
-def _place(run: Run) -> Place:
+def _place(run: Run) -> ObjectPlace:
     """Return where a run's object is: by the record, or by its plan while there is no record yet."""
     submission = run.submission()
     if submission is not None and submission.details:
         known = submission.details
         nodes = int(known.get("nodes", "1"))
-        return Place(
+        return ObjectPlace(
             known.get("context", ""), known["namespace"], known["kind"], known["name"], known.get("uid", ""), nodes
         )
     plan = outline(run.plan_file)
     spec = plan.launch.k8s
-    return Place(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
+    return ObjectPlace(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
 
 
-def _statuses(client: Client, runs: Sequence[tuple[Run, Place]]) -> dict[str, RunStatus]:
+def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[str, RunStatus]:
     """Return the status of the runs in one namespace; raises LaunchError."""
     selector = f"{RUN_LABEL}={runs[0][0].id}" if len(runs) == 1 else RUN_LABEL
     jobs = {
@@ -254,7 +254,7 @@ def _statuses(client: Client, runs: Sequence[tuple[Run, Place]]) -> dict[str, Ru
     }
 
 
-def _status(client: Client, run: Run, place: Place, job: Document | None, pods: list[Document]) -> RunStatus:
+def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, pods: list[Document]) -> RunStatus:
     """Return a run's status, and keep it once the run has ended: the cluster deletes finished jobs."""
     record = run.status()
     if job is None or (place.uid and job["metadata"]["uid"] != place.uid):

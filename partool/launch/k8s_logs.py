@@ -18,7 +18,7 @@ from partool.launch import k8s_streams
 from partool.launch.k8s_client import Client
 from partool.launch.k8s_errors import ApiError
 from partool.launch.k8s_resources import PODS
-from partool.launch.k8s_streams import Line, Reader, Stream, streams
+from partool.launch.k8s_streams import Reader, Stream, StreamLine, streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.outline import Outline, outline
@@ -75,7 +75,7 @@ def _of_rank(text: bytes) -> tuple[int | None, bytes]:
     return (int(match[1]), text[match.end() :]) if match else (None, text)
 
 
-def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterator[Line]:
+def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterator[StreamLine]:
     found = _streams_of(client, run)
     chosen = _chosen(found, query, node)
     if not chosen:
@@ -108,13 +108,13 @@ class _Follower:
         self._query = query
         self._node = node
         self._known: set[Stream] = set()
-        self._arriving: queue.SimpleQueue[Line | LaunchError | None] = queue.SimpleQueue()
+        self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
         """None: something happened to the pods."""
         self._threads: list[tuple[int, threading.Thread]] = []
         """With the attempt that each reads."""
         self._stop = threading.Event()
 
-    def lines(self, status: Callable[[], RunStatus]) -> Iterator[Line]:
+    def lines(self, status: Callable[[], RunStatus]) -> Iterator[StreamLine]:
         """Yield what there is in order, then lines as they come, until the run has ended and everything is read."""
         threading.Thread(target=self._listen, daemon=True).start()
         try:
@@ -137,7 +137,7 @@ class _Follower:
         finally:
             self._stop.set()
 
-    def _said_before(self, attempt: int) -> Iterator[Line]:
+    def _said_before(self, attempt: int) -> Iterator[StreamLine]:
         """Yield what streams of earlier attempts still have to say; one that does not end is waited for a moment."""
         end, heard = time.monotonic() + _LAST_WORDS_S, []
         before = [thread for other, thread in self._threads if other < attempt]
@@ -157,7 +157,7 @@ class _Follower:
         found = _chosen(_streams_of(self._client, self._run), self._query, self._node)
         return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
 
-    def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[Line]:
+    def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
         """Yield what comes within a time, until something happens to the pods or, if so asked, all streams ended."""
         end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
         rung = False

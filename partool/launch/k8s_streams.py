@@ -39,7 +39,7 @@ class Stream(NamedTuple):
     """From 1, over restarts of the gang and of the container."""
 
 
-class Line(NamedTuple):
+class StreamLine(NamedTuple):
     """A line with what orders it."""
 
     at_ns: int
@@ -60,7 +60,7 @@ class Reader:
         self._count = 0
         """Lines that were yielded of that very time."""
 
-    def lines(self, *, follow: bool, previous: bool) -> Iterator[Line]:
+    def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
         """Yield the lines that one connection gives and that were not yielded before.
 
         ``previous``: the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
@@ -88,9 +88,9 @@ class Reader:
                     text += b"\n"
                 self._count = self._count + 1 if at_ns == self._last_ns else 1
                 self._last_ns = at_ns
-                yield Line(at_ns, self.stream.node, text)
+                yield StreamLine(at_ns, self.stream.node, text)
 
-    def rest(self) -> Iterator[Line]:
+    def rest(self) -> Iterator[StreamLine]:
         """Yield what there is by now, over drops; nothing where the pod is gone."""
         end = time.monotonic() + PATIENCE_S
         while True:

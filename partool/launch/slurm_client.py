@@ -27,7 +27,7 @@ _UNREACHABLE = (
 )
 
 
-class Answer(NamedTuple):
+class CommandAnswer(NamedTuple):
     """What a command said."""
 
     code: int
@@ -83,7 +83,7 @@ class Slurm:
 
 def call(
     command: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None, timeout_s: float = 0
-) -> Answer:
+) -> CommandAnswer:
     """Run one of Slurm's commands.
 
     Raises LaunchError PT550 where it is not installed, does not answer in time, or cannot reach the controller.
@@ -105,7 +105,7 @@ def call(
         raise LaunchError(
             "PT550", f"{command[0]} has not answered for {wait_s:g} s", "scontrol ping says how Slurm is", exit_code=3
         ) from None
-    answer = Answer(done.returncode, done.stdout, done.stderr)
+    answer = CommandAnswer(done.returncode, done.stdout, done.stderr)
     if answer.code and any(sign in answer.err for sign in _UNREACHABLE):
         raise _failed(command, answer)
     return answer
@@ -122,7 +122,7 @@ def _missing(command: str) -> LaunchError:
     return LaunchError("PT550", f"{command} is not in PATH: this machine cannot submit to Slurm", help, exit_code=3)
 
 
-def _failed(command: Sequence[str], answer: Answer) -> LaunchError:
+def _failed(command: Sequence[str], answer: CommandAnswer) -> LaunchError:
     """Return the error of a command that should have worked."""
     said = last_words(answer.err) or f"exit code {answer.code}"
     return LaunchError("PT550", f"{command[0]}: {said}", "scontrol ping says whether Slurm is up", exit_code=3)

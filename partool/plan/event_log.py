@@ -15,7 +15,7 @@ EventKind = Literal[
     "pipeline",  # step, steady, t, actions, start_us, stop_us, waited_us: see partool.plan.pipeline_log
     "validation",  # step, loss, tokens
     "checkpoint",  # step, path, write_s, blocked_s
-    "offload",  # of the whole attempt: what partool_runtime.offload.figures.Figures counts
+    "offload",  # of the whole attempt: what partool_runtime.offload.figures.HostFigures counts
     "nonfinite",  # step, consecutive
     "signal",  # name
     "warning",  # message

@@ -7,7 +7,7 @@ of ranks, so a run goes on where it stopped.
 
 from __future__ import annotations
 
-from partool.cost.case import RECOMPUTE, Job
+from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.memory.peak import host_bytes, predict_memory
 from partool.cost.stacks import own_stack
 from partool.cost.time.predict import predict_time
@@ -115,7 +115,7 @@ def _layouts(plan: Plan, nodes: int) -> list[Layout] | str:
     ]
 
 
-def _fitting(plan: Plan, job: Job, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
+def _fitting(plan: Plan, job: TrainingJob, layouts: list[Layout]) -> tuple[Layout, Prediction] | str:
     """Return the first layout if it fits, else the fastest that does; else why not even the last fits."""
     steps, fitting = plan.training.steps, []
     lacking = ""
@@ -142,8 +142,8 @@ def _shard(mesh: Mesh, dp: int) -> int:
     return next((n for n in divisors(dp) if n >= mesh.dp_shard), dp)
 
 
-def _job(plan: Plan, devices: Devices) -> Job:
-    return Job(
+def _job(plan: Plan, devices: Devices) -> TrainingJob:
+    return TrainingJob(
         model=plan.model,
         devices=devices,
         sequence_length=plan.training.sequence_length,
@@ -158,7 +158,7 @@ def _job(plan: Plan, devices: Devices) -> Job:
     )
 
 
-def _lacking(plan: Plan, job: Job, layout: Layout, memory: MemoryPrediction) -> str:
+def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
     """Return which memory is too small, with the numbers; empty where all is well."""
     if memory.total_bytes > memory.capacity_bytes:
         need, have = memory.total_bytes / _GIB, memory.capacity_bytes / _GIB

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from partool.catalog.profile import Applied
-from partool.cost.case import EAGER, SCHEDULES, Column, Job, Mask
+from partool.cost.case import EAGER, SCHEDULES, Column, Mask, TrainingJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.micro import layer_elements
 from partool.cost.traffic.gathers import Controls, controls_of
@@ -80,7 +80,7 @@ class Problem:
     """What was relaxed to find a layout that fits."""
     work: Work = field(default_factory=Work, compare=False, repr=False)
     """Shared by the problems that are made of this one; the same problem takes the same work on every machine."""
-    jobs: dict[Compile, Job] = field(default_factory=dict, init=False, compare=False, repr=False)
+    jobs: dict[Compile, TrainingJob] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What :func:`partool.planner.search.cost_job.cost_job` has made of this problem."""
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from partool.report.units import counted, seconds
-from partool.schedule import Event, Schedule, Timeline
+from partool.schedule import Schedule, TimedAction, Timeline
 from partool.schedule.simulate import peak_held
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -31,9 +31,9 @@ class Drawing:
     micro_batches: int
     stages_per_pass: int
     """Stages that a rank runs on one micro-batch: its own, or all where weights travel."""
-    boxes: tuple[Event, ...]
+    boxes: tuple[TimedAction, ...]
     """Compute actions in the order in which they begin; micro-batches have the numbers of the whole step."""
-    transfers: tuple[Event, ...]
+    transfers: tuple[TimedAction, ...]
     """Sends, from when they leave to when the data have arrived."""
     span_s: float
     """From the step's begin to the end of the last action, of all micro-batches."""
@@ -137,6 +137,6 @@ def windows(drawing: Drawing, rows: Sequence[int], per_row: int) -> list[Window]
     ]
 
 
-def inside(drawing: Drawing, window: Window) -> list[Event]:
+def inside(drawing: Drawing, window: Window) -> list[TimedAction]:
     """Return the boxes that are seen in a window, if only in part."""
     return [box for box in drawing.boxes if box.start_s < window.to_s and box.stop_s > window.from_s]

@@ -16,9 +16,9 @@ from partool.report.logged import Logged, NothingExecutedError, Ranks, any_logge
 from partool.report.timeline import predicted_times
 from partool.schedule import (
     COMPUTE,
-    Event,
     Schedule,
     StageTimes,
+    TimedAction,
     peer,
     simulate,
     without_backward,
@@ -173,7 +173,7 @@ def measured_times(schedule: Schedule, ranks: Ranks) -> StageTimes:
 def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Drawing:
     """Return what the ranks did as a timeline, beside a simulated one; their clocks must be aligned."""
     events = [
-        Event(rank, one.action, one.start_s, one.stop_s)
+        TimedAction(rank, one.action, one.start_s, one.stop_s)
         for rank, step in ranks.items()
         for one in step.actions
         if one.action.kind in COMPUTE
@@ -181,7 +181,7 @@ def executed_drawing(schedule: Schedule, ranks: Ranks, simulated: Drawing) -> Dr
     boxes = tuple(sorted(events, key=lambda event: (event.start_s, event.rank)))
     arrived = {(rank, one.action): one.stop_s for rank, step in ranks.items() for one in step.actions}
     sends = [
-        Event(rank, one.action, one.start_s, arrived.get(peer(schedule, rank, one.action), one.stop_s))
+        TimedAction(rank, one.action, one.start_s, arrived.get(peer(schedule, rank, one.action), one.stop_s))
         for rank, step in ranks.items()
         for one in step.actions
         if one.action.kind.startswith("SEND")

@@ -10,7 +10,7 @@ from partool.report.drawing import KINDS, Drawing, Window, inside, shown_rows, w
 from partool.report.html_svg import Picture, tag, text, tick_label, ticks
 from partool.report.timeline import bubble_words, planned, without_pipeline
 from partool.report.units import counted, seconds
-from partool.schedule import Event
+from partool.schedule import TimedAction
 
 _ACTIONS = 20_000
 """Actions followed for the picture."""
@@ -112,7 +112,7 @@ def _picture(drawing: Drawing, window: Window, rows: Sequence[int], identifier: 
     return picture.markup(identifier)
 
 
-def _box(picture: Picture, box: Event, y: float, window: tuple[float, float, float], *, pale: bool) -> None:
+def _box(picture: Picture, box: TimedAction, y: float, window: tuple[float, float, float], *, pale: bool) -> None:
     """Draw one action, cut off at the window's edges; its number stands in it where there is room."""
     low, high, scale = window
     start, stop = max(box.start_s, low), min(box.stop_s, high)

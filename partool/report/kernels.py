@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
-from partool.planner.kernels.choose import STATES, Coverage, Line, State, coverage
+from partool.planner.kernels.choose import STATES, Coverage, KernelLine, State, coverage
 from partool.report.units import counted, seconds
 
 _WORDS: dict[State, str] = {
@@ -69,18 +69,18 @@ def tune_command(found: Coverage, source: str) -> str:
     return f"partool tune {source}{chosen} --out tuned" if names else ""
 
 
-def _order(line: Line) -> tuple[bool, str]:
+def _order(line: KernelLine) -> tuple[bool, str]:
     return not line.tabled, line.asked.kernel
 
 
-def _beside(lines: list[Line]) -> str:
+def _beside(lines: list[KernelLine]) -> str:
     """Return what the sources of products that torch computes are about."""
     kernels = {line.asked.request.kernel for line in lines if line.choice and not line.tabled and line.asked.request}
     names = " and ".join(sorted(kernels))
     return f", of torch; sources are of partool's {names}, not run here" if kernels else ""
 
 
-def _source(line: Line) -> Text:
+def _source(line: KernelLine) -> Text:
     choice = line.choice
     if choice is None:
         return Text("-")
@@ -89,11 +89,11 @@ def _source(line: Line) -> Text:
     return Text(choice.source + whose, _STYLES[line.state])
 
 
-def _tool(line: Line) -> str:
+def _tool(line: KernelLine) -> str:
     return line.choice.implementation.partition(" ")[0] if line.choice else ""
 
 
-def _line_data(line: Line) -> dict[str, Any]:
+def _line_data(line: KernelLine) -> dict[str, Any]:
     asked, choice = line.asked, line.choice
     m, n, k = asked.sides
     return {
@@ -133,7 +133,7 @@ def _summary(found: Coverage) -> Table:
     return table
 
 
-def _table(lines: list[Line]) -> Table:
+def _table(lines: list[KernelLine]) -> Table:
     table = _columns("computes", "pass", "M", "N", "K", "source", "step", "may lose")
     table.columns[1].justify = "left"
     table.columns[5].justify = "left"
@@ -150,7 +150,7 @@ def _table(lines: list[Line]) -> Table:
     return table
 
 
-def _moving_table(lines: list[Line]) -> Table:
+def _moving_table(lines: list[KernelLine]) -> Table:
     table = _columns("computes", "pass", "rows", "widths", "source", "step", "may lose")
     table.columns[1].justify = table.columns[4].justify = "left"
     kernel = ""

@@ -15,7 +15,7 @@ from partool.report.drawing import Drawing, Window, inside, shown_rows
 from partool.report.html_svg import tick_label, ticks
 from partool.report.timeline import bubble_words, planned, shares_cores, without_pipeline
 from partool.report.units import counted, seconds
-from partool.schedule import Event
+from partool.schedule import TimedAction
 
 _ROWS = 16
 """Lines drawn; of more ranks, the first and the last."""
@@ -54,7 +54,7 @@ def render_timeline(
     for part in parts:
         if part.title:
             console.print(Text(" " * (name + 1) + part.title, "dim"))
-        boxes: dict[int, list[Event]] = {rank: [] for rank in range(drawing.ranks)}
+        boxes: dict[int, list[TimedAction]] = {rank: [] for rank in range(drawing.ranks)}
         for box in inside(drawing, part):
             boxes[box.rank].append(box)
         for index, rank in enumerate(rows):
@@ -137,7 +137,7 @@ class _Look(NamedTuple):
     """Stages in a lighter tone."""
 
 
-def _line(boxes: Sequence[Event], window: Window, width: int, look: _Look) -> Text:
+def _line(boxes: Sequence[TimedAction], window: Window, width: int, look: _Look) -> Text:
     """Return a rank's boxes in a window."""
     scale = width / (window.to_s - window.from_s)
     blank = " " if look.colour else "·"
@@ -152,7 +152,7 @@ def _line(boxes: Sequence[Event], window: Window, width: int, look: _Look) -> Te
     return line.append(blank * (width - at))
 
 
-def _box(box: Event, columns: int, look: _Look) -> Text:
+def _box(box: TimedAction, columns: int, look: _Look) -> Text:
     """Return a coloured box: a thin line at its left edge, which only a single figure may take the place of."""
     kind, stage, batch = box.action
     style = f"{_INK} on {_COLOURS[kind][stage in look.pale]}"
@@ -164,7 +164,7 @@ def _box(box: Event, columns: int, look: _Look) -> Text:
     return Text(label if columns == len(label) == 1 else "▏" + " " * (columns - 1), style)
 
 
-def _letters(box: Event, columns: int, look: _Look) -> Text:
+def _letters(box: TimedAction, columns: int, look: _Look) -> Text:
     """Return a box without colours: ``3F0`` or ``F0``, filled up, with an edge where boxes would run together."""
     kind, stage, batch = box.action
     named, label = f"{stage}{kind}{batch}", f"{kind}{batch}"

@@ -9,11 +9,11 @@ from partool.plan.schedule import schedule_of
 from partool.plan.types import Plan
 from partool.report.drawing import Drawing, LeftOut, drawn
 from partool.report.units import seconds
-from partool.schedule import Event, StageTimes, generate, in_flight, simulate
+from partool.schedule import StageTimes, TimedAction, generate, in_flight, simulate
 from partool.strategies.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from partool.cost.case import Job
+    from partool.cost.case import TrainingJob
 
 _REPEAT = tuple(name for name, record in SCHEDULES.items() if record.repeats)
 """Schedules whose lists of fewer micro-batches begin and end as those of more do."""
@@ -83,11 +83,11 @@ def shares_cores(plan: Plan) -> bool:
     return plan.layout.mesh.pp > 1 and float(pipeline_wait(_job(plan), encode(plan.layout))) > 0.0
 
 
-def _job(plan: Plan) -> Job:
-    from partool.cost.case import Job
+def _job(plan: Plan) -> TrainingJob:
+    from partool.cost.case import TrainingJob
     from partool.cost.stacks import own_stack
 
-    return Job(
+    return TrainingJob(
         model=plan.model,
         devices=plan.devices,
         sequence_length=plan.training.sequence_length,
@@ -104,7 +104,7 @@ def _stretched(short: Drawing, micro_batches: int, span_s: float) -> Drawing:
     more, late_s = micro_batches - short.micro_batches, span_s - short.span_s
     half_s = 0.5 * short.span_s
 
-    def moved(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    def moved(events: tuple[TimedAction, ...]) -> tuple[TimedAction, ...]:
         return tuple(
             event
             if event.start_s < half_s

@@ -9,7 +9,7 @@ from partool.plan.terms import TIME_TERMS
 from partool.plan.types import Plan
 from partool.report.drawing import KINDS, Drawing
 from partool.report.timeline import planned
-from partool.schedule import Event
+from partool.schedule import TimedAction
 
 TRACE_ACTIONS = 200_000
 """Actions above which a trace leaves out the middle of a step: viewers grow slow, and it only repeats."""
@@ -55,7 +55,7 @@ def process(drawing: Drawing, title: str, number: int) -> list[Trace]:
     return events + (_arrows(drawing, number) if len(drawing.transfers) <= _ARROWS else [])
 
 
-def _complete(box: Event, number: int, *, several: bool) -> Trace:
+def _complete(box: TimedAction, number: int, *, several: bool) -> Trace:
     kind, stage, batch = box.action
     return {
         "name": f"{stage}{kind}{batch}" if several else f"{kind}{batch}",
@@ -70,7 +70,7 @@ def _complete(box: Event, number: int, *, several: bool) -> Trace:
 
 def _arrows(drawing: Drawing, number: int) -> list[Trace]:
     """Return arrows from the action that made a message to the action that needs it."""
-    boxes: dict[tuple[str, int, int], Event] = {}
+    boxes: dict[tuple[str, int, int], TimedAction] = {}
     for box in drawing.boxes:
         kind, stage, batch = box.action
         boxes["B" if kind == "I" else kind, stage, batch] = box
@@ -85,7 +85,7 @@ def _arrows(drawing: Drawing, number: int) -> list[Trace]:
     return found
 
 
-def _arrow(tail: Event, head: Event, number: int, identifier: str) -> Sequence[Trace]:
+def _arrow(tail: TimedAction, head: TimedAction, number: int, identifier: str) -> Sequence[Trace]:
     common = {"name": "transfer", "cat": "transfer", "pid": number, "id": identifier}
     # A viewer ties an arrow to the box that surrounds its time: the very end would already be outside.
     return (

@@ -1,10 +1,10 @@
 """Pipeline schedules as data: lists of actions per rank, checked, timed and counted by pure functions."""
 
 from partool.schedule.actions import COMPUTE, Action, Order, Schedule, peer, with_transfers
-from partool.schedule.faults import Problem
+from partool.schedule.faults import ScheduleFault
 from partool.schedule.generators import check, generate, nearest, order, rank_of
 from partool.schedule.makespan import in_flight, makespan, span_s
-from partool.schedule.simulate import Event, StageTimes, Timeline, simulate
+from partool.schedule.simulate import StageTimes, TimedAction, Timeline, simulate
 from partool.schedule.text import (
     ScheduleTextError,
     cell,
@@ -16,19 +16,19 @@ from partool.schedule.text import (
     schedule_hash,
     to_text,
 )
-from partool.schedule.transform import Cut, after, cut, forward_only, remap, without_backward
+from partool.schedule.transform import Frontier, after, cut, forward_only, remap, without_backward
 from partool.schedule.validate import problems, receive_depth, validate
 
 __all__ = [
     "COMPUTE",
     "Action",
-    "Cut",
-    "Event",
+    "Frontier",
     "Order",
-    "Problem",
     "Schedule",
+    "ScheduleFault",
     "ScheduleTextError",
     "StageTimes",
+    "TimedAction",
     "Timeline",
     "after",
     "cell",

@@ -14,7 +14,7 @@ _NAMED = 2
 """Cells that a message names; further ones are counted."""
 
 
-class Problem(NamedTuple):
+class ScheduleFault(NamedTuple):
     """What is wrong with a schedule; rank and place in its list are -1 where no single one is to blame."""
 
     message: str
@@ -35,7 +35,7 @@ def are(actions: Sequence[Action]) -> str:
     return "is" if len(actions) == 1 else "are"
 
 
-def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
+def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
     """Yield cells that do not belong into the schedule, and those that are there more than once.
 
     ``before`` are compute actions that were done before the lists.
@@ -47,7 +47,7 @@ def cell_faults(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
             if reason := _foreign(schedule, action, wanted):
                 found[action.kind, action.stage, reason].append(at)
         for (_, _, reason), places in found.items():
-            yield Problem(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
+            yield ScheduleFault(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
     yield from _doubled(schedule, before)
 
 
@@ -57,7 +57,7 @@ def missing(schedule: Schedule, before: Set[Action]) -> list[Action]:
     return [action for action in _wanted(schedule, before) if action not in there]
 
 
-def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[Problem]:
+def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[ScheduleFault]:
     """Yield what is missing, the actions of a stage and kind together."""
     alike: dict[tuple[int, Kind], list[Action]] = defaultdict(list)
     for action in lost:
@@ -65,7 +65,7 @@ def missing_words(schedule: Schedule, lost: Iterable[Action]) -> Iterator[Proble
     for (stage, _), actions in alike.items():
         # Where weights travel, the rank of a micro-batch follows from the lists alone.
         rank = schedule.placement[stage] if schedule.moves == "activations" else -1
-        yield Problem(f"{named(actions)} {are(actions)} missing", rank)
+        yield ScheduleFault(f"{named(actions)} {are(actions)} missing", rank)
 
 
 def _there(schedule: Schedule, before: Iterable[Action]) -> set[Action]:
@@ -99,7 +99,7 @@ def _foreign(schedule: Schedule, action: Action, wanted: dict[Action, None]) -> 
     return "a backward pass is whole or in halves, not both"
 
 
-def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
+def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[ScheduleFault]:
     places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.lists):
         for at, action in enumerate(actions):
@@ -119,4 +119,4 @@ def _doubled(schedule: Schedule, before: Set[Action]) -> Iterator[Problem]:
         else:
             how = f"is on rank {found[0][0]} and on rank {rank}"
         more = f"; so it is with {len(same) - 1} more of its kind" if len(same) > 1 else ""
-        yield Problem(f"{cell(same[0])} {how}{more}", rank, at)
+        yield ScheduleFault(f"{cell(same[0])} {how}{more}", rank, at)

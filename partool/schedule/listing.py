@@ -17,7 +17,7 @@ UNITS: dict[str, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Time that each action of a stage takes here."""
 
 
-class Choice(NamedTuple):
+class NextAction(NamedTuple):
     """An action that a rank might do next."""
 
     kind: Kind
@@ -31,11 +31,11 @@ class Choice(NamedTuple):
     """Of them on a rank."""
 
 
-Rule = Callable[[Choice], tuple[float, ...]]
+Rule = Callable[[NextAction], tuple[float, ...]]
 """The least goes first."""
 
 
-def backward_first(choice: Choice) -> tuple[float, ...]:
+def backward_first(choice: NextAction) -> tuple[float, ...]:
     """Prefer backward passes, then the deepest forward pass (Liu et al., Hanayo, SC'23), then weight gradients.
 
     Ties go to the lowest micro-batch.
@@ -44,13 +44,13 @@ def backward_first(choice: Choice) -> tuple[float, ...]:
     return ("FW".find(kind) + 1, -stage if kind == "F" else 0, batch, -stage)
 
 
-def in_turns(choice: Choice) -> tuple[float, ...]:
+def in_turns(choice: NextAction) -> tuple[float, ...]:
     """Prefer forward after backward and backward after forward, as 1F1B does in its steady state."""
     same = (choice.kind == "F") == (choice.before == "F")
     return (choice.kind == "W", same, *backward_first(choice))
 
 
-def forward_first(choice: Choice) -> tuple[float, ...]:
+def forward_first(choice: NextAction) -> tuple[float, ...]:
     """Prefer the deepest forward pass that memory allows: later ranks are fed where room is scarce."""
     kind, stage, batch = choice[:3]
     return (kind == "W", kind != "F", -stage, batch)
@@ -63,7 +63,7 @@ def paced(pace: float) -> Rule:
     it is: 0 goes by stages alone, and a long one by micro-batches alone.
     """
 
-    def due(choice: Choice) -> tuple[float, ...]:
+    def due(choice: NextAction) -> tuple[float, ...]:
         kind, stage, batch, _, stages, chunks = choice
         way = stage * UNITS["F"] if kind == "F" else stages * UNITS["F"] + (stages - 1 - stage) * UNITS["B"]
         return (kind == "W", batch * pace * chunks * (UNITS["F"] + UNITS["B"]) + way, -stage)
@@ -138,7 +138,7 @@ class _Run:
         self.left = [len(kinds) * self.stages] * micro_batches
         self.oldest = 0
 
-    def choose(self, rank: int, now: int) -> Choice | None:
+    def choose(self, rank: int, now: int) -> NextAction | None:
         """Return what a free rank does now, None if there is nothing."""
         before = self.lists[rank][-1].kind if self.lists[rank] else self.back
         found = []
@@ -148,7 +148,7 @@ class _Run:
             if batch < len(times) and times[batch] <= now:
                 kind, stage = key
                 if kind != "F" or self._may_begin(rank, stage, batch):
-                    found.append(Choice(kind, stage, batch, before, self.stages, self.chunks))
+                    found.append(NextAction(kind, stage, batch, before, self.stages, self.chunks))
         return min(found, key=self.policy.rule) if len(found) > 1 else found[0] if found else None
 
     def _may_begin(self, rank: int, stage: int, batch: int) -> bool:
@@ -168,7 +168,7 @@ class _Run:
             held -= self.kept[older][rank]
         return True
 
-    def do(self, rank: int, choice: Choice, now: int) -> None:
+    def do(self, rank: int, choice: NextAction, now: int) -> None:
         """Append an action to its rank's list, and make ready what needs it."""
         kind, stage, batch = choice[:3]
         self.lists[rank].append(Action(kind, stage, batch))

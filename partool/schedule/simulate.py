@@ -44,7 +44,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Event:
+class TimedAction:
     """One action in time. A transfer is that of the sender: from when it leaves to when it has arrived."""
 
     rank: int
@@ -57,9 +57,9 @@ class Event:
 class Timeline:
     """All events of a schedule, in the order in which they start."""
 
-    events: tuple[Event, ...]
+    events: tuple[TimedAction, ...]
     """Compute actions."""
-    transfers: tuple[Event, ...]
+    transfers: tuple[TimedAction, ...]
     """Sends."""
     makespan_s: float
     busy_s: tuple[float, ...]
@@ -91,12 +91,12 @@ def simulate(schedule: Schedule, times: StageTimes, blocking: bool = False) -> T
     durations = times.columns(found.links)
     start, stop = _walk(found.steps, durations)
     events = [
-        Event(*who, start_s, stop_s)
+        TimedAction(*who, start_s, stop_s)
         for who, start_s, stop_s in zip(found.of, start, stop, strict=True)
         if who is not None
     ]
     for rank, action, after, column in found.sends:
-        events.append(Event(rank, action, stop[after], stop[after] + durations[column]))
+        events.append(TimedAction(rank, action, stop[after], stop[after] + durations[column]))
     ordered = sorted(events, key=lambda event: (event.start_s, event.rank))
     busy = [0.0] * schedule.ranks
     for event in ordered:

@@ -14,7 +14,7 @@ from partool.schedule.actions import COMPUTE, Action, Order, Schedule, with_tran
 from partool.schedule.weipipe import VARIANTS, weipipe
 
 
-class Cut(NamedTuple):
+class Frontier(NamedTuple):
     """What lies between the actions that are done and those that are not."""
 
     messages: tuple[Action, ...]
@@ -71,7 +71,7 @@ def after(schedule: Schedule, steps: int) -> tuple[int, ...]:
     return tuple(done)
 
 
-def cut(schedule: Schedule, done: Sequence[int]) -> Cut:
+def cut(schedule: Schedule, done: Sequence[int]) -> Frontier:
     """Return what is under way when each rank has done that many of its actions; ``ValueError`` if that cannot be.
 
     The schedule may be what :func:`remap` left of another one.
@@ -92,7 +92,7 @@ def cut(schedule: Schedule, done: Sequence[int]) -> Cut:
         if stage + 1 < schedule.stages and (stage + 1, batch) not in backward
     ]
     halves = backward | {(stage, batch) for kind, stage, batch in behind if kind == "W"}
-    return Cut(tuple(sorted(messages)), tuple(sorted(halves - forward)))
+    return Frontier(tuple(sorted(messages)), tuple(sorted(halves - forward)))
 
 
 def remap(schedule: Schedule, done: Sequence[int], placement: Sequence[int]) -> Schedule:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from partool.schedule.actions import COMPUTE, SHIFTS, Action, Schedule, peer
-from partool.schedule.faults import NO_STAGE, Problem, are, cell_faults, missing, missing_words, named
+from partool.schedule.faults import NO_STAGE, ScheduleFault, are, cell_faults, missing, missing_words, named
 from partool.schedule.simulate import peak_held
 from partool.schedule.steps import Link, Needs, wire
 from partool.schedule.text import cell
@@ -27,7 +27,7 @@ def validate(
 
 def problems(
     schedule: Schedule, cap: int | None = None, room: int | None = None, done: Iterable[Action] = ()
-) -> list[Problem]:
+) -> list[ScheduleFault]:
     """Return what is wrong, the first 5 faults of it, those of single cells first; empty if the schedule is sound.
 
     Each stage works once on each micro-batch, on the rank that the placement names: forward, and from ``trained_from``
@@ -47,10 +47,10 @@ def problems(
     """
     found = _faults(schedule, cap, room, done)
     more = len(found) - _MOST
-    return [*found[:_MOST], Problem(f"and {more} more")] if more > 0 else found
+    return [*found[:_MOST], ScheduleFault(f"and {more} more")] if more > 0 else found
 
 
-def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterable[Action]) -> list[Problem]:
+def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterable[Action]) -> list[ScheduleFault]:
     if broken := list(_misshapen(schedule)):
         return broken
     before = frozenset(action for action in done if action.kind in COMPUTE)
@@ -64,9 +64,9 @@ def _faults(schedule: Schedule, cap: int | None, room: int | None, done: Iterabl
         how = "with buffered sends" if room is None else f"with room for {_messages(room)} per pair of ranks"
         where = [f"rank {rank} at {cell(schedule.lists[rank][at])}" for rank, at in stuck]
         more = f" and {len(where) - _MOST} more" if len(where) > _MOST else ""
-        found.append(Problem(f"the lists cannot finish {how}: {', '.join(where[:_MOST])}{more}", *stuck[0]))
+        found.append(ScheduleFault(f"the lists cannot finish {how}: {', '.join(where[:_MOST])}{more}", *stuck[0]))
     if schedule.moves == "weights" and not found:
-        found += [Problem(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
+        found += [ScheduleFault(*fault) for fault in (*weights_missing(schedule), *gradients_lost(schedule))]
     return [*found, *(_too_full(schedule, cap) if cap else ())]
 
 
@@ -96,20 +96,22 @@ def _messages(number: int) -> str:
     return "one message" if number == 1 else f"{number} messages"
 
 
-def _misshapen(schedule: Schedule) -> Iterator[Problem]:
+def _misshapen(schedule: Schedule) -> Iterator[ScheduleFault]:
     ranks, stages = schedule.ranks, schedule.stages
     if len(schedule.lists) != ranks:
-        yield Problem(f"{len(schedule.lists)} lists for {ranks} ranks")
+        yield ScheduleFault(f"{len(schedule.lists)} lists for {ranks} ranks")
     if min(ranks, stages, schedule.micro_batches) < 1:
-        yield Problem(f"{ranks} ranks, {stages} stages and {schedule.micro_batches} micro-batches: none may be missing")
+        yield ScheduleFault(
+            f"{ranks} ranks, {stages} stages and {schedule.micro_batches} micro-batches: none may be missing"
+        )
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < ranks:
-            yield Problem(f"stage {stage} is on rank {rank}, which is not one of {ranks}")
+            yield ScheduleFault(f"stage {stage} is on rank {rank}, which is not one of {ranks}")
     if not 0 <= schedule.trained_from <= stages:
-        yield Problem(f"the first trained stage is {schedule.trained_from}, of {stages} stages")
+        yield ScheduleFault(f"the first trained stage is {schedule.trained_from}, of {stages} stages")
 
 
-def _elsewhere(schedule: Schedule) -> Iterator[Problem]:
+def _elsewhere(schedule: Schedule) -> Iterator[ScheduleFault]:
     """Yield actions that are not their rank's, alike ones together."""
     batch_of: dict[int, int] = {}
     for rank, actions in enumerate(schedule.lists):
@@ -118,7 +120,7 @@ def _elsewhere(schedule: Schedule) -> Iterator[Problem]:
             if reason := _misplaced(schedule, rank, action, batch_of):
                 found[reason].append(at)
         for reason, places in found.items():
-            yield Problem(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
+            yield ScheduleFault(f"{named([actions[at] for at in places])}: {reason}", rank, places[0])
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int, int]) -> str:
@@ -138,7 +140,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, batch_of: dict[int
     return "transfers to itself" if action.kind not in COMPUTE and there == rank else ""
 
 
-def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[Problem]:
+def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[ScheduleFault]:
     """Yield transfers that have no other end, or not in order.
 
     ``lost`` are passes that are missing, as (forward, stage, micro-batch): with them go their messages.
@@ -154,7 +156,7 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
             if ends & lost:
                 continue
             if there < 0:
-                yield Problem(f"{cell(action)}: its other end, {cell(other)}, is missing", rank, at)
+                yield ScheduleFault(f"{cell(action)}: its other end, {cell(other)}, is missing", rank, at)
             elif action.kind.startswith("SEND"):
                 sent[wire(schedule, rank, action)].append((other, action))
             else:
@@ -165,31 +167,31 @@ def _unpaired(schedule: Schedule, lost: Set[tuple[bool, int, int]]) -> Iterator[
 
 def _on_wire(
     schedule: Schedule, link: Link, sent: list[tuple[Action, Action]], received: list[tuple[Action, int]]
-) -> Iterator[Problem]:
+) -> Iterator[ScheduleFault]:
     """Yield what does not fit between two ranks: ends that are missing, or both ends in different order."""
     start, end = link[0], link[1]
     arriving, taken = {receive for receive, _ in sent}, {receive for receive, _ in received}
     if waiting := [receive for receive, _ in received if receive not in arriving]:
         sends = [peer(schedule, end, receive)[1] for receive in waiting]
-        yield Problem(f"{named(sends)} {are(sends)} missing: rank {end} waits at {named(waiting)}", start)
+        yield ScheduleFault(f"{named(sends)} {are(sends)} missing: rank {end} waits at {named(waiting)}", start)
     if left := [(receive, send) for receive, send in sent if receive not in taken]:
         receives, sends = [receive for receive, _ in left], [send for _, send in left]
-        yield Problem(f"{named(receives)} {are(receives)} missing: rank {start} sends {named(sends)}", end)
+        yield ScheduleFault(f"{named(receives)} {are(receives)} missing: rank {start} sends {named(sends)}", end)
     if arriving != taken:
         return
     for number, ((receive, send), (got, at)) in enumerate(zip(sent, received, strict=False), 1):
         if receive != got:
             both = f"message {number} is {cell(send)} where it is sent, {cell(got)} where it is received"
-            yield Problem(f"from rank {start} to {end}: {both}", end, at)
+            yield ScheduleFault(f"from rank {start} to {end}: {both}", end, at)
             return
 
 
-def _too_full(schedule: Schedule, cap: int) -> Iterator[Problem]:
+def _too_full(schedule: Schedule, cap: int) -> Iterator[ScheduleFault]:
     for rank, actions in enumerate(schedule.lists):
         share = len({action.stage for action in actions if action.kind in COMPUTE})
         if (peak := peak_held(actions)) > cap * share:
             held = f"activations of {peak} stages and micro-batches"
-            yield Problem(f"rank {rank} holds {held}, more than {cap} micro-batches of {share} stages", rank)
+            yield ScheduleFault(f"rank {rank} holds {held}, more than {cap} micro-batches of {share} stages", rank)
 
 
 def _stuck(schedule: Schedule, room: int | None, before: Set[Action]) -> list[tuple[int, int]]:

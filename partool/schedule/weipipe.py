@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from partool.schedule.actions import Action, Order, Schedule
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """What every rank does in a turn: one stage on its micro-batch of a round of ``ranks`` micro-batches."""
 
     kind: Literal["F", "B", "I", "W"]
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     round: int
 
 
-Turn = tuple[Pass, ...]
+Turn = tuple[StagePass, ...]
 Turns = Callable[[int, int], list[Turn]]
 """The turns of so many stages and rounds."""
 
@@ -45,8 +45,8 @@ def interleave(stages: int, rounds: int) -> list[Turn]:
     found: list[Turn] = []
     for turn in range(stages * (rounds + 1)):
         number, place = divmod(turn, stages)
-        back = (Pass("B", stages - 1 - place, number - 1),) if number else ()
-        found.append((*back, *((Pass("F", place, number),) if number < rounds else ())))
+        back = (StagePass("B", stages - 1 - place, number - 1),) if number else ()
+        found.append((*back, *((StagePass("F", place, number),) if number < rounds else ())))
     return found
 
 
@@ -54,7 +54,7 @@ def naive(stages: int, rounds: int) -> list[Turn]:
     """Return WeiPipe-Naive: a round's forward passes, then its backward passes, then the next round."""
     up, down = range(stages), reversed(range(stages))
     ways = [("F", stage) for stage in up] + [("B", stage) for stage in down]
-    return [(Pass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
+    return [(StagePass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
 
 
 def zero_bubble(stages: int, rounds: int) -> list[Turn]:
@@ -64,12 +64,12 @@ def zero_bubble(stages: int, rounds: int) -> list[Turn]:
     """
     up, down = range(stages), reversed(range(stages))
     ways = [("F", stage) for stage in up] + [("I", stage) for stage in down] + [("W", stage) for stage in up]
-    return [(Pass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
+    return [(StagePass(kind, stage, number),) for number in range(rounds) for kind, stage in ways]  # type: ignore[arg-type]
 
 
 def forward(stages: int, rounds: int) -> list[Turn]:
     """Return forward passes alone: evaluation."""
-    return [(Pass("F", stage, number),) for number in range(rounds) for stage in range(stages)]
+    return [(StagePass("F", stage, number),) for number in range(rounds) for stage in range(stages)]
 
 
 VARIANTS: dict[str, Turns] = {"weipipe": interleave, "weipipe-naive": naive, "weipipe-zb": zero_bubble}
@@ -138,10 +138,10 @@ def with_shifts(turns: Sequence[Turn], ranks: int, micro_batches: int) -> Order:
     return tuple(tuple(action for at in sorted(steps) for action in steps[at]) for steps in behind.values())
 
 
-def trains(turns: Sequence[Turn]) -> list[tuple[int, Pass]]:
+def trains(turns: Sequence[Turn]) -> list[tuple[int, StagePass]]:
     """Return turn and pass of each journey of weights: none where the turn before works on the stage as well."""
     last: dict[int, int] = {}
-    found: list[tuple[int, Pass]] = []
+    found: list[tuple[int, StagePass]] = []
     for at, turn in enumerate(turns):
         for one in turn:
             if one.kind == "W":
@@ -236,14 +236,14 @@ GRADIENT_COPIES = 4
 slow neighbour is not felt at once, and what comes to be added."""
 
 
-class Room(NamedTuple):
+class CopyRoom(NamedTuple):
     """Most stages whose flat copies a rank has room for, beside its own."""
 
     weights: int
     gradients: int
 
 
-def room(schedule: Schedule, rank: int) -> Room:
+def room(schedule: Schedule, rank: int) -> CopyRoom:
     """Return how many weights a rank holds, from when they are received until nothing reads them, and gradients."""
     actions = schedule.lists[rank]
     last: dict[int, int] = {}
@@ -262,4 +262,4 @@ def room(schedule: Schedule, rank: int) -> Room:
         most = max(most, held)
         held -= ends[at]
     summed = any(action.kind in ("B", "W") for action in actions)
-    return Room(most, GRADIENT_COPIES if summed else 0)
+    return CopyRoom(most, GRADIENT_COPIES if summed else 0)

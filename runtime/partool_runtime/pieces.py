@@ -16,7 +16,7 @@ from partool_runtime.placement import Placement, whole
 from partool_runtime.torch_internals.tensors import local
 
 
-class Piece(NamedTuple):
+class TensorBlock(NamedTuple):
     """A block of a whole tensor."""
 
     tensor: torch.Tensor
@@ -42,7 +42,7 @@ class Placed:
         """Of its values."""
         return self.tensor.dtype
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorBlock]:
         """Return the blocks of the whole that this rank holds."""
         return pieces(self.tensor, self.placement)
 
@@ -58,7 +58,7 @@ def placed(tensor: torch.Tensor, placement: Placement | None) -> Value:
     return Placed(tensor, placement)
 
 
-def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[Piece]:
+def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[TensorBlock]:
     """Return the blocks of the whole that make up this rank's part of a tensor; ``placement`` None: it is not cut.
 
     Raises RuntimeError where the part has another shape than its placement says.
@@ -71,7 +71,7 @@ def pieces(tensor: torch.Tensor, placement: Placement | None) -> list[Piece]:
     if tuple(tensor.shape) != placement.local_shape or tuple(part.shape) != expected:
         shapes = f"{list(part.shape)} of {list(tensor.shape)}"
         raise RuntimeError(f"a rank holds {shapes} where its placement gives {list(placement.local_shape)}")
-    return [Piece(part[box.local], box.offsets) for box in placement.boxes(rows)]
+    return [TensorBlock(part[box.local], box.offsets) for box in placement.boxes(rows)]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -154,12 +154,12 @@ def optimizer(run: Run) -> dict[str, Any]:
 
 def attention(run: Run) -> dict[str, Any]:
     """Causal attention forward and backward: what the selector takes, against the best of what it measured."""
-    from partool_kernels.select.attention import Heads, attention, by, newer, plain
+    from partool_kernels.select.attention import HeadSizes, attention, by, newer, plain
     from partool_kernels.select.selector import Selector
 
     found = {}
-    for heads in (Heads(2, 32, 8, 8192, 128), Heads(8, 32, 8, 2048, 64)):
-        used = Heads(1, 2, 1, 16, 8) if run.dry else heads
+    for heads in (HeadSizes(2, 32, 8, 8192, 128), HeadSizes(8, 32, 8, 2048, 64)):
+        used = HeadSizes(1, 2, 1, 16, 8) if run.dry else heads
         dtype = _dtype(run)
         attend, answer = attention(Selector(run.clock.timer), used, dtype, run.device, also=newer(run.device))
         q, k, v = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from partool.plan.types import Plan
-from partool_kernels.host import Part, Pass, accumulate, sums, update
+from partool_kernels.host import Part, UpdatePass, accumulate, sums, update
 from partool_kernels.reductions import total
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.model import Decoder
@@ -81,7 +81,7 @@ class Reference:
         rules = self._groups.rules(lr, self._updates, clip_factor(norm, clip))
         for name, gradient in totals.items():
             part = Part(self._masters[name], self._moments[name], self._groups.of[name])
-            update([part], step=Pass([gradient], rules))
+            update([part], step=UpdatePass([gradient], rules))
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(self._masters[name].view_as(parameter))

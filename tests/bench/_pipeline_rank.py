@@ -24,7 +24,7 @@ from _pipeline_peer import TorchPipeline
 from torch import nn
 
 from partool.schedule import Schedule
-from partool_runtime.parallel.pipeline.engine import Engine
+from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.types import Boundary, Done
 from partool_runtime.parallel.pipeline.wires import Wires, open_groups
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
@@ -107,15 +107,15 @@ class Setting:
         dtype = torch.float64 if self.job.double else torch.float32
         batch, weight = shape.micro_batches(case.micro_batches), torch.tensor(1 / case.micro_batches, dtype=dtype)
         size = (shape.batch, shape.length, shape.hidden)
-        executor: TorchPipeline | Engine
+        executor: TorchPipeline | PipelineEngine
         if case.engine == "torch":
             executor = TorchPipeline(schedule, stages, torch.zeros(size, dtype=dtype), self._peer_group)
         else:
             boundary = Boundary(size, dtype, torch.device("cpu"))
             wires = Wires(self.rank, self._groups, boundary)
-            executor = Engine(schedule, stages, wires)
+            executor = PipelineEngine(schedule, stages, wires)
         runner = Runner(case, self.job, lambda: executor.step(batch, weight), list(stages.values()))
-        if isinstance(executor, Engine):
+        if isinstance(executor, PipelineEngine):
             executor.watch = runner.done.append
         return runner
 

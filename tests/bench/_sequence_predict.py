@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from _sequence_job import Case, Job
+from _sequence_job import Case, TrainingJob
 
 from partool.cost.case import INSIDES, ORDERS, SEQUENCE_METHODS, Layouts
-from partool.cost.case import Job as CostJob
+from partool.cost.case import TrainingJob as CostJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import _head_share, attention_s
 from partool.cost.time.sequence import exchange
@@ -18,7 +18,7 @@ LOOPBACK_BYTES_PER_S = 1.5e9
 """What gloo's ranks of one machine exchange, per rank, on the machine of the published results."""
 
 
-def predicted_s(case: Case, job: Job) -> float:
+def predicted_s(case: Case, job: TrainingJob) -> float:
     """Return the seconds of the attention of the layers, forward and backward, without projections."""
     found = 0.0
     for backward in (False, True):
@@ -27,7 +27,7 @@ def predicted_s(case: Case, job: Job) -> float:
     return found
 
 
-def _pass_s(case: Case, job: Job, cost: CostJob, kind: Kind, *, backward: bool) -> float:
+def _pass_s(case: Case, job: TrainingJob, cost: CostJob, kind: Kind, *, backward: bool) -> float:
     layouts = Layouts(
         cp=job.ranks,
         micro_batch=job.shape.batch,
@@ -43,7 +43,7 @@ def _pass_s(case: Case, job: Job, cost: CostJob, kind: Kind, *, backward: bool) 
     return float(busy_s + found.exposed(cost, busy_s))
 
 
-def _job(job: Job, flops_per_s: float) -> CostJob:
+def _job(job: TrainingJob, flops_per_s: float) -> CostJob:
     shape = job.shape
     model = ModelConfig(
         layers=len(shape.kinds), hidden=shape.queries * shape.head_dim, ffn_hidden=1, heads=shape.queries,

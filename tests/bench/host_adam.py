@@ -24,7 +24,7 @@ import _record
 import torch
 
 from partool_kernels import isa
-from partool_kernels.host import Part, Pass, Pool, Rule, sums, update
+from partool_kernels.host import Part, Pool, Rule, UpdatePass, sums, update
 
 Run = Callable[[], object]
 TRAFFIC = """
@@ -89,7 +89,7 @@ def _options() -> argparse.Namespace:
 def _runs(a: Arrays, pool: Pool, threads: int) -> dict[str, Run]:
     part, narrow = [Part(a.p, (a.m, a.v))], [Part(a.p, a.narrow)]
     rule = [Rule("adamw", 1e-4, 0.9, 0.95, 1e-8, 0.1, 10)]
-    step, before, wide = Pass([a.g], rule), Pass([a.h], rule), Pass([a.wide], rule)
+    step, before, wide = UpdatePass([a.g], rule), UpdatePass([a.h], rule), UpdatePass([a.wide], rule)
     parameter = torch.nn.Parameter(a.p)
     parameter.grad = torch.empty_like(a.p)
     optimizer = torch.optim.AdamW([parameter], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

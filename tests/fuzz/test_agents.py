@@ -19,7 +19,7 @@ from _attack import Attack
 
 from partool_runtime.agent.node_messages import Outcome, Timing
 from partool_runtime.agent.nodes import Board
-from partool_runtime.agent.options import Place
+from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.together import judged
 
 pytestmark = pytest.mark.timeout(4000)
@@ -83,7 +83,7 @@ class Run:
         self.said: list[str] = []
         ends = ((0, self.port), (1, self.relay.port))
         self.head, self.other = (
-            Board(Place(2, node, "127.0.0.1", port), "run", "a" * 64, KEY, timing=QUICK, say=self.said.append)
+            Board(AgentPlace(2, node, "127.0.0.1", port), "run", "a" * 64, KEY, timing=QUICK, say=self.said.append)
             for node, port in ends
         )
         there = threading.Thread(target=self.other.gather, args=(lambda: False,))

@@ -13,7 +13,7 @@ import torch
 from partool.plan.types import Plan
 from partool.planner import make_plan
 from partool.planner.kernels.parts import parts
-from partool.planner.kernels.requests import Asked, asked
+from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec import load_text
 from partool_kernels import device
 from partool_kernels.registry import Choice, Request
@@ -46,7 +46,7 @@ def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[
     """Run a step of the plan's model on the CPU; return how often kernels look what up, rows by bucket."""
     called: Counter[tuple[object, ...]] = Counter()
 
-    def recording(call: device.Call, where: torch.device) -> Choice:
+    def recording(call: device.KernelCall, where: torch.device) -> Choice:
         names = tuple(str(dtype).removeprefix("torch.") for dtype in call.dtypes)
         called[call.kernel, names, call.shape, call.rows, call.flags] += 1
         return get(Request(call.kernel, "sm_90", names, call.shape, call.rows, call.flags))
@@ -63,7 +63,7 @@ def asked_of_kernels(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> dict[tuple[
     return dict(called)
 
 
-def said(found: Iterable[Asked]) -> dict[tuple[object, ...], float]:
+def said(found: Iterable[KernelUse]) -> dict[tuple[object, ...], float]:
     counts: dict[tuple[object, ...], float] = defaultdict(float)
     for one in found:
         if one.request is not None and not one.library:

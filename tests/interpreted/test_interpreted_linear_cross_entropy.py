@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.cross_entropy import op
 from partool_kernels.cross_entropy.op import IGNORED, Terms, scaled
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradients, losses_and_gradients
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_kernels.registry import Config
 
@@ -103,7 +103,7 @@ def test_at_most_a_tenth_of_the_memory_of_all_logits_is_held() -> None:
     inputs = Inputs(hidden.detach(), weight.detach(), None, labels)
     with Live() as ours:
         # The share of the rows that chunks of real sizes have.
-        found = losses_and_gradients(inputs, How(rows=tokens // 8), Needs(True, True, False))
+        found = losses_and_gradients(inputs, How(rows=tokens // 8), WantedGradients(True, True, False))
         assert found.hidden is not None
         gradient = scaled(found.hidden, torch.tensor(0.5), torch.float32)
     with Live() as eager:

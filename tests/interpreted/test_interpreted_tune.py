@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from partool_kernels.compiled import Compiled
-from partool_kernels.proof import Job, Proof
+from partool_kernels.proof import Proof, ProofJob
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry import kernels as registered
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.tables import stored
 from partool_runtime.tune.journal import Journal
 from partool_runtime.tune.machine import Machine
-from partool_runtime.tune.run import Options, tune
+from partool_runtime.tune.run import TuneOptions, tune
 from partool_runtime.tune.search import Tools
 
 NEEDS = Compiled(0, 16, 0, True, False)
@@ -44,7 +44,7 @@ class InTurn:
         return [1.0 / (place + 1) for place in range(len(runs))]
 
 
-def prove(jobs: Iterable[Job], processes: int) -> Iterator[Proof]:
+def prove(jobs: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
     return (Proof(job, NEEDS, ()) for job in jobs)
 
 
@@ -61,7 +61,7 @@ def tuned(folder: Path) -> list[dict[str, Any]]:
     machine = Machine(torch.device("cpu"), "sm_90", "Fake", 8, "1.0", "3.9.1", InTurn())
     tools = Tools(machine, Registry(folder=folder), Journal(folder), prove=prove)
     events: list[dict[str, Any]] = []
-    assert tune(REQUESTS, tools, Options(folder, budget_s=60.0), events.append)
+    assert tune(REQUESTS, tools, TuneOptions(folder, budget_s=60.0), events.append)
     return events
 
 

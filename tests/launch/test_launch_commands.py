@@ -316,6 +316,6 @@ def test_a_stop_signal_as_the_run_is_announced_waits_for_its_agent(monkeypatch: 
 
     monkeypatch.setattr(_local, "say", announced)
     monkeypatch.setattr(_local.LocalTarget, "launch", started)
-    current, code = _local._start(make_plan(), "spec: 1\n", None, _local.Options())
+    current, code = _local._start(make_plan(), "spec: 1\n", None, _local.LocalOptions())
     assert (waiting, code) == ([[signal.SIGINT]], 75)
     assert current.path.is_dir()

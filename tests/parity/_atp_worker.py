@@ -18,7 +18,7 @@ from layouts import laid
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -213,7 +213,7 @@ def check(name: str, case: Case) -> None:
 
 def check_traffic(name: str, plan: Plan, ranks: Ranks, counter: CommCounter) -> None:
     """Compare counted calls and bytes with the planner's."""
-    job = Job(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
+    job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
     planned: dict[str, list[int]] = {}
     for call in tensor_calls(job, plan.layout, (0,), ranks.tp.get_local_rank()):
         of_kind = planned.setdefault(call.kind, [0, 0, 0])

@@ -29,7 +29,7 @@ from partool.schedule import (
 )
 from partool.strategies.schedules import SCHEDULES
 from partool_runtime.data.batches import MicroBatch
-from partool_runtime.parallel.pipeline.engine import Engine
+from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.pipeline.wires import UNFINISHED_SENDS, Lines, TransferError, Wires, open_groups
 
@@ -116,7 +116,7 @@ class Case:
         self.mine: dict[int, Part] = {stage: make_part(schedule.stages, stage) for stage in schedule.on_rank(rank)}
         self.wires = Wires(rank, lines, BOUNDARY, timeout_s=60)
         self.spy = Spy(self.mine)
-        self.engine = Engine(schedule, self.mine, self.wires, sync=self.spy)
+        self.engine = PipelineEngine(schedule, self.mine, self.wires, sync=self.spy)
         self.loss, self.gradients = reference(schedule.stages, len(self.micro))
 
     def step(self) -> torch.Tensor:
@@ -279,7 +279,7 @@ def faults(timeout_s: float = 1.5) -> None:
         wires = Wires(rank, open_groups([range(ranks)]), BOUNDARY, timeout_s=timeout_s)
         part = Faulty(1, first=rank == 0, last=rank == ranks - 1).double()
         part.fault = fault if rank == 1 else ""
-        engine = Engine(schedule, {rank: part}, wires)
+        engine = PipelineEngine(schedule, {rank: part}, wires)
         started_s = time.monotonic()
         try:
             engine.step(micro_batches(4), weight(4))

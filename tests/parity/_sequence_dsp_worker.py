@@ -23,7 +23,7 @@ from partool.spec.model import ModelConfig, Weights
 from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.model import attention as plain
-from partool_runtime.parallel.comm import CommCounter, Traffic, sum_over
+from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter, sum_over
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.sequence.apply import apply_sequence
 from partool_runtime.parallel.sequence.dsp import Turner, turned
@@ -110,7 +110,7 @@ def reference(case: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return total.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def run(case: Case, ranks: Ranks) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Traffic]]:
+def run(case: Case, ranks: Ranks) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, CollectiveTraffic]]:
     """The loss and gradients of this rank's tokens, and what it sent."""
     plan = case.plan(ranks.world_size)
     parts = build_parts(case.config, case.spans, range(len(case.spans))) if case.stages else build(case.config)
@@ -151,13 +151,13 @@ def check(case: Case, ranks: Ranks) -> None:
     check_traffic(case, ranks, traffic)
 
 
-def check_traffic(case: Case, ranks: Ranks, traffic: dict[str, Traffic]) -> None:
+def check_traffic(case: Case, ranks: Ranks, traffic: dict[str, CollectiveTraffic]) -> None:
     """Elements and messages are those of the formulas; nothing is sent twice, whatever is computed again."""
     axes = [list(case.kinds[first:stop]) for first, stop in case.spans]
     expected = sent_by_stages(case.grid, ranks.world_size, ranks.rank, axes, BATCH * 13)
     calls = 2 * sum(map(exchanges, axes))
     assert set(traffic) <= {"all_to_all"}, traffic
-    seen = traffic.get("all_to_all", Traffic())
+    seen = traffic.get("all_to_all", CollectiveTraffic())
     assert (seen.calls, seen.sent_bytes) == (calls, 8 * (expected.forward + expected.backward)), (case, seen)
     if not case.stages and set(case.kinds) == {ROW, COLUMN} and all(a != b for a, b in pairwise(case.kinds)):
         assert calls == 4 * -(-len(case.kinds) // 2), "two per pair of layers and pass"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from _forks import run_forked
 
 from partool.cost.traffic import sequence_gather, sequence_ring
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.sequence import Order, shares
 from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
@@ -27,7 +27,7 @@ from partool_runtime.parallel.sequence import gather, ring
 from partool_runtime.parallel.sequence.gather import Gather
 from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.op import ExchangeAttend
-from partool_runtime.parallel.sequence.ring import Ring
+from partool_runtime.parallel.sequence.ring import KeyRing
 from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
 WORLD = 8
@@ -112,7 +112,7 @@ def team_of(case: Case, group: dist.ProcessGroup) -> SequenceTeam:
 
 def exchange_of(case: Case, team: SequenceTeam) -> Exchange:
     """Return what the method of a case puts into layers."""
-    return WithHalo(team, Ring(team) if case.method == "ring" else Gather(team))
+    return WithHalo(team, KeyRing(team) if case.method == "ring" else Gather(team))
 
 
 def check(case: Case, team: SequenceTeam, seed: int) -> None:
@@ -187,7 +187,7 @@ def sent_again(case: Case, team: SequenceTeam) -> None:
 
 def formula(case: Case, team: SequenceTeam) -> Sent:
     """Return what is to be sent."""
-    heads = Heads(case.batch, case.queries, case.keys, KEY_DIM, case.value_dim, case.window)
+    heads = AttentionSizes(case.batch, case.queries, case.keys, KEY_DIM, case.value_dim, case.window)
     module = sequence_ring if case.method == "ring" else sequence_gather
     return module.sent(team.shares, heads, team.rank)
 

@@ -11,12 +11,12 @@ from _forks import run_forked
 from torch.nn import functional as F
 
 from partool.cost.traffic.sequence_startrail import sent
-from partool.cost.traffic.sequence_types import Heads
+from partool.cost.traffic.sequence_types import AttentionSizes
 from partool.layout.sequence import Order, shares
 from partool.layout.startrail import Trails
 from partool.spec.parallel import Inside
 from partool_runtime.model.attention import AttentionLayout, Tokens, visible
-from partool_runtime.parallel.comm import CommCounter, Traffic
+from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter
 from partool_runtime.parallel.sequence.startrail import attend_in
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
@@ -90,7 +90,9 @@ def check(case: Case, team: SequenceTeam, seed: int) -> None:
     for name, a, b in zip(("out", "dq", "dk", "dv"), [out, *(x.grad for x in heads)], expected, strict=True):
         assert a is not None
         same(f"{case} {name}", a.detach(), b[:, :, mine])
-    formula = sent(team.shares, Heads(case.batch, *case.heads, WIDTH, WIDTH, case.window), team.rank, case.trails)
+    formula = sent(
+        team.shares, AttentionSizes(case.batch, *case.heads, WIDTH, WIDTH, case.window), team.rank, case.trails
+    )
     counted = tuple(sum_sent(counter.snapshot()) for counter in (forward, backward))
     assert counted == formula.bytes(q.itemsize), (case, team.rank, counted, formula)
 
@@ -144,7 +146,7 @@ def documents(case: Case, seed: int) -> torch.Tensor | None:
     return (torch.rand(case.batch, case.length, generator=generator) < 0.15).int().cumsum(1).int()
 
 
-def sum_sent(traffic: dict[str, Traffic]) -> int:
+def sum_sent(traffic: dict[str, CollectiveTraffic]) -> int:
     assert set(traffic) <= {"send"}, traffic
     return sum(one.sent_bytes for one in traffic.values())
 

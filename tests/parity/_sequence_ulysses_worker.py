@@ -15,7 +15,7 @@ import torch._dynamo
 import torch.distributed as dist
 from _forks import run_forked
 
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.cost.traffic.sequence_ulysses import sent as sent_by_ulysses
 from partool.cost.traffic.sequence_usp import sent as sent_by_usp
 from partool.layout.sequence import Order, shares
@@ -31,7 +31,7 @@ from partool_runtime.parallel.sequence import exchange, ulysses, usp
 from partool_runtime.parallel.sequence.exchange import HeadExchange
 from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.op import ExchangeAttend
-from partool_runtime.parallel.sequence.ring import Ring
+from partool_runtime.parallel.sequence.ring import KeyRing
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.parallel.sequence.ulysses import WholeSequences
 from partool_runtime.torch_internals.collectives import finished, start_exchange
@@ -124,7 +124,7 @@ def usp_of_all_teams(case: Case, number: int) -> None:
         usp.open_groups(team, [*groups, *rings])
         return
     inner, outer = usp.split(team, case.inner)
-    core = ExchangeAttend(WithHalo(outer, Ring(outer)))
+    core = ExchangeAttend(WithHalo(outer, KeyRing(outer)))
 
     def through(heads: Sequence[torch.Tensor], layout: AttentionLayout, tokens: Tokens) -> torch.Tensor:
         q, k, v = heads
@@ -154,7 +154,7 @@ def check(
     found = [out, *(x.grad for x in heads)]
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         same(f"{case} {name}", None if a is None else a.detach(), b[:, :, mine])
-    sizes = Heads(case.batch, case.queries, case.keys, KEY_DIM, VALUE_DIM, case.window)
+    sizes = AttentionSizes(case.batch, case.queries, case.keys, KEY_DIM, VALUE_DIM, case.window)
     counted = [sum(t.sent_bytes for t in counter.snapshot().values()) for counter in (forward, backward)]
     assert counted == list(formula(team.shares, sizes, team.rank).bytes(8)), (case, counted)
 

@@ -19,7 +19,7 @@ from partool_runtime.checkpoint import Checkpointer
 from partool_runtime.mesh import close_ranks, open_ranks
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel.zero import trained_parameters
-from partool_runtime.pieces import Piece, Placed, Value, pieces
+from partool_runtime.pieces import Placed, TensorBlock, Value, pieces
 from partool_runtime.preparation import prepare
 from partool_runtime.saving import state_of
 from partool_runtime.trainer import train
@@ -31,14 +31,14 @@ def values(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def blocks(state: dict[str, Value]) -> Iterator[tuple[str, tuple[int, ...], Piece]]:
+def blocks(state: dict[str, Value]) -> Iterator[tuple[str, tuple[int, ...], TensorBlock]]:
     """Yield (name, whole shape, block of it) of everything that this rank holds."""
     for name, value in state.items():
         for piece in value.pieces() if isinstance(value, Placed) else pieces(value, None):
             yield name, tuple(value.shape), piece
 
 
-def of_whole(name: str, shape: tuple[int, ...], piece: Piece, step: int) -> torch.Tensor:
+def of_whole(name: str, shape: tuple[int, ...], piece: TensorBlock, step: int) -> torch.Tensor:
     place = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True))
     return values(name, shape, step)[place]
 

@@ -18,7 +18,7 @@ from _plans import small_plan
 from layouts import laid
 from torch import nn
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.traffic.tensor import tensor_calls
 from partool.layout.tensor import own_partition
 from partool.plan.layout import Mesh
@@ -33,7 +33,7 @@ from partool_runtime.model import AnyDecoder, Decoder
 from partool_runtime.optim.device import DeviceOptimizer
 from partool_runtime.parallel import parallelize
 from partool_runtime.parallel.apply import compile_blocks
-from partool_runtime.parallel.comm import CommCounter, Traffic
+from partool_runtime.parallel.comm import CollectiveTraffic, CommCounter
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tensor.apply import apply_tensor, first_row, make_team
 from partool_runtime.parallel.tensor.columns import columns
@@ -265,9 +265,9 @@ def check_stages(case: Case, ranks: Ranks) -> None:
         same_pieces(parts, name, parameter.grad, expected["grads"][name], 1e-12, case)
 
 
-def check_traffic(plan: Plan, seen: dict[str, Traffic], ranks: Ranks, case: Case) -> None:
+def check_traffic(plan: Plan, seen: dict[str, CollectiveTraffic], ranks: Ranks, case: Case) -> None:
     """What was sent is what the planner counts, call by call; logits are not among it."""
-    job = Job(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
+    job = TrainingJob(plan.model, plan.devices, LENGTH, SEQUENCES, "fp64")
     expected: dict[str, list[int]] = {}
     for call in tensor_calls(job, plan.layout, [0], ranks.tp.get_local_rank()):
         total = expected.setdefault(call.kind, [0, 0])

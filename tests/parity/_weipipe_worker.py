@@ -24,7 +24,7 @@ from partool_runtime.parallel.pipeline.wires import TransferError
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
-from partool_runtime.parallel.weipipe.ring import Ring, open_ring
+from partool_runtime.parallel.weipipe.ring import PipelineRing, open_ring
 from partool_runtime.weights import fill, frozen_names, materialise, whole_shapes
 
 
@@ -50,7 +50,7 @@ def spans(layers: int, stages: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *accumulate(sizes)]))
 
 
-def part(config: ModelConfig, schedule: Schedule, ring: Ring, frozen: tuple[str, ...] = ()) -> RingDecoder:
+def part(config: ModelConfig, schedule: Schedule, ring: PipelineRing, frozen: tuple[str, ...] = ()) -> RingDecoder:
     with torch.device("meta"):
         model = RingDecoder(config, spans(config.layers, schedule.stages), schedule.on_rank(ring.rank))
     materialise(model, "cpu", torch.float64)
@@ -64,7 +64,7 @@ def part(config: ModelConfig, schedule: Schedule, ring: Ring, frozen: tuple[str,
 class Expected:
     """One process's losses and gradients, worked out by rank 0 of a ring for all."""
 
-    def __init__(self, config: ModelConfig, count: int, ring: Ring) -> None:
+    def __init__(self, config: ModelConfig, count: int, ring: PipelineRing) -> None:
         self.config, self._ring = config, ring
         self.batches = [batches(config, count, step) for step in range(2)]
         self.weights = [torch.tensor(0.01 + step, dtype=torch.float64) for step in range(2)]
@@ -119,7 +119,7 @@ def nudge(model: torch.nn.Module) -> None:
             parameter.mul_(0.9)
 
 
-def check_steps(schedule: Schedule, expected: Expected, ring: Ring) -> None:
+def check_steps(schedule: Schedule, expected: Expected, ring: PipelineRing) -> None:
     """Two steps, with weights that change between: losses, gradients, elements sent, evaluation after them."""
     label = (schedule.name, schedule.ranks, schedule.micro_batches, schedule.chunks)
     model, done = part(expected.config, schedule, ring), list[Done]()
@@ -152,7 +152,7 @@ def check_volume(schedule: Schedule, model: RingDecoder, passes: WeiPipePasses, 
     assert passes.sent == (steps * weights[rank], steps * gradients[rank]), (passes.sent, weights, gradients)
 
 
-def check_frozen(ring: Ring) -> None:
+def check_frozen(ring: PipelineRing) -> None:
     """Frozen first stages need no backward pass; single frozen tensors elsewhere do not travel as gradients."""
     config = CONFIGS["untied"].model_copy(update={"layers": 2 * ring.size, "layer_types": ("full",) * 2 * ring.size})
     patterns = ("embed.*", "layers.0.*", "layers.1.*", "*.attention.k.weight")
@@ -168,7 +168,7 @@ def check_frozen(ring: Ring) -> None:
         passes.close()
 
 
-def check_narrow(ring: Ring) -> None:
+def check_narrow(ring: PipelineRing) -> None:
     """Weights travel and are used in float32, gradients are summed in the parameters' float64."""
     schedule = generate("weipipe", ring.size, 2 * ring.size)
     config = CONFIGS["tied"].model_copy(update={"layers": ring.size, "layer_types": ("full",) * ring.size})
@@ -183,7 +183,7 @@ def check_narrow(ring: Ring) -> None:
     passes.close()
 
 
-def check_replicas(ring: Ring) -> None:
+def check_replicas(ring: PipelineRing) -> None:
     """Two rings of two ranks: gradients are summed over both, which see different micro-batches."""
     place = dist.get_rank() // 2, dist.get_rank() % 2
     pairs = [dist.new_group([rank, rank + 2]) for rank in range(2)]
@@ -202,7 +202,7 @@ def check_replicas(ring: Ring) -> None:
         passes.close()
 
 
-def check_lost_peer(ring: Ring, *, gone: bool) -> None:
+def check_lost_peer(ring: PipelineRing, *, gone: bool) -> None:
     """Rank 1 does nothing, or is gone: the others say what they waited for, in time."""
     schedule = generate("weipipe", ring.size, ring.size)
     config = CONFIGS["tied"].model_copy(update={"layers": ring.size, "layer_types": ("full",) * ring.size})
@@ -229,7 +229,7 @@ def check_lost_peer(ring: Ring, *, gone: bool) -> None:
         dist.barrier()
 
 
-def parity(ring: Ring) -> None:
+def parity(ring: PipelineRing) -> None:
     for rounds, chunks, kind in ((1, 1, "untied"), (2, 1, "gpt"), (2, 2, "tied")):
         layers = ring.size * chunks + 1
         kinds = ("full", "sliding", *("full",) * layers)[:layers]

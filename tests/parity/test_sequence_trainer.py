@@ -20,7 +20,7 @@ from _tensor_plans import HALVES, ONE, QUARTERS
 from test_checkpoint import stored_values
 from test_trainer import Jobs
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.traffic.sequence import sequence_bytes
 from partool.plan.event_log import read_events
 from partool.plan.layout import Mesh
@@ -229,7 +229,7 @@ def test_training_on_shares_equals_one_process(ran: Jobs, name: str) -> None:
 def test_bytes_between_ranks_of_a_sequence_are_those_of_the_cost_model(ran: Jobs, name: str) -> None:
     case = core_cases(partial(make_plan, ran.folder))[name][0]
     training = case.training
-    job = Job(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
+    job = TrainingJob(case.model, case.devices, training.sequence_length, training.global_batch, training.precision)
     sent_bytes = []
     for rank in range(case.layout.mesh.world_size):
         summary = next(event for event in ran.events(f"case {name}", "summary", rank) if event["scope"] == "rank")

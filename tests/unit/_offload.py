@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from partool_kernels.host import MOMENTS, Kind, Part, Pass, Pool, Rule, sums, update
+from partool_kernels.host import MOMENTS, Kind, Part, Pool, Rule, UpdatePass, sums, update
 from partool_kernels.reductions import total
 from partool_runtime.offload.buckets import Bucket, fill_buckets, places
 from partool_runtime.offload.buffers import Buffers
-from partool_runtime.offload.engine import Engine
+from partool_runtime.offload.engine import HostEngine
 from partool_runtime.offload.lanes import ThreadLanes
-from partool_runtime.offload.passes import Speculation, Target
+from partool_runtime.offload.passes import Speculation, WeightsTarget
 from partool_runtime.offload.resident import Resident
 from partool_runtime.offload.store import MemoryStore
 from partool_runtime.offload.verdicts import Verdicts
@@ -110,7 +110,8 @@ class Together:
         dtypes = (case.master, *((case.moments or case.master) for _ in MOMENTS[case.kind]))
         self.weights = {name: torch.zeros(size, dtype=case.compute) for name, size in shards.items()}
         targets = {
-            name: Target(weights, GROUPS[name], in_host=name in case.in_host) for name, weights in self.weights.items()
+            name: WeightsTarget(weights, GROUPS[name], in_host=name in case.in_host)
+            for name, weights in self.weights.items()
         }
         self.store = (Lender if case.lends_copies else MemoryStore)(buckets, dtypes)
         lanes, pool = ThreadLanes(random.Random(case.seed) if delays else None), Pool()
@@ -122,7 +123,7 @@ class Together:
             accumulates=case.micro_batches > 1,
         )
         state_bytes = sum(dtype.itemsize for dtype in dtypes)
-        self.engine = Engine(
+        self.engine = HostEngine(
             buckets,
             targets,
             self.store,
@@ -214,7 +215,7 @@ class Together:
         rules = self.rules(self.done, step.lr, scale)
         self.engine.settle(rules)
         for name, (master, *moments) in self.states.items():
-            update([Part(master, tuple(moments), GROUPS[name])], step=Pass([whole[name]], rules))
+            update([Part(master, tuple(moments), GROUPS[name])], step=UpdatePass([whole[name]], rules))
 
     def _whole(self, grads: Sequence[torch.Tensor], size: int) -> torch.Tensor:
         """Add micro-batches up in the type of masters, one after the other."""

@@ -11,7 +11,7 @@ import pytest
 from partool.cli.main import run
 from partool.report.drawing import Window
 from partool.report.terminal_timeline import _line, _Look
-from partool.schedule import Action, Event, cell, from_text, generate, to_text
+from partool.schedule import Action, TimedAction, cell, from_text, generate, to_text
 from partool.strategies.schedules import SCHEDULES
 
 
@@ -159,7 +159,7 @@ def test_boxes_tell_their_stage_where_ranks_have_several(call: Call) -> None:
 
 @pytest.mark.parametrize("colour", [False, True])
 def test_narrow_boxes_keep_their_edges(colour: bool) -> None:
-    boxes = [Event(0, Action("F", 0, batch), batch, batch + 1.0) for batch in range(100, 120)]
+    boxes = [TimedAction(0, Action("F", 0, batch), batch, batch + 1.0) for batch in range(100, 120)]
     for width in (40, 60):
         look = _Look(colour, several=False, pale=frozenset())
         line = str(_line(boxes, Window("", 0.0 + 100, 120.0), width, look))

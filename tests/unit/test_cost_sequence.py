@@ -23,8 +23,8 @@ from partool.cost.case import (
     STARTRAIL,
     ULYSSES,
     USP,
-    Job,
     Layouts,
+    TrainingJob,
 )
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
@@ -34,8 +34,8 @@ from partool.cost.memory.transient import communicators
 from partool.cost.time.attention import attention_s, pairs
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time
-from partool.cost.time.sequence import Exchange, exchange
-from partool.cost.traffic.sequence import Team, heads_of, sent_by_rank
+from partool.cost.time.sequence import ExchangeTime, exchange
+from partool.cost.traffic.sequence import SequenceTeams, heads_of, sent_by_rank
 from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
@@ -55,15 +55,15 @@ POLICY = RECOMPUTE.index("full")
 WINDOW = Kind(4096, False)
 
 
-def job(model: ModelConfig = MODEL, length: int = 32768, devices: Devices = GPU, **changes: Any) -> Job:
-    return Job(model, devices, length, 64, "bf16", **changes)
+def job(model: ModelConfig = MODEL, length: int = 32768, devices: Devices = GPU, **changes: Any) -> TrainingJob:
+    return TrainingJob(model, devices, length, 64, "bf16", **changes)
 
 
-def sent(one: Job, kind: Kind = FULL, *, backward: bool = False, **columns: Any) -> Exchange:
+def sent(one: TrainingJob, kind: Kind = FULL, *, backward: bool = False, **columns: Any) -> ExchangeTime:
     return exchange(one, Layouts(**columns), kind, backward=backward)
 
 
-def busy(one: Job, kind: Kind = FULL, **columns: Any) -> float:
+def busy(one: TrainingJob, kind: Kind = FULL, **columns: Any) -> float:
     return float(attention_s(one, Layouts(**columns), kind, backward=False))
 
 
@@ -298,7 +298,7 @@ def test_memory_of_a_rank_falls_with_the_ranks_that_share_a_sequence() -> None:
 
 
 @st.composite
-def even_cases(draw: st.DrawFn) -> tuple[Job, Layout, Kind]:
+def even_cases(draw: st.DrawFn) -> tuple[TrainingJob, Layout, Kind]:
     """Sizes that divide, so that what the columns say of the busiest rank is what each sends."""
     method = draw(st.sampled_from(["ulysses", "ring", "usp", "startrail", "all_gather"]))
     inner = draw(st.sampled_from([2, 4])) if method == "usp" else 1
@@ -322,16 +322,16 @@ def even_cases(draw: st.DrawFn) -> tuple[Job, Layout, Kind]:
         compile="none", stages=((0, 4),), sequence_method=method, sequence_order=order, sequence_inner=inner,
         sequence_teams=teams, sequence_inside=draw(st.sampled_from(["teams", "rings"])),
     )  # fmt: skip
-    return Job(model, ONE_LINK, length, 64, draw(st.sampled_from(["bf16", "fp32", "fp64"]))), layout, kind
+    return TrainingJob(model, ONE_LINK, length, 64, draw(st.sampled_from(["bf16", "fp32", "fp64"]))), layout, kind
 
 
 @given(even_cases())
 @settings(max_examples=80, deadline=None)
-def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[Job, Layout, Kind]) -> None:
+def test_seconds_follow_the_bytes_that_each_method_counts(case: tuple[TrainingJob, Layout, Kind]) -> None:
     one, layout, kind = case
     exact = [
         tuple(map(sum, zip(*(part.bytes(one.compute_bytes) for part in parts), strict=True)))
-        for parts in sent_by_rank(Team.of(one, layout), heads_of(one, layout)._replace(window=kind.window))
+        for parts in sent_by_rank(SequenceTeams.of(one, layout), heads_of(one, layout)._replace(window=kind.window))
     ]
     for index, backward in enumerate((False, True)):
         seconds = float(exchange(one, encode(layout), kind, backward=backward).total)
@@ -385,7 +385,7 @@ def test_more_than_some_ranks_are_counted_by_a_few_of_them() -> None:
         mesh=Mesh(), zero=0, micro_batch=1, accumulation=1, recompute=("none",) * 4, compile="none", stages=((0, 4),)
     ))  # fmt: skip
     for method, order in (("ring", "zigzag"), ("all_gather", "contiguous"), ("ulysses", "contiguous")):
-        team = Team(method, 96, order, 1, 1, "teams", 96 * 8 + 5, 0)  # type: ignore[arg-type]
+        team = SequenceTeams(method, 96, order, 1, 1, "teams", 96 * 8 + 5, 0)  # type: ignore[arg-type]
         few = [sum(part.bytes(2)[0] for part in parts) for parts in sent_by_rank(team, heads)]
         assert len(few) == 7
         with pytest.MonkeyPatch.context() as patch:
@@ -403,7 +403,7 @@ def test_best_teams_of_uniform_links(exponent: int) -> None:
     """A rank sends 2·P/C + 2·(C - 1) times its keys and values forward: least near the root of P."""
     ranks = 2**exponent
     model = MODEL.model_copy(update={"kv_heads": 32})
-    one = Job(model, ONE_LINK, 64 * ranks, 64, "bf16")
+    one = TrainingJob(model, ONE_LINK, 64 * ranks, 64, "bf16")
     sizes = [teams for teams in (1, 2, 4, 8, 16) if ranks % teams**2 == 0]
     totals = [
         float(sent(one, cp=ranks, sequence_method=STARTRAIL, sequence_teams=teams, sequence_order=1).total)
@@ -418,7 +418,7 @@ def test_best_teams_of_uniform_links(exponent: int) -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Job, Layout]:
+def steps(draw: st.DrawFn) -> tuple[TrainingJob, Layout]:
     method = draw(st.sampled_from(SEQUENCE_METHODS))
     changes: dict[str, Any] = {"layers": 8}
     if method == "dsp":
@@ -440,12 +440,12 @@ def steps(draw: st.DrawFn) -> tuple[Job, Layout]:
     )  # fmt: skip
     grid = changes.get("grid", (4, 4096))
     batch = layout.derived.accumulation * layout.mesh.dp
-    return Job(MODEL.model_copy(update=changes), GPU, grid[0] * grid[1], batch, "bf16"), layout
+    return TrainingJob(MODEL.model_copy(update=changes), GPU, grid[0] * grid[1], batch, "bf16"), layout
 
 
 @given(steps())
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_whole_steps_of_every_method(case: tuple[Job, Layout]) -> None:
+def test_whole_steps_of_every_method(case: tuple[TrainingJob, Layout]) -> None:
     one, layout = case
     found = predict_time(one, layout, 1)
     assert float(bound_s(one, encode(layout))) <= found.step_time_s * 1.001
@@ -460,7 +460,7 @@ def test_whole_steps_of_every_method(case: tuple[Job, Layout]) -> None:
 
 def test_turns_of_dsp_are_counted_as_they_are_priced() -> None:
     model = MODEL.model_copy(update={"grid": (32, 64), "layer_types": ("row", "row", "column", "row")})
-    one = Job(model, ONE_LINK, 2048, 64, "bf16")
+    one = TrainingJob(model, ONE_LINK, 2048, 64, "bf16")
     layout = new_layout(
         mesh=Mesh(cp=8), zero=0, micro_batch=2, accumulation=3, recompute=("full",) * 4, compile="none",
         stages=((0, 4),), sequence_method="dsp", sequence_order="grid",

@@ -9,7 +9,7 @@ from layouts import new_layout
 
 from partool.catalog.hardware import resolve_hardware
 from partool.catalog.models import resolve_model
-from partool.cost.case import FULL, Job, Layouts
+from partool.cost.case import FULL, Layouts, TrainingJob
 from partool.cost.memory.peak import peak_memory, predict_memory
 from partool.cost.time.bound import bound_s, owned_elements
 from partool.cost.time.micro import micro
@@ -29,10 +29,10 @@ def model(preset: str) -> ModelConfig:
     return found
 
 
-def job(preset: str, **changes: object) -> Job:
+def job(preset: str, **changes: object) -> TrainingJob:
     devices = resolve_hardware(HardwareSpec(accelerator="h100-sxm", nodes=8), "bf16").devices
     assert devices is not None
-    return Job(model(preset), devices, 4096, 64, "bf16", **changes)  # type: ignore[arg-type]
+    return TrainingJob(model(preset), devices, 4096, 64, "bf16", **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ep", [2, 8])
@@ -77,7 +77,7 @@ def test_frozen_parameters_have_no_moments_gradients_or_updates() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_bounds_hold_for_heads_that_weigh_as_much_as_layers(pp: int, schedule: str) -> None:
     thin = ModelConfig(layers=12, hidden=512, ffn_hidden=1024, heads=8, kv_heads=8, head_dim=64, vocab=256000)
-    one = Job(thin, job("llama3-8b").devices, 2048, 64, "bf16")
+    one = TrainingJob(thin, job("llama3-8b").devices, 2048, 64, "bf16")
     columns = Layouts(
         pp=pp, replicas=8, accumulation=8, schedule=("gpipe", "1f1b", "interleaved", "zb-h1").index(schedule)
     )

@@ -10,7 +10,7 @@ import pytest
 from layouts import laid, new_layout
 
 from partool.cost import tensor_shares
-from partool.cost.case import Job, Layouts
+from partool.cost.case import Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import widths
@@ -39,8 +39,8 @@ SHARED = ModelConfig(layers=2, hidden=32, ffn_hidden=48, heads=8, kv_heads=2, he
 LARGE = ModelConfig(layers=8, hidden=8192, ffn_hidden=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256)
 
 
-def job(model: ModelConfig = ODD, **changes: Any) -> Job:
-    return replace(Job(model, GPU, 11, 6, "fp64"), **changes)
+def job(model: ModelConfig = ODD, **changes: Any) -> TrainingJob:
+    return replace(TrainingJob(model, GPU, 11, 6, "fp64"), **changes)
 
 
 def layout(model: ModelConfig = ODD, **changes: Any) -> Layout:
@@ -171,7 +171,7 @@ def test_overlap_hides_what_products_take() -> None:
     case = job(LARGE, sequence_length=8192, precision="bf16", stack=PARTOOL_EAGER)
     kind = kinds(LARGE)[0]
 
-    def shown(case: Job = case, **columns: Any) -> tuple[float, float]:
+    def shown(case: TrainingJob = case, **columns: Any) -> tuple[float, float]:
         found = layer(case, Layouts(tp=8, **{"compiled": 0, **columns}), kind)
         return tuple(float(one.exposed["tensor_parallel"]) for one in (found.forward, found.backward))  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import new_layout
 
 from partool.cost import collective
-from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.kinds import Kind, kinds
 from partool.cost.stacks import PARTOOL, own_stack
@@ -42,9 +42,9 @@ GPU = Devices(
 CPU = GPU.model_copy(update={"backend": "cpu", "units": 0, "achievable_flops": 1e11, "peak_flops": None})
 
 
-def job(model: ModelConfig = LARGE, devices: Devices = GPU, **changes: Any) -> Job:
+def job(model: ModelConfig = LARGE, devices: Devices = GPU, **changes: Any) -> TrainingJob:
     values = {"sequence_length": 4096, "global_batch": 64, "precision": "bf16"} | changes
-    return Job(model, devices, **values)
+    return TrainingJob(model, devices, **values)
 
 
 def devices(**figures: Any) -> Devices:

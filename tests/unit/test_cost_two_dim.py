@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from partool.cost.case import Job, Layouts
+from partool.cost.case import Layouts, TrainingJob
 from partool.cost.traffic.messages import Move
 from partool.cost.traffic.two_dim import embedding_moves, head_moves, layer_moves
 from partool.spec.hardware import Devices
@@ -23,8 +23,8 @@ GPT = ModelConfig(
 SHAPES = [(d1, ranks // d1) for ranks in (4, 8) for d1 in (1, 2, 4) if ranks // d1 > 1]
 
 
-def moves_of(shape: tuple[int, int], model: ModelConfig = GPT) -> tuple[Job, Layouts]:
-    job = Job(model, DEVICES, 32, 3, "bf16")
+def moves_of(shape: tuple[int, int], model: ModelConfig = GPT) -> tuple[TrainingJob, Layouts]:
+    job = TrainingJob(model, DEVICES, 32, 3, "bf16")
     return job, Layouts(tp=shape[0] * shape[1], tensor_inner=shape[1], micro_batch=3)
 
 
@@ -70,7 +70,7 @@ def test_a_tied_embedding_sends_less_than_its_logits_would(shape: tuple[int, int
 
 
 def test_one_dimension_sends_none_of_it() -> None:
-    job = Job(GPT, DEVICES, 32, 3, "bf16")
+    job = TrainingJob(GPT, DEVICES, 32, 3, "bf16")
     for lister in (embedding_moves, layer_moves, head_moves):
         moves = lister(job, Layouts(tp=4, micro_batch=3))
         assert sent([*moves.forward, *moves.backward, *moves.again], (4, 1)) == 0.0

@@ -14,7 +14,7 @@ from torch import nn
 from partool.plan.types import Plan
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Recompute
-from partool_kernels.select import Candidate, Problem, Selector
+from partool_kernels.select import Candidate, Question, Selector
 from partool_kernels.timing import Run
 from partool_runtime.fused import attention
 from partool_runtime.fused.attention import Selected, put, select_attention
@@ -110,8 +110,8 @@ def test_where_nothing_works_torch_is_left_to_say_so(monkeypatch: pytest.MonkeyP
     def raises() -> Sequence[torch.Tensor]:
         raise RuntimeError("no")
 
-    def problem(*_: object) -> Problem:
-        return Problem("attention", (), ("math",), lambda: [Candidate("math", raises)])
+    def problem(*_: object) -> Question:
+        return Question("attention", (), ("math",), lambda: [Candidate("math", raises)])
 
     monkeypatch.setattr("partool_kernels.select.attention.problem", problem)
     model = make()

@@ -13,7 +13,7 @@ import torch
 from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.asked import Asked, UnknownAttentionError, asked
+from partool_runtime.hf.asked import AttentionAsked, UnknownAttentionError, asked
 from partool_runtime.hf.attention import HfAttention, Seen, padded
 from partool_runtime.hf.building import meta_parameters
 from partool_runtime.hf.model import HfDecoder
@@ -57,7 +57,7 @@ def test_windows_and_dropout_are_those_of_the_models_code(
 ) -> None:
     model = built(family, fields)
     before = model.config._attn_implementation
-    assert asked(model, len(windows)) == [Asked(window, dropout) for window in windows]
+    assert asked(model, len(windows)) == [AttentionAsked(window, dropout) for window in windows]
     assert model.config._attn_implementation == before, "asking changes nothing"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool_kernels import _native
-from partool_kernels.host import MOMENTS, Part, Pass, Pool, Rule, Sums, accumulate, sums, update, zero
+from partool_kernels.host import MOMENTS, Part, Pool, Rule, Sums, UpdatePass, accumulate, sums, update, zero
 from partool_kernels.host.types import Kind, Mode
 from partool_kernels.reductions import BLOCK, block_sums
 
@@ -65,7 +65,7 @@ def test_float64_steps_are_the_formulas(kind: Kind, mode: Mode) -> None:
     p, moments = one.master.clone(), [moment.clone() for moment in one.moments]
     for step in range(1, 21):
         g = gradients(1003, torch.float64, step)
-        update([one], step=Pass([g], [rule(kind, step, 0.5, lr=0.1 / step)]), mode=mode)
+        update([one], step=UpdatePass([g], [rule(kind, step, 0.5, lr=0.1 / step)]), mode=mode)
         _formula(kind, p, moments, g * 0.5, step, 0.1 / step)
     torch.testing.assert_close(one.master, p, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(one.moments, moments, strict=True):
@@ -101,7 +101,7 @@ def test_error_is_no_larger_than_that_of_torch_fused() -> None:
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(1, 21):
         g = torch.randn(size, generator=draws)
-        update([one], step=Pass([g], [rule("adamw", step)]), mode="native")
+        update([one], step=UpdatePass([g], [rule("adamw", step)]), mode="native")
         _formula("adamw", exact, wide, g.double(), step, 1e-2)
         theirs.grad = g
         optimizer.step()
@@ -139,7 +139,9 @@ def test_threads_builds_and_alignment_change_no_bit(
             moved = [Part(_moved(p.master, at), tuple(_moved(m, at) for m in p.moments)) for p in parts]
             weights = [_moved(torch.zeros(n, dtype=out), at) for n in sizes]
             steps = [
-                Pass([_moved(gradients(n, dtype, seed + k), at) for n in sizes], [rule(kind, 3 + k, 1.0 - 0.3 * k)])
+                UpdatePass(
+                    [_moved(gradients(n, dtype, seed + k), at) for n in sizes], [rule(kind, 3 + k, 1.0 - 0.3 * k)]
+                )
                 for k, dtype in enumerate((before, now))
             ]
             found = update(
@@ -178,7 +180,7 @@ def test_a_step_put_off_is_the_step(kind: Kind, moment: torch.dtype, mode: Mode)
         g = gradients(size, torch.bfloat16, turn)
         if turn in (3, 8):  # a step that is rejected
             g[turn * 100] = float("inf")
-        commit, guess = pending, Pass([g], [rule(kind, done + 1)])
+        commit, guess = pending, UpdatePass([g], [rule(kind, done + 1)])
         before = state(late)
         found = update([late], commit=commit, step=guess, keep=False, weights=[out], wants_sums=True, mode=mode)
         assert found is not None
@@ -191,7 +193,7 @@ def test_a_step_put_off_is_the_step(kind: Kind, moment: torch.dtype, mode: Mode)
         else:
             done += 1
             right = rule(kind, done, 0.25 if turn % 3 == 1 else 1.0)
-            pending = Pass([g], [right])
+            pending = UpdatePass([g], [right])
             if right.scale != 1.0:
                 update([late], step=pending, keep=False, weights=[out], mode=mode)
             update([plain], step=pending, weights=[expected], mode=mode)
@@ -208,10 +210,10 @@ def test_groups_follow_their_own_rules(mode: Mode) -> None:
     alone = [copy(one) for one in parts]
     together = [Part(one.master, one.moments, index) for index, one in enumerate(parts)]
     g = [gradients(len(one.master), torch.float32, 1) for one in parts]
-    found = update(together, step=Pass(g, rules), wants_sums=True, mode=mode)
+    found = update(together, step=UpdatePass(g, rules), wants_sums=True, mode=mode)
     assert found == Sums(*zip(*(block_sums(one, mode) for one in g), strict=True))
     for one, expected, mine, ruled in zip(parts, alone, g, rules, strict=True):
-        update([expected], step=Pass([mine], [ruled]), mode=mode)
+        update([expected], step=UpdatePass([mine], [ruled]), mode=mode)
         assert state(one) == state(expected)
 
 
@@ -219,7 +221,7 @@ def test_groups_follow_their_own_rules(mode: Mode) -> None:
 def test_kinds_may_differ_between_commit_and_step() -> None:
     one, other = part("sgd", 600, torch.float32, torch.float32), part("sgd", 600, torch.float32, torch.float32)
     g, h = gradients(600, torch.float32, 1), gradients(600, torch.float32, 2)
-    first, then = Pass([g], [rule("sgd", 1)]), Pass([h], [rule("lion", 2)])
+    first, then = UpdatePass([g], [rule("sgd", 1)]), UpdatePass([h], [rule("lion", 2)])
     update([one], commit=first, step=then, mode="native")
     update([other], step=first, mode="native")
     update([other], step=then, mode="native")
@@ -234,7 +236,7 @@ def test_modes_of_the_thread_do_not_matter() -> None:
         one = Part(torch.full((300,), 1e-38), (torch.full((300,), 1e-39), torch.full((300,), 1e-42)))
         torch.set_flush_denormal(flush)
         try:
-            update([one], step=Pass([torch.zeros(300)], [rule("adamw", 1)]), pool=pool, mode="native")
+            update([one], step=UpdatePass([torch.zeros(300)], [rule("adamw", 1)]), pool=pool, mode="native")
         finally:
             torch.set_flush_denormal(False)
         outcomes.add(state(one))
@@ -286,8 +288,8 @@ def test_zeros(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_do(mode: Mode) -> None:
-    assert update([], step=Pass([], []), wants_sums=True, mode=mode) == Sums((), ())
+    assert update([], step=UpdatePass([], []), wants_sums=True, mode=mode) == Sums((), ())
     one = part("adamw", 0, torch.float32, torch.float32)
-    found = update([one], step=Pass([torch.empty(0)], [rule("adamw", 1)]), wants_sums=True, mode=mode)
+    found = update([one], step=UpdatePass([torch.empty(0)], [rule("adamw", 1)]), wants_sums=True, mode=mode)
     assert found == Sums(((),), (True,))
     assert sums([], mode=mode) == Sums((), ())

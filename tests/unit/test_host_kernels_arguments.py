@@ -15,7 +15,7 @@ import torch
 
 from partool.launch import doctor
 from partool_kernels import KernelUnavailableError, _native
-from partool_kernels.host import HostKernelError, Part, Pass, Pool, Rule, accumulate, sums, update, zero
+from partool_kernels.host import HostKernelError, Part, Pool, Rule, UpdatePass, accumulate, sums, update, zero
 from partool_kernels.host.types import Mode
 from partool_kernels.reductions import BLOCK
 
@@ -44,11 +44,11 @@ REFUSED: dict[str, tuple[str, Case]] = {
     ),
     "integers": (
         "the gradient 0 is of type torch.int32; it has to be float32, float64, bfloat16, float16",
-        lambda p, m: update([p], step=Pass([ONES.int()], [RULE]), mode=m),
+        lambda p, m: update([p], step=UpdatePass([ONES.int()], [RULE]), mode=m),
     ),
     "size of gradient": (
         "the gradient 0 has 9 elements, not 10",
-        lambda p, m: update([p], step=Pass([torch.ones(9)], [RULE]), mode=m),
+        lambda p, m: update([p], step=UpdatePass([torch.ones(9)], [RULE]), mode=m),
     ),
     "size of moment": (
         "moment 0 of part 0 has 11 elements, not 10",
@@ -57,37 +57,37 @@ REFUSED: dict[str, tuple[str, Case]] = {
     "size of weights": ("the weights 0 has 8", lambda p, m: update([p], weights=[torch.ones(8)], mode=m)),
     "not contiguous": (
         "the gradient to commit 0 is not contiguous",
-        lambda p, m: update([p], commit=Pass([torch.ones(2 * SIZE)[::2]], [RULE]), mode=m),
+        lambda p, m: update([p], commit=UpdatePass([torch.ones(2 * SIZE)[::2]], [RULE]), mode=m),
     ),
     "not strided": (
         "the gradient 0 is not contiguous",
-        lambda p, m: update([p], step=Pass([ONES.to_sparse()], [RULE]), mode=m),
+        lambda p, m: update([p], step=UpdatePass([ONES.to_sparse()], [RULE]), mode=m),
     ),
     "device": (
         "the gradient 0 is on meta, not in host memory",
-        lambda p, m: update([p], step=Pass([torch.ones(SIZE, device="meta")], [RULE]), mode=m),
+        lambda p, m: update([p], step=UpdatePass([torch.ones(SIZE, device="meta")], [RULE]), mode=m),
     ),
-    "gradients missing": ("0 gradients for 1 parts", lambda p, m: update([p], step=Pass([], [RULE]), mode=m)),
+    "gradients missing": ("0 gradients for 1 parts", lambda p, m: update([p], step=UpdatePass([], [RULE]), mode=m)),
     "weights missing": ("0 tensors for weights of 1 parts", lambda p, m: update([p], weights=[], mode=m)),
     "group": (
         "part 0 is of group 1 of 1",
-        lambda p, m: update([replace(p, group=1)], step=Pass([ONES], [RULE]), mode=m),
+        lambda p, m: update([replace(p, group=1)], step=UpdatePass([ONES], [RULE]), mode=m),
     ),
     "negative group": (
         "part 0 is of group -1 of 1",
-        lambda p, m: update([replace(p, group=-1)], step=Pass([ONES], [RULE]), mode=m),
+        lambda p, m: update([replace(p, group=-1)], step=UpdatePass([ONES], [RULE]), mode=m),
     ),
     "moments of another kind": (
         "part 0 has 2 moments; lion keeps 1",
-        lambda p, m: update([p], step=Pass([ONES], [replace(RULE, kind="lion")]), mode=m),
+        lambda p, m: update([p], step=UpdatePass([ONES], [replace(RULE, kind="lion")]), mode=m),
     ),
     "kind": (
         "there is no optimizer 'adam'",
-        lambda p, m: update([p], step=Pass([ONES], [replace(RULE, kind="adam")]), mode=m),  # type: ignore[arg-type]
+        lambda p, m: update([p], step=UpdatePass([ONES], [replace(RULE, kind="adam")]), mode=m),  # type: ignore[arg-type]
     ),
-    "step": ("counted from 1", lambda p, m: update([p], step=Pass([ONES], [replace(RULE, step=0)]), mode=m)),
-    "beta": ("needs betas", lambda p, m: update([p], step=Pass([ONES], [replace(RULE, beta2=1.0)]), mode=m)),
-    "scale": ("not finite", lambda p, m: update([p], step=Pass([ONES], [replace(RULE, scale=math.nan)]), mode=m)),
+    "step": ("counted from 1", lambda p, m: update([p], step=UpdatePass([ONES], [replace(RULE, step=0)]), mode=m)),
+    "beta": ("needs betas", lambda p, m: update([p], step=UpdatePass([ONES], [replace(RULE, beta2=1.0)]), mode=m)),
+    "scale": ("not finite", lambda p, m: update([p], step=UpdatePass([ONES], [replace(RULE, scale=math.nan)]), mode=m)),
     "sums of integers": ("the gradient 0 is of type", lambda p, m: sums([ONES.int()], mode=m)),
     "sums of a view": ("not contiguous", lambda p, m: sums([torch.ones(4, 4).t()], mode=m)),
     "totals missing": ("1 tensors to go into 0", lambda p, m: accumulate([], [ONES], first=True, mode=m)),
@@ -96,13 +96,13 @@ REFUSED: dict[str, tuple[str, Case]] = {
     "totals overlap": ("share memory", lambda p, m: zero(shared(0, 9), mode=m)),
     "weights are the master": (
         "share memory",
-        lambda p, m: update([p], step=Pass([ONES], [RULE]), weights=[p.master], mode=m),
+        lambda p, m: update([p], step=UpdatePass([ONES], [RULE]), weights=[p.master], mode=m),
     ),
     "two parts overlap": (
         "share memory",
         lambda p, m: update(
             [replace(p, master=shared(0, 9)[0]), p],
-            step=Pass([p.moments[0], torch.ones(SIZE)], [RULE]),
+            step=UpdatePass([p.moments[0], torch.ones(SIZE)], [RULE]),
             mode=m,
         ),
     ),
@@ -126,7 +126,7 @@ def test_refused_before_anything_is_touched(case: str, mode: Mode) -> None:
 def test_neighbours_fit_and_overlaps_do_not(first: int, second: int, fits: bool, mode: Mode) -> None:
     master, gradient = shared(first, second)
     one = Part(master, (torch.ones(SIZE), torch.ones(SIZE)))
-    step = Pass([gradient], [RULE])
+    step = UpdatePass([gradient], [RULE])
     if fits:
         update([one], step=step, mode=mode)
     else:
@@ -138,7 +138,7 @@ def test_neighbours_fit_and_overlaps_do_not(first: int, second: int, fits: bool,
 
 def test_what_is_only_read_may_be_the_same() -> None:
     gradient = torch.ones(SIZE)
-    update([good(), good()], commit=Pass([gradient] * 2, [RULE]), step=Pass([gradient] * 2, [RULE]))
+    update([good(), good()], commit=UpdatePass([gradient] * 2, [RULE]), step=UpdatePass([gradient] * 2, [RULE]))
     assert sums([gradient, gradient[2:]]).finite == (True, True)
 
 

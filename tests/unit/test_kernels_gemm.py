@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from partool_kernels.compiled import compile_for
 from partool_kernels.gemm.kernel import gemm_sum
 from partool_kernels.gemm.op import form_of, gemm
-from partool_kernels.proof import Job, faults, prove
+from partool_kernels.proof import ProofJob, faults, prove
 from partool_kernels.registry import KERNELS, Request
 
 
@@ -81,7 +81,7 @@ def test_tiles_of_all_forms_are_loaded_into_shared_memory(architecture: str) -> 
 @pytest.mark.parametrize("architecture", ["sm_90", "gfx942"])
 def test_products_of_float32_keep_to_registers_and_need_matrix_units_on_amd_alone(architecture: str) -> None:
     request = Request("gemm", architecture, ("float32", "float32"), (("n", 4096), ("k", 4096)), 16384, ("nt",))
-    proof = prove(Job(request, KERNELS["gemm"].default(request)))
+    proof = prove(ProofJob(request, KERNELS["gemm"].default(request)))
     assert proof.faults == ()
     assert proof.compiled is not None
     assert proof.compiled.matrix is (architecture == "gfx942")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from partool_kernels.cases import BACKWARD, excess
 from partool_kernels.cross_entropy.op import IGNORED, Terms
 from partool_kernels.linear_cross_entropy import chunks
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, add_product, losses_and_gradients
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradients, add_product, losses_and_gradients
 from partool_kernels.linear_cross_entropy.op import linear_cross_entropy
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime.model.loss import LossKernels
@@ -35,7 +35,9 @@ def test_labels_that_no_rank_has_make_loss_and_gradient_nan(
     labels[0] = label
     if early is None:
         how = How(mode="auto", merge=_alone, vocabulary=7)
-        found = losses_and_gradients(Inputs(hidden.detach(), weight.detach(), None, labels), how, Needs(*[True] * 3))
+        found = losses_and_gradients(
+            Inputs(hidden.detach(), weight.detach(), None, labels), how, WantedGradients(*[True] * 3)
+        )
         total, gradient = found.total, found.hidden
     else:
         monkeypatch.setattr(vocabulary, "_of_all_ranks", lambda seen, team: _alone(torch.stack([*seen])))
@@ -119,7 +121,7 @@ def test_operator_is_what_its_registrations_say() -> None:
 def test_only_gradients_that_are_needed_are_computed() -> None:
     hidden, weight, labels = random(bias=False)
     inputs = Inputs(hidden.detach(), weight.detach(), None, labels)
-    found = losses_and_gradients(inputs, How(rows=4), Needs(True, False, False))
+    found = losses_and_gradients(inputs, How(rows=4), WantedGradients(True, False, False))
     assert (found.weight, found.bias) == (None, None)
     with torch.no_grad():
         total = fused(Terms(), 4, hidden, weight, labels)
@@ -168,7 +170,7 @@ def test_parts_of_a_vocabulary_sum_up() -> None:
     inputs = [Inputs(hidden.detach(), weight.detach()[a:b], None, labels) for a, b in cuts]
     for part, (first, _) in enumerate(cuts):
         how = How(TERMS[1], rows, "auto", first, partial(note, part))
-        losses_and_gradients(inputs[part], how, Needs(False, False, False))
+        losses_and_gradients(inputs[part], how, WantedGradients(False, False, False))
     both = [torch.stack(pair) for pair in zip(*seen, strict=True)]
     assert len(both) == 3
     of_hidden = torch.zeros_like(hidden)
@@ -180,7 +182,9 @@ def test_parts_of_a_vocabulary_sum_up() -> None:
             highest = found[:, 0].amax(0)
             return (found[:, 1] * (found[:, 0] - highest).exp()).sum(0).log() + highest, found[:, 2].sum(0)
 
-        result = losses_and_gradients(inputs[part], How(TERMS[1], rows, "auto", first, merge), Needs(True, True, False))
+        result = losses_and_gradients(
+            inputs[part], How(TERMS[1], rows, "auto", first, merge), WantedGradients(True, True, False)
+        )
         assert result.hidden is not None
         assert result.weight is not None
         torch.testing.assert_close(result.total, wanted[0], rtol=0, atol=1e-12)
@@ -191,7 +195,7 @@ def test_parts_of_a_vocabulary_sum_up() -> None:
 
 def test_many_chunks_of_half_precision_are_summed_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = random(bias=False, dtype=torch.bfloat16, tokens=100)
-    inputs, needs = Inputs(hidden.detach(), weight.detach(), None, labels), Needs(False, True, False)
+    inputs, needs = Inputs(hidden.detach(), weight.detach(), None, labels), WantedGradients(False, True, False)
     few = losses_and_gradients(inputs, How(rows=25), needs).weight
     many = losses_and_gradients(inputs, How(rows=24), needs).weight
     assert few is not None

@@ -15,7 +15,7 @@ from partool_kernels.compiled import Compiled
 from partool_kernels.device import triton_version
 from partool_kernels.modelled import missing
 from partool_kernels.offline import main
-from partool_kernels.proof import Job, Proof, faults, jobs, prove, prove_all
+from partool_kernels.proof import Proof, ProofJob, faults, jobs, prove, prove_all
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Config, Request
 from partool_kernels.registry.tables import Measured, path_of, read, write
 
@@ -23,7 +23,7 @@ PLACES = [(kernel, architecture) for kernel in KERNELS for architecture in ARCHI
 FITS = Compiled(shared_bytes=1024, registers=32, spilled_bytes=0, matrix=True, emulates_fp8=False)
 
 
-def bad(work: list[Job]) -> list[tuple[Job, tuple[str, ...]]]:
+def bad(work: list[ProofJob]) -> list[tuple[ProofJob, tuple[str, ...]]]:
     return [(found.job, found.faults) for found in map(prove, work) if found.faults]
 
 
@@ -44,7 +44,7 @@ def test_no_kernel_is_left_out(kernel: str) -> None:
     assert [name for name in ARCHITECTURES if next(jobs(kernel, name), None) is not None]
 
 
-def some_job(architecture: str = "sm_90") -> Job:
+def some_job(architecture: str = "sm_90") -> ProofJob:
     return next(jobs("glu_forward", architecture))
 
 
@@ -80,7 +80,7 @@ def test_products_of_float32_as_they_are_need_no_matrix_units_on_nvidia(
 ) -> None:
     example = next(KERNELS["gemm"].examples(architecture))
     request = replace(example, dtypes=(dtype, dtype), flags=(*flags, *example.flags))
-    job = Job(request, KERNELS["gemm"].default(request))
+    job = ProofJob(request, KERNELS["gemm"].default(request))
     assert bool(faults(job, replace(FITS, matrix=False))) is fault
 
 
@@ -105,7 +105,7 @@ def test_real_needs_beyond_shared_memory_are_seen() -> None:
     """Triton compiles them, and only their launch would fail."""
     request = next(KERNELS["gemm"].examples("gfx942"))
     blocks = (("BLOCK_M", 128), ("BLOCK_N", 128), ("BLOCK_K", 128), ("GROUP_M", 8), ("SPLIT", 1))
-    found = prove(Job(request, Config(blocks, num_warps=8, num_stages=4), spilled_bytes=None))
+    found = prove(ProofJob(request, Config(blocks, num_warps=8, num_stages=4), spilled_bytes=None))
     assert found.compiled is not None
     assert found.compiled.shared_bytes > ARCHITECTURES["gfx942"].shared_bytes
     assert "gfx942 has 65536" in found.faults[0]
@@ -126,7 +126,7 @@ def test_real_needs_beyond_shared_memory_are_seen() -> None:
 def test_the_other_flavour_of_eight_bits_is_seen(architecture: str, dtype: str, words: str) -> None:
     shape = (("n", 4096), ("k", 4096))
     request = Request("gemm_a8w8", architecture, (dtype, "bfloat16"), shape, 4096)
-    found = prove(Job(request, KERNELS["gemm_a8w8"].default(request), spilled_bytes=None))
+    found = prove(ProofJob(request, KERNELS["gemm_a8w8"].default(request), spilled_bytes=None))
     assert [words in fault for fault in found.faults] == ([True] if words else [])
 
 
@@ -146,7 +146,7 @@ def test_what_does_not_compile_is_told_and_the_rest_goes_on() -> None:
     assert second.faults == ()
 
 
-def dies(job: Job) -> Proof:
+def dies(job: ProofJob) -> Proof:
     if job.spilled_bytes == 13:
         os._exit(11)
     return Proof(job, FITS, ())

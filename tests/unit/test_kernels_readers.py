@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partool_kernels.registry import Config, Request, look_up
-from partool_kernels.registry.aiter import AiterConfigs, Gemm, carried, split
+from partool_kernels.registry.aiter import AiterConfigs, AiterProduct, carried, split
 from partool_kernels.registry.aiter_csv import AiterTimes, padded
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.tables import TableError
@@ -68,25 +68,25 @@ def configs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("gemm", "file", "key", "tuned", "rows"),
     [
-        (Gemm(EIGHT, 64, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
-        (Gemm(EIGHT, 1, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
-        (Gemm(EIGHT, 65, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_128", True, 4),
-        (Gemm(EIGHT, 129, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
-        (Gemm(EIGHT, 4095, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
-        (Gemm(EIGHT, 10**6, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_8192", True, 9),
-        (Gemm(EIGHT, 4096, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_4096", True, 8),
-        (Gemm(EIGHT, 64, 2112, 7168, 16), f"gfx950-{EIGHT}-B=16-N=2112-K=7168.json", "any", False, 32),
-        (Gemm(EIGHT, 64, 2112, 7168, 8), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
-        (Gemm(EIGHT, 64, 2113, 7168), f"gfx950-{EIGHT}.json", "M_LEQ_64", False, 1),
-        (Gemm("GEMM-AFP4WFP4", 8, 7168, 2048), "GEMM-AFP4WFP4-N=7168-K=2048.json", "M_LEQ_8", True, 4),
-        (Gemm("GEMM-AFP4WFP4", 8, 64, 64), "DEFAULT.json", "any", False, 128),
-        (Gemm("GEMM-AFP4WFP4_PRESHUFFLED", 31, 64, 64), "DEFAULT.json", "M_LEQ_31", False, 3),
-        (Gemm("GEMM-AFP4WFP4_PRESHUFFLED", 32, 64, 64), "DEFAULT.json", "any", False, 5),
-        (Gemm(SIXTEEN, 31, 64, 64), "DEFAULT.json", "any", False, 7),  # 31 is no bound of this family
+        (AiterProduct(EIGHT, 64, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
+        (AiterProduct(EIGHT, 1, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
+        (AiterProduct(EIGHT, 65, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_128", True, 4),
+        (AiterProduct(EIGHT, 129, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
+        (AiterProduct(EIGHT, 4095, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "any", False, 16),
+        (AiterProduct(EIGHT, 10**6, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_8192", True, 9),
+        (AiterProduct(EIGHT, 4096, 2112, 7168), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_GEQ_4096", True, 8),
+        (AiterProduct(EIGHT, 64, 2112, 7168, 16), f"gfx950-{EIGHT}-B=16-N=2112-K=7168.json", "any", False, 32),
+        (AiterProduct(EIGHT, 64, 2112, 7168, 8), f"gfx950-{EIGHT}-N=2112-K=7168.json", "M_LEQ_64", True, 32),
+        (AiterProduct(EIGHT, 64, 2113, 7168), f"gfx950-{EIGHT}.json", "M_LEQ_64", False, 1),
+        (AiterProduct("GEMM-AFP4WFP4", 8, 7168, 2048), "GEMM-AFP4WFP4-N=7168-K=2048.json", "M_LEQ_8", True, 4),
+        (AiterProduct("GEMM-AFP4WFP4", 8, 64, 64), "DEFAULT.json", "any", False, 128),
+        (AiterProduct("GEMM-AFP4WFP4_PRESHUFFLED", 31, 64, 64), "DEFAULT.json", "M_LEQ_31", False, 3),
+        (AiterProduct("GEMM-AFP4WFP4_PRESHUFFLED", 32, 64, 64), "DEFAULT.json", "any", False, 5),
+        (AiterProduct(SIXTEEN, 31, 64, 64), "DEFAULT.json", "any", False, 7),  # 31 is no bound of this family
     ],
 )
 def test_aiter_is_looked_up_as_it_does_itself(
-    configs: Path, gemm: Gemm, file: str, key: str, tuned: bool, rows: int
+    configs: Path, gemm: AiterProduct, file: str, key: str, tuned: bool, rows: int
 ) -> None:
     found = AiterConfigs(configs).look_up("gfx950", gemm)
     assert found is not None
@@ -95,10 +95,10 @@ def test_aiter_is_looked_up_as_it_does_itself(
 
 def test_what_aiter_does_not_find(configs: Path) -> None:
     tables = AiterConfigs(configs)
-    assert tables.look_up("gfx942", Gemm(SIXTEEN, 1, 64, 64)) is None  # without a default the folder is none
-    assert tables.look_up("gfx950", Gemm("GEMM-AFP4WFP4", 9, 7168, 2048)) is None  # neither bound nor any
-    assert tables.look_up("gfx950", Gemm(SIXTEEN, 1, 64, 64), backend="triton") is None
-    assert tables.look_up("gfx950", Gemm(SIXTEEN, 1, 64, 64), backend="gluon") is not None
+    assert tables.look_up("gfx942", AiterProduct(SIXTEEN, 1, 64, 64)) is None  # without a default the folder is none
+    assert tables.look_up("gfx950", AiterProduct("GEMM-AFP4WFP4", 9, 7168, 2048)) is None  # neither bound nor any
+    assert tables.look_up("gfx950", AiterProduct(SIXTEEN, 1, 64, 64), backend="triton") is None
+    assert tables.look_up("gfx950", AiterProduct(SIXTEEN, 1, 64, 64), backend="gluon") is not None
 
 
 @given(st.integers(1, 1 << 14), st.integers(1, 1 << 14))
@@ -106,7 +106,7 @@ def test_rows_of_aiter_are_cut_at_its_bounds_only(m: int, other: int) -> None:
     from partool_kernels.registry.aiter import BOUNDS, _entry
 
     body = {f"M_LEQ_{bound}": block(bound) for bound in BOUNDS if bound % 3} | {"any": block(1)}
-    keys = [_entry(body, Gemm(EIGHT, rows, 1, 1)) for rows in (m, other)]
+    keys = [_entry(body, AiterProduct(EIGHT, rows, 1, 1)) for rows in (m, other)]
     below = [sum(bound < rows for bound in BOUNDS) for rows in (m, other)]
     assert below[0] != below[1] or keys[0] == keys[1]
 

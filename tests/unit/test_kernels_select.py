@@ -12,8 +12,8 @@ import torch
 
 from partool_kernels.fp8.formats import Quantised
 from partool_kernels.fp8.op import quantise
-from partool_kernels.select import Candidate, NothingWorksError, Problem, Selector, Store, products
-from partool_kernels.select.attention import Heads, attention, plain, problem
+from partool_kernels.select import Candidate, NothingWorksError, Question, Selector, Store, products
+from partool_kernels.select.attention import HeadSizes, attention, plain, problem
 from partool_kernels.select.products import grouped, matmul, scaled
 from partool_kernels.timing import HostTimer, Run
 
@@ -41,9 +41,9 @@ def _raises() -> Sequence[torch.Tensor]:
     raise RuntimeError("no kernel image\nfor this device")
 
 
-def _problem(*candidates: Candidate, key: int = 1) -> Problem:
+def _problem(*candidates: Candidate, key: int = 1) -> Question:
     names = tuple(one.name for one in candidates)
-    return Problem("test", (("n", key),), names, lambda: candidates)
+    return Question("test", (("n", key),), names, lambda: candidates)
 
 
 AB = (("a", 1.0), ("b", -3.0))
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_written_is_only_warned_of(tmp_path: Path) -> No
 
 def test_attention_on_this_processor_is_measured_and_right() -> None:
     torch.manual_seed(0)
-    heads = Heads(1, 4, 2, 65, 8)
+    heads = HeadSizes(1, 4, 2, 65, 8)
     run, answer = attention(Selector(HostTimer()), heads, torch.float32, torch.device("cpu"))
     assert set(answer.seconds) == {"flash", "math"}
     q, k, v = torch.randn(1, 4, 65, 8), torch.randn(1, 2, 65, 8), torch.randn(1, 2, 65, 8)
@@ -165,7 +165,7 @@ def test_attention_on_this_processor_is_measured_and_right() -> None:
 
 
 def test_every_kernel_of_attention_is_asked_with_its_own_backend() -> None:
-    heads, torch_here = Heads(1, 2, 2, 16, 8), torch.device("cpu")
+    heads, torch_here = HeadSizes(1, 2, 2, 16, 8), torch.device("cpu")
     run, answer = attention(Selector(Clock(2.0, 1.0)), heads, torch.float32, torch_here)
     assert answer.name == "math"
     q = torch.randn(1, 2, 16, 8)
@@ -210,7 +210,7 @@ def test_results_that_tell_nothing_decide_nothing(tmp_path: Path, value: float) 
 def test_a_large_row_does_not_hide_mistakes_in_others() -> None:
     rows = torch.tensor([[1000.0, 1.0], [1.0, 2.0]])
     pair = Candidate("a", lambda: (rows,)), Candidate("b", lambda: (rows * torch.tensor([[1.0], [2.0]]),))
-    by_row = Problem("test", (), ("a", "b"), lambda: pair, by_row=True)
+    by_row = Question("test", (), ("a", "b"), lambda: pair, by_row=True)
     assert Selector(Clock()).choose(by_row).excluded == {"b": "differs by 1 of the largest element"}
 
 
@@ -232,7 +232,7 @@ def test_without_memory_to_measure_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_an_implementation_whose_package_has_gone_is_not_taken(tmp_path: Path) -> None:
-    heads, here = Heads(1, 2, 2, 16, 8), torch.device("cpu")
+    heads, here = HeadSizes(1, 2, 2, 16, 8), torch.device("cpu")
     asked = problem(heads, torch.float32, here, ("flash", "math", "flash3"))
     store = Store("d", {}, tmp_path)
     store.put(asked.text, {"names": list(asked.names), "name": "flash3"})

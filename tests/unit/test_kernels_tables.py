@@ -330,9 +330,9 @@ def test_a_users_table_wins_among_equals(tmp_path: Path) -> None:
 def test_the_process_looks_where_it_is_told(tmp_path: Path) -> None:
     import torch
 
-    from partool_kernels.device import Call, choose, use_tables
+    from partool_kernels.device import KernelCall, choose, use_tables
 
-    call = Call(NAME, (torch.bfloat16,), (("f", 8192),), 4096, ("silu",))
+    call = KernelCall(NAME, (torch.bfloat16,), (("f", 8192),), 4096, ("silu",))
     own = Settings.of(Config((("BLOCK", 512),), 4, 1))
     add(NAME, "sm_90", [entry(config=own)], tmp_path)
     try:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from partool.cost.traffic.sequence_startrail import sent
-from partool.cost.traffic.sequence_types import Heads
+from partool.cost.traffic.sequence_types import AttentionSizes
 from partool.layout.sequence import index, shares
 from partool.layout.startrail import Trails, fits
 from partool.spec.parallel import Inside
@@ -63,7 +63,7 @@ def test_the_tokens_of_a_team_lie_together(inside: Inside) -> None:
 def test_where_sizes_divide_the_closed_form_holds(ranks: int, members: int, inside: Inside) -> None:
     trails, each = Trails(ranks, members, inside), 6
     dealt = trails.dealt(shares(each * ranks, ranks, "zigzag"))
-    heads = Heads(batch=2, queries=8, keys=2, key_dim=5, value_dim=5)
+    heads = AttentionSizes(batch=2, queries=8, keys=2, key_dim=5, value_dim=5)
     unit, share = 2 * each * 8 * 5, 2 / 8
     for rank in range(ranks):
         own = rank in trails.readers(rank)

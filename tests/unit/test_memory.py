@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import new_layout
 
-from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.case import FULL, RECOMPUTE, SCHEDULES, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.fit import fit_probability, verdict
@@ -58,11 +58,11 @@ MOE = LLAMA.model_copy(update={"moe": Moe(experts=8, top_k=2, ffn_hidden=256, fi
 N = count(parameters(LLAMA))
 
 
-def job(model: ModelConfig = LLAMA, stack: str = "partool", precision: Any = "bf16", **changes: Any) -> Job:
-    return Job(model, GPU, 1024, 64, precision, STACKS[stack], **changes)
+def job(model: ModelConfig = LLAMA, stack: str = "partool", precision: Any = "bf16", **changes: Any) -> TrainingJob:
+    return TrainingJob(model, GPU, 1024, 64, precision, STACKS[stack], **changes)
 
 
-def state(job: Job, stack: str = "partool", **columns: Any) -> States:
+def state(job: TrainingJob, stack: str = "partool", **columns: Any) -> States:
     layouts = Layouts(**columns)
     held = held_by_rank(job, layouts, 0, closed(layouts, 0))
     return states(job, layouts, memory_stack(stack), held)
@@ -138,14 +138,14 @@ def test_pipeline_changes_what_some_stacks_keep() -> None:
     assert deepspeed.gradients == 4 * held
 
 
-def layer(job: Job, stack: str, policy: str, **columns: Any) -> float:
+def layer(job: TrainingJob, stack: str, policy: str, **columns: Any) -> float:
     tokens = job.sequence_length
     return float(saved_by_layer(job, Layouts(**columns), memory_stack(stack), 0, RECOMPUTE.index(policy)) / tokens)
 
 
 def test_layer_of_gpt_as_korthikanti_et_al() -> None:
     """arXiv 2205.05198, equations 1 to 6, per token in bytes; statistics of the norms (16 bytes) come on top."""
-    plain = Job(GPT, GPU, 32, 8, "fp16", STACKS["megatron-2021"])
+    plain = TrainingJob(GPT, GPU, 32, 8, "fp16", STACKS["megatron-2021"])
     h, scores = GPT.hidden, 5 * GPT.heads * 32
     name = "megatron-2021"
     assert layer(plain, name, "none", compiled=0) - 16 == 34 * h + scores
@@ -153,7 +153,7 @@ def test_layer_of_gpt_as_korthikanti_et_al() -> None:
     assert layer(plain, name, "attention", compiled=0) - 16 == 34 * h
     assert layer(plain, name, "selective", compiled=0) - 16 == 34 * h
     assert layer(plain, name, "full", compiled=0) == 2 * h
-    parallel = Job(GPT, GPU, 32, 8, "fp16", STACKS["megatron"])
+    parallel = TrainingJob(GPT, GPU, 32, 8, "fp16", STACKS["megatron"])
     flash = 4 * GPT.heads
     assert layer(parallel, "megatron", "none", compiled=0, tp=2) - 16 == (32 * h + flash) / 2
 
@@ -188,7 +188,7 @@ def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: in
     for norm, activation in itertools.product(("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu")):
         model = LLAMA.model_copy(update={"norm": norm, "activation": activation})
         assert coefficients(model, precision, Kind(compiled, policy)) is not None
-        case = Job(model, CPU, 1024, 64, precision)
+        case = TrainingJob(model, CPU, 1024, 64, precision)
         of_trace, of_formula = (
             float(saved_by_layer(case, Layouts(compiled=compiled), stack, 0, RECOMPUTE.index(policy)))
             for stack in (MEMORY_STACKS["partool"], counted)
@@ -257,7 +257,7 @@ def test_more_memory_never_makes_a_plan_unfit(layout: Layout, gib: float, factor
     order = {"red": 0, "amber": 1, "green": 2}
     small, large = (
         predict_memory(
-            Job(LLAMA, GPU.model_copy(update={"memory_bytes": int(size * GIB)}), 65536, 64, "bf16"), layout, 0.1
+            TrainingJob(LLAMA, GPU.model_copy(update={"memory_bytes": int(size * GIB)}), 65536, 64, "bf16"), layout, 0.1
         )
         for size in (gib, gib * factor)
     )
@@ -291,7 +291,7 @@ def plain(**changes: Any) -> Layout:
 
 
 def test_order_of_policies_and_policies_per_layer() -> None:
-    long = Job(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
     totals = [predict_memory(long, plain(recompute=(policy,) * 8), 0.1).total_bytes for policy in RECOMPUTE]
     assert totals == sorted(totals, reverse=True)
     mixed = predict_memory(long, plain(recompute=("full",) * 4 + ("none",) * 4), 0.1).total_bytes
@@ -304,11 +304,11 @@ def test_order_of_policies_and_policies_per_layer() -> None:
 
 def test_activations_and_gradients_are_not_at_their_peak_together() -> None:
     """With one micro-batch a step gradients appear as activations go; on a CPU the phases add up."""
-    long, short = Job(LLAMA, GPU, 65536, 64, "bf16"), Job(LLAMA, GPU, 256, 64, "bf16")
+    long, short = TrainingJob(LLAMA, GPU, 65536, 64, "bf16"), TrainingJob(LLAMA, GPU, 256, 64, "bf16")
     assert predict_memory(long, plain(), 0.1).terms_bytes["gradients"] == 0
     assert predict_memory(long, plain(accumulation=2), 0.1).terms_bytes["gradients"] > 0
     assert predict_memory(short, plain(zero=0, mesh=Mesh(dp_replicate=8)), 0.1).terms_bytes["gradients"] > 0
-    cpu = Job(LLAMA, CPU, 65536, 64, "bf16")
+    cpu = TrainingJob(LLAMA, CPU, 65536, 64, "bf16")
     terms = predict_memory(cpu, plain(), 0.1).terms_bytes
     assert terms["gradients"] > 0
     assert terms["loss"] > 0
@@ -322,18 +322,22 @@ def test_loss_of_the_runtime_does_not_grow_with_the_batch() -> None:
     """
     model = LLAMA.model_copy(update={"vocab": 131072})
     found = [
-        predict_memory(Job(model, GPU, length, 64, "bf16"), plain(recompute=("full",) * 8), 0.1).terms_bytes["loss"]
+        predict_memory(TrainingJob(model, GPU, length, 64, "bf16"), plain(recompute=("full",) * 8), 0.1).terms_bytes[
+            "loss"
+        ]
         for length in (4096, 8192)
     ]
     assert found[0] == found[1] == 2**26 * 16 + 131072 * 512 * 6
-    whole = peak_memory(Job(model, GPU, 8192, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL))
+    whole = peak_memory(
+        TrainingJob(model, GPU, 8192, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL)
+    )
     assert whole.terms["loss"] == 8192 * 131072 * 12
-    parallel = Job(model, GPU, 8192, 64, "bf16", STACKS["megatron"])
+    parallel = TrainingJob(model, GPU, 8192, 64, "bf16", STACKS["megatron"])
     assert peak_memory(parallel, Layouts(tp=4, recompute=FULL)).terms["loss"] == 8192 * 131072 / 4 * 8
 
 
 def test_offload_moves_bytes_to_the_host() -> None:
-    long = Job(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
     device, host = plain(), plain(offload_optimizer="cpu")
     half = plain(offload_optimizer="cpu", gpu_fraction=0.5)
     terms = [predict_memory(long, layout, 0.1).terms_bytes["optimizer"] for layout in (device, half, host)]
@@ -357,14 +361,14 @@ def test_offload_moves_bytes_to_the_host() -> None:
 
 
 def test_exchange_buffers_and_communicators() -> None:
-    long = Job(LLAMA, GPU, 32768, 64, "bf16")
+    long = TrainingJob(LLAMA, GPU, 32768, 64, "bf16")
     alone = peak_memory(long, Layouts())
     assert alone.terms["communication"] == 0
     for shared in (Layouts(tp=2), Layouts(cp=2), Layouts(pp=2), Layouts(replicas=2)):
         found = peak_memory(long, shared)
         assert found.terms["communication"] > 0
         assert found.outside_bytes > alone.outside_bytes
-    routed = Job(MOE, GPU, 32768, 64, "bf16")
+    routed = TrainingJob(MOE, GPU, 32768, 64, "bf16")
     assert (
         peak_memory(routed, Layouts(ep=4, shards=4)).terms["communication"]
         > peak_memory(routed, Layouts(shards=4)).terms["communication"]
@@ -418,8 +422,8 @@ def test_probability_and_verdict() -> None:
 
 def test_sigma_follows_what_is_known() -> None:
     """States are counted, activations estimated; a measured run leaves little doubt."""
-    states_only = peak_memory(Job(LLAMA, GPU, 16, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=1))
-    moving = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=8))
+    states_only = peak_memory(TrainingJob(LLAMA, GPU, 16, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=1))
+    moving = peak_memory(TrainingJob(LLAMA, GPU, 65536, 64, "bf16", STACKS["megatron"]), Layouts(micro_batch=8))
     relative = [float(m.sigma_bytes / (m.total_bytes - m.outside_bytes)) for m in (states_only, moving)]
     assert 0.015 < relative[0] < 0.03 < relative[1] < 0.09
     assert memory_stack("fsdp2+calibrated").sigma_moving < 0.03
@@ -432,7 +436,7 @@ def test_gradients_of_two_types_exist_as_a_backward_pass_ends() -> None:
     found = state(job(stack="nanotron"), "nanotron", zero=1, shards=4, accumulation=4)
     assert (found.gradients, found.gradients_before, found.gradients_at_step) == (6 * N, 4 * N, 4 * N)
     few_words = LLAMA.model_copy(update={"vocab": 64})
-    long = Job(few_words, GPU, 2048, 64, "bf16", STACKS["nanotron"])
+    long = TrainingJob(few_words, GPU, 2048, 64, "bf16", STACKS["nanotron"])
     terms = peak_memory(long, Layouts(pp=2, accumulation=8, recompute=FULL)).terms
     assert terms["gradients"] == 6 * (4 * count(groups(few_words)[1]) + 64 * LLAMA.hidden)
     assert terms["activations"] > 4 * 2048 * 2 * LLAMA.hidden
@@ -442,14 +446,15 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
     """Per micro-batch in flight the boundary; torch's own pipelines also hold the logits of the whole step, twice."""
     old, new = (
         peak_memory(
-            Job(GPT, GPU, 128, 8, "fp16", STACKS[stack]), Layouts(pp=4, accumulation=8, recompute=FULL, compiled=0)
+            TrainingJob(GPT, GPU, 128, 8, "fp16", STACKS[stack]),
+            Layouts(pp=4, accumulation=8, recompute=FULL, compiled=0),
         )
         for stack in ("megatron-2021", "megatron")
     )
     per_micro_batch = 128 * GPT.hidden * 2
     assert old.terms["activations"] >= 4 * 2 * per_micro_batch > 4 * per_micro_batch
     assert old.terms["activations"] - new.terms["activations"] >= 4 * per_micro_batch
-    case = Job(LLAMA, GPU, 4096, 8, "bf16", STACKS["fsdp2"])
+    case = TrainingJob(LLAMA, GPU, 4096, 8, "bf16", STACKS["fsdp2"])
     losses = [
         float(peak_memory(case, Layouts(pp=2, accumulation=m, shards=2, zero=3, recompute=FULL)).terms["loss"])
         for m in (8, 16)
@@ -459,8 +464,10 @@ def test_stages_keep_what_they_sent_and_what_they_returned() -> None:
 
 def test_empty_blocks_do_not_stand_in_the_way() -> None:
     """What the allocator holds without using it counts as read, not as needed."""
-    whole = peak_memory(Job(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL))
+    whole = peak_memory(
+        TrainingJob(LLAMA, GPU, 65536, 64, "bf16", STACKS["fsdp2"]), Layouts(shards=8, zero=3, recompute=FULL)
+    )
     narrow_logits = 65536 * LLAMA.vocab * 2
     assert narrow_logits < whole.reclaimable_bytes < whole.terms["fragmentation"]
     assert whole.needed_bytes == whole.total_bytes - whole.reclaimable_bytes
-    assert peak_memory(Job(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0
+    assert peak_memory(TrainingJob(LLAMA, CPU, 65536, 64, "bf16"), Layouts()).reclaimable_bytes == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from partool.cost.case import FULL, RECOMPUTE, Job, Layouts
+from partool.cost.case import FULL, RECOMPUTE, Layouts, TrainingJob
 from partool.cost.kinds import kinds
 from partool.cost.memory.activations import saved_by_layer
 from partool.cost.memory.peak import peak_memory
@@ -90,7 +90,7 @@ def test_a_layer_keeps_per_token_what_the_equations_say(kind: str, policy: str, 
     for length in LENGTHS:
         three, two = (kept_bytes(kind, layers, length, policy, tile) for layers in (3, 2))
         measured.append(three - two)
-    job = Job(model(kind, 3), CPU, LENGTHS[0], 1, "fp64", own_stack("cpu", "none"))
+    job = TrainingJob(model(kind, 3), CPU, LENGTHS[0], 1, "fp64", own_stack("cpu", "none"))
     row = Layouts(micro_batch=SEQUENCES, compiled=0, mlp_tile_tokens=tile)
     wanted = saved_by_layer(job, row, memory_stack("partool"), 0, RECOMPUTE.index(policy))
     assert measured == [wanted, 2 * wanted]
@@ -99,8 +99,8 @@ def test_a_layer_keeps_per_token_what_the_equations_say(kind: str, policy: str, 
 LLAMA = ModelConfig(layers=32, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256)
 
 
-def long_job(length: int = 131072) -> Job:
-    return Job(LLAMA, GPU, length, 1, "bf16", own_stack("cuda", "none"))
+def long_job(length: int = 131072) -> TrainingJob:
+    return TrainingJob(LLAMA, GPU, length, 1, "bf16", own_stack("cuda", "none"))
 
 
 def test_tiles_take_what_is_wide_out_of_the_slope() -> None:

@@ -13,11 +13,11 @@ from _offload import KINDS, SHARDS, Case, Lender, Step, together
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partool_kernels.host import Part, Pass, Pool, Rule, update
+from partool_kernels.host import Part, Pool, Rule, UpdatePass, update
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.buckets import fill_buckets
 from partool_runtime.offload.buffers import Buffers
-from partool_runtime.offload.engine import Engine
+from partool_runtime.offload.engine import HostEngine
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.resident import _fused, share_note, tail
 from partool_runtime.offload.undo import Undo
@@ -198,7 +198,7 @@ def test_an_error_on_the_thread_reaches_the_training_loop(speculation: str) -> N
 
 def test_a_copy_that_fails_reaches_the_training_loop() -> None:
     with together(Case()) as both:
-        engine: Engine = both.engine
+        engine: HostEngine = both.engine
         engine.begin(both.rules(1, 1e-3, 1.0))
         engine.arrive("a", torch.zeros(3))
         with pytest.raises(RuntimeError, match="size"):
@@ -287,7 +287,7 @@ def test_what_steps_on_a_gpu_agrees_with_what_steps_in_host_memory() -> None:
     mine = Part(master.clone(), (first.clone(), second.clone()))
     _fused(mine, gradient, rule)
     other = Part(master.clone(), (first.clone(), second.clone()))
-    update([other], step=Pass([gradient], [rule]))
+    update([other], step=UpdatePass([gradient], [rule]))
     assert not torch.equal(mine.master, master)
     for one, same in zip((mine.master, *mine.moments), (other.master, *other.moments), strict=True):
         torch.testing.assert_close(one, same, rtol=1e-13, atol=1e-15)

@@ -18,11 +18,11 @@ from partool.planner import make_plan
 from partool.spec import load_text
 from partool.spec.training import OptimizerGroup, OptimizerSpec
 from partool_kernels import isa
-from partool_kernels.host import MOMENTS, Part, Pass, update
+from partool_kernels.host import MOMENTS, Part, UpdatePass, update
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.optim import steps
 from partool_runtime.optim.device import DeviceOptimizer
-from partool_runtime.optim.groups import Group, grouped
+from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.saving import Saver
 
 SHAPES = {"embed.weight": (7, 3), "layers.0.w": (5, 3), "layers.0.norm": (5,), "layers.1.w": (3, 5), "none": (0, 3)}
@@ -68,7 +68,7 @@ def trained(optimizer: DeviceOptimizer, named: dict[str, nn.Parameter], dtype: t
 class ByTorch:
     """``torch.optim`` in float64, parameter by parameter; Lion by its paper's algorithm 2."""
 
-    def __init__(self, kind: str, parameter: nn.Parameter, group: Group) -> None:
+    def __init__(self, kind: str, parameter: nn.Parameter, group: ParameterGroup) -> None:
         self.kind, self.parameter, self.group = kind, parameter, group
         self.momentum = torch.zeros_like(parameter)
         self.optimizer: torch.optim.Optimizer | None = None
@@ -125,7 +125,11 @@ def test_the_pass_for_host_memory_steps_the_same(kind: str, dtype: torch.dtype) 
     held = {name: p.detach().view(-1) for name, p in theirs.items() if p.numel()}
     parts = [Part(p, tuple(torch.zeros_like(p) for _ in groups.moments), groups.of[name]) for name, p in held.items()]
     for step, (lr, scale, values) in enumerate(gradients(dtype, 1), 1):
-        update(parts, step=Pass([values[name].view(-1) for name in held], groups.rules(lr, step, scale)), mode="torch")
+        update(
+            parts,
+            step=UpdatePass([values[name].view(-1) for name in held], groups.rules(lr, step, scale)),
+            mode="torch",
+        )
     for name in held:
         if kind == "adamw":
             torch.testing.assert_close(ours[name].detach(), theirs[name].detach(), rtol=1e-5, atol=1e-6)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.cli.main import run
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.time.gemm import matmul_s, tiled_s
 from partool.cost.time.predict import matmul_flops_per_token
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
 from partool.planner.checks.kernels import absolute, check_kernels
-from partool.planner.kernels.choose import Coverage, Line, coverage, requests
+from partool.planner.kernels.choose import Coverage, KernelLine, coverage, requests
 from partool.planner.kernels.requests import PARTS, counted
 from partool.spec import load, load_text
 from partool_kernels.registry import KERNELS, SOURCES, Request, Source, tables
@@ -83,7 +83,7 @@ def written(folder: Path, *entries: tables.Entry, architecture: str = "sm_90") -
     return folder
 
 
-def line_of(found: Coverage, name: str, part: str = "forward") -> Line:
+def line_of(found: Coverage, name: str, part: str = "forward") -> KernelLine:
     (line,) = (line for line in found.lines if (line.asked.name, line.asked.part) == (name, part))
     return line
 
@@ -211,7 +211,7 @@ def test_every_source_is_told_and_costs_what_its_configuration_loses(tmp_path: P
     alone = line_of(coverage(plan, Registry()), "ffn.down")
     assert alone.state == "untuned"
 
-    def one(entry_: tables.Entry, place: str) -> Line:
+    def one(entry_: tables.Entry, place: str) -> KernelLine:
         registry = Registry([written(tmp_path / place, entry_)], folder=tmp_path / "none")
         return line_of(coverage(plan, registry), "ffn.down")
 
@@ -448,14 +448,14 @@ _SIDE = st.integers(16, 40_000)
 @given(_SIDE, _SIDE, _SIDE, st.sampled_from([1, 8]))
 def test_the_tile_model_is_the_cost_models_with_its_own_tiles(m: int, n: int, k: int, batch: int) -> None:
     """The best of the cost model's tiles takes what it says."""
-    job = Job(planned().model, planned().devices, 1024, 32, "fp8")
+    job = TrainingJob(planned().model, planned().devices, 1024, 32, "fp8")
     tiles = [(256, 128), (128, 128), (128, 64), (64, 64)]
     found = [tiled_s(job, (m, n, k), tile, batch=batch) for tile in tiles]
     assert min(found) == pytest.approx(float(matmul_s(job, m, n, k, batch=batch)), rel=1e-12)
 
 
 def test_split_sums_fill_a_device_and_cost_where_it_is_full() -> None:
-    job = Job(planned().model, planned().devices, 1024, 32, "fp8")
+    job = TrainingJob(planned().model, planned().devices, 1024, 32, "fp8")
     few, many = (64.0, 2112.0, 7168.0), (8192.0, 8192.0, 8192.0)
     assert tiled_s(job, few, (64, 128), splits=4) < 0.75 * tiled_s(job, few, (64, 128))
     assert tiled_s(job, many, (128, 128), splits=4) > tiled_s(job, many, (128, 128))

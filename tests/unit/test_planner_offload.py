@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool.catalog.hardware import resolve_hardware
-from partool.cost.case import Job, Layouts
+from partool.cost.case import Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory import host_state
 from partool.cost.time.offload import chain, device_share, disk_rate, link_rate, offload
@@ -353,9 +353,9 @@ GPU = resolve_hardware(HardwareSpec(accelerator="h100-sxm", per_node=1), "bf16")
 MODEL = ModelConfig(layers=4, hidden=512, ffn_hidden=2048, heads=8, kv_heads=8, head_dim=64, vocab=1000)
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> TrainingJob:
     assert GPU is not None
-    return Job(MODEL, GPU, 1024, 8, "bf16", offload=Offload(**changes))
+    return TrainingJob(MODEL, GPU, 1024, 8, "bf16", offload=Offload(**changes))
 
 
 def simulated(share: float, backward_s: float, host_s: float, pieces: int = 4000) -> float:

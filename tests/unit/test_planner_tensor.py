@@ -15,7 +15,7 @@ from partool.planner.explain.words import summary
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search.space import build
-from partool.planner.search.tensor_forms import Form, best_inner, busy, divides, forms, sent_s
+from partool.planner.search.tensor_forms import TensorForm, best_inner, busy, divides, forms, sent_s
 from partool.spec import load_text
 
 CPU = "model: {layers: 2, hidden: 30, ffn_hidden: 34, heads: 7, kv_heads: 7, head_dim: 4, vocab: 256}\n" \
@@ -105,12 +105,12 @@ def test_open_degrees_prefer_those_that_divide() -> None:
 
 
 def test_forms_of_a_degree() -> None:
-    assert forms(problem_of(gpus(4)), 1, 1) == (Form(),)
-    assert forms(problem_of(gpus(4)), 4, 1)[:2] == (Form(1, 0), Form(1, 1))
-    assert forms(problem_of(gpus("{degree: 4, sequence_norms: true}")), 4, 1) == (Form(1, 1),)
-    assert forms(problem_of(gpus("{shape: [2, 2]}")), 4, 1) == (Form(2),)
-    assert forms(problem_of(gpus("{shape: [4, 1], sequence_norms: false}")), 4, 1) == (Form(1, 0),)
-    assert forms(problem_of(gpus("{degree: 4, overlap: symmetric}")), 4, 1) == (Form(1, 1),)
+    assert forms(problem_of(gpus(4)), 1, 1) == (TensorForm(),)
+    assert forms(problem_of(gpus(4)), 4, 1)[:2] == (TensorForm(1, 0), TensorForm(1, 1))
+    assert forms(problem_of(gpus("{degree: 4, sequence_norms: true}")), 4, 1) == (TensorForm(1, 1),)
+    assert forms(problem_of(gpus("{shape: [2, 2]}")), 4, 1) == (TensorForm(2),)
+    assert forms(problem_of(gpus("{shape: [4, 1], sequence_norms: false}")), 4, 1) == (TensorForm(1, 0),)
+    assert forms(problem_of(gpus("{degree: 4, overlap: symmetric}")), 4, 1) == (TensorForm(1, 1),)
 
 
 def test_open_shapes_are_tried_where_they_send_less() -> None:

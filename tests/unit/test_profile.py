@@ -14,8 +14,8 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.machine import available_cores, processor
 from partool.catalog.profile import Applied, apply_profile, narrowed
 from partool.catalog.profile_file import (
-    Figures,
     MachineId,
+    MeasuredFigures,
     Profile,
     ProfileError,
     Scalar,
@@ -24,7 +24,7 @@ from partool.catalog.profile_file import (
     save_profile,
 )
 from partool.cost import collective
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.diagnostics.record import Diagnostic
 from partool.planner import make_plan
 from partool.planner.make import PlanResult
@@ -50,7 +50,7 @@ def made(accelerator: str = "cpu", ranks: int = 2, scalars: tuple[StackScalars, 
     )
     return Profile(
         partool_version=__version__, created="2026-11-21T08:00:00+00:00", complete=True, machine=machine,
-        figures=Figures.model_validate(figures), scalars=scalars,
+        figures=MeasuredFigures.model_validate(figures), scalars=scalars,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_the_cost_model_gives_back_the_measured_collectives(tmp_path: Path, acce
     }
     profile = made(accelerator, ranks=4, collectives=lines)
     found, _ = applied(tmp_path, profile, "bf16", accelerator=accelerator, per_node=4)
-    job = Job(MODEL, found.devices, 128, 8, "bf16")
+    job = TrainingJob(MODEL, found.devices, 128, 8, "bf16")
     ranks = collective.group(job, 4, 1)
     moved = 8e6 * 3 / 4
     assert float(collective.gather_s(job, 8e6, ranks)) == pytest.approx(2e-4 + moved / 1e9)
@@ -260,7 +260,7 @@ def test_memory_scales_term_by_term_and_is_surer_after_runs() -> None:
     from partool.cost.case import Layouts
     from partool.cost.memory.peak import peak_memory
 
-    job = Job(MODEL, devices_of()[1], 128, 8, "fp32")
+    job = TrainingJob(MODEL, devices_of()[1], 128, 8, "fp32")
     before = peak_memory(job, Layouts())
     after = peak_memory(replace(job, memory_scalar=1.5, memory_runs=3, memory_spread=0.01), Layouts())
     for name, size_bytes in before.terms.items():

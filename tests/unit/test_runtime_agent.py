@@ -15,7 +15,7 @@ from partool.plan.types import Plan, Variable
 from partool.spec.launch import LaunchSpec
 from partool_runtime.agent.error_files import ErrorRecord
 from partool_runtime.agent.failures import FailureLog, is_lost_peer, reached_step, signature
-from partool_runtime.agent.options import Place, check_plan, parse, place
+from partool_runtime.agent.options import AgentPlace, check_plan, parse, place
 from partool_runtime.agent.rank_logs import RankLogs
 from partool_runtime.agent.report import shortened
 from partool_runtime.agent.run import main
@@ -64,9 +64,9 @@ def test_places_that_make_no_sense_are_explained(
 
 
 def test_places() -> None:
-    assert place(None, None, None) == place("1", None, None) == Place()
-    assert place("4", "03", "node-0.job:29500") == Place(4, 3, "node-0.job", 29500)
-    assert place("2", "0", "[fd00::1]:29500") == Place(2, 0, "fd00::1", 29500)
+    assert place(None, None, None) == place("1", None, None) == AgentPlace()
+    assert place("4", "03", "node-0.job:29500") == AgentPlace(4, 3, "node-0.job", 29500)
+    assert place("2", "0", "[fd00::1]:29500") == AgentPlace(2, 0, "fd00::1", 29500)
     assert not place("1", "0", "h:1").several
 
 
@@ -87,7 +87,7 @@ def test_the_command_line_is_what_the_agent_reads(tmp_path: Path) -> None:
     assert command[:4] == ["python", "-P", "-m", "partool_runtime.agent"]
     options = parse(command[4:])
     assert (options.plan, options.run_dir, options.resume) == (tmp_path / "plan.json", tmp_path, True)
-    assert (options.plan_hash, options.place, options.echo) == ("abc", Place(2, 1, "h", 29500), "all")
+    assert (options.plan_hash, options.place, options.echo) == ("abc", AgentPlace(2, 1, "h", 29500), "all")
     assert options.termination_log == Path("/dev/termination-log")
 
 
@@ -103,15 +103,15 @@ def test_a_wrong_command_line_is_never_retried(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("nodes", "where", "plan_hash", "code", "text"),
     [
-        (1, Place(), "0" * 64, "PT580", "the one meant is 000000000000"),
-        (1, Place(), "", "PT580", "the one meant is (empty)"),
-        (2, Place(), None, "PT582", "the plan is for 2 nodes, this agent was started for one"),
-        (2, Place(3, 0, "h", 1), None, "PT582", "the plan is for 2 nodes, --nodes is 3"),
-        (1, Place(2, 0, "h", 1), None, "PT582", "the plan is for one node, --nodes is 2"),
-        (2, Place(2, 0, "h", 1), None, "PT506", "the plan's mesh has 2 ranks, its hardware 2 x 2"),
+        (1, AgentPlace(), "0" * 64, "PT580", "the one meant is 000000000000"),
+        (1, AgentPlace(), "", "PT580", "the one meant is (empty)"),
+        (2, AgentPlace(), None, "PT582", "the plan is for 2 nodes, this agent was started for one"),
+        (2, AgentPlace(3, 0, "h", 1), None, "PT582", "the plan is for 2 nodes, --nodes is 3"),
+        (1, AgentPlace(2, 0, "h", 1), None, "PT582", "the plan is for one node, --nodes is 2"),
+        (2, AgentPlace(2, 0, "h", 1), None, "PT506", "the plan's mesh has 2 ranks, its hardware 2 x 2"),
     ],
 )
-def test_plans_for_other_nodes(nodes: int, where: Place, plan_hash: str | None, code: str, text: str) -> None:
+def test_plans_for_other_nodes(nodes: int, where: AgentPlace, plan_hash: str | None, code: str, text: str) -> None:
     plan = make_plan(2)
     plan = plan.model_copy(update={"devices": plan.devices.model_copy(update={"nodes": nodes})})
     with pytest.raises(ConfigurationError) as caught:

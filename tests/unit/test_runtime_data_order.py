@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from partool.spec.training import DataSpec
 from partool_runtime.data._order import permute, samples_of
-from partool_runtime.data.batches import Batches, Deal
+from partool_runtime.data.batches import Batches, SampleDeal
 
 
 class Numbers:
@@ -28,7 +28,7 @@ class Numbers:
 
 
 def batches_of(count: int, *, rank: int, size: int, micro: int, accumulation: int, seed: int = 3, held: int = 0):
-    deal = Deal(
+    deal = SampleDeal(
         global_batch=12 * micro * accumulation,
         micro_batch=micro * 12 // size,
         dp_rank=rank,
@@ -118,7 +118,7 @@ def test_wrong_shares_are_refused() -> None:
     for change in ({"dp_rank": 3}, {"dp_size": 5}, {"micro_batch": 4}):
         deal = {"global_batch": 6, "micro_batch": 1, "dp_rank": 0, "dp_size": 3, "sequence_length": 4}
         with pytest.raises(ValueError, match=r"dp_rank|multiple"):
-            Deal(**{**deal, **change}, seed=0, steps=1, validation_samples=1)
+            SampleDeal(**{**deal, **change}, seed=0, steps=1, validation_samples=1)
 
 
 def test_an_error_of_reading_ahead_is_raised_by_its_own_step() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from partool_runtime.checkpoint import Checkpointer
-from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._manifest import read_manifest, step_folder
 from partool_runtime.checkpoint._messages import decode, encode
 from partool_runtime.checkpoint._metadata import read_metadata
@@ -25,7 +25,7 @@ def test_what_is_sent_comes_back(tmp_path: Path) -> None:
     path = step_folder(tmp_path, 1)
     manifest = read_manifest(path)
     sizes = {name: size for name, (size, _) in manifest.files.items()}
-    plan = make_plan(state, Ranks(0, 1, timeout_s=0))
+    plan = make_plan(state, SavingRanks(0, 1, timeout_s=0))
     metadata = read_metadata((path / ".metadata").read_bytes(), sizes)
     for value in (
         manifest, plan.items.items, plan.metadata, metadata, {"a": ((3, 5), torch.float32)},

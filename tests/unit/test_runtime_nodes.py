@@ -15,7 +15,7 @@ from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, is_loopback, resolves_to_network
 from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
-from partool_runtime.agent.options import Place
+from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.together import first_failure, judged
 from partool_runtime.agent.wire import Desk, listen
 from partool_runtime.errors import ConfigurationError
@@ -53,7 +53,7 @@ class Nodes:
         """Start a board and let it gather."""
         said = self.said.setdefault(name, [])
         board = self._stack.enter_context(
-            Board(Place(nodes, node, host, self.port), run, plan_hash, key, timing=timing, say=said.append)
+            Board(AgentPlace(nodes, node, host, self.port), run, plan_hash, key, timing=timing, say=said.append)
         )
         self.boards[name] = board
         thread = threading.Thread(target=self._gather, args=(name,), daemon=True)

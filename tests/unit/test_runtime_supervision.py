@@ -17,7 +17,7 @@ import pytest
 from partool_runtime.agent.error_files import ErrorRecord, read_errors, write_error
 from partool_runtime.agent.report import _first_failure
 from partool_runtime.agent.run import main
-from partool_runtime.agent.supervision import FAILURE_GRACE_S, Action, Supervision
+from partool_runtime.agent.supervision import FAILURE_GRACE_S, Reaction, Supervision
 from partool_runtime.errors import ConfigurationError, Preempted, exit_code, lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS, StopRequest
 
@@ -28,40 +28,40 @@ def watch() -> Supervision:
 
 
 def test_a_stop_is_told_once_and_enforced_in_time(watch: Supervision) -> None:
-    assert watch.observe({0: None, 1: None}, 0) is Action.WAIT
+    assert watch.observe({0: None, 1: None}, 0) is Reaction.WAIT
     watch.signals.append(signal.SIGTERM)
-    assert watch.observe({0: None, 1: None}, 10) is Action.STOP
-    assert watch.observe({0: None, 1: None}, 11) is Action.WAIT
+    assert watch.observe({0: None, 1: None}, 10) is Reaction.STOP
+    assert watch.observe({0: None, 1: None}, 11) is Reaction.WAIT
     watch.signals.append(signal.SIGTERM)  # Slurm repeats itself; that does not shorten the time
-    assert watch.observe({0: 75, 1: None}, 69.9) is Action.WAIT
-    assert watch.observe({0: 75, 1: None}, 70) is Action.KILL
+    assert watch.observe({0: 75, 1: None}, 69.9) is Reaction.WAIT
+    assert watch.observe({0: 75, 1: None}, 70) is Reaction.KILL
     assert "within 60 s" in watch.killed
-    assert watch.observe({0: 75, 1: -9}, 71) is Action.FINISH
+    assert watch.observe({0: 75, 1: -9}, 71) is Reaction.FINISH
     assert watch.exit_code == 1
     assert not watch.may_restart
 
 
 def test_a_stop_before_the_first_step_ends_the_ranks_at_once(watch: Supervision) -> None:
-    assert watch.observe({0: None, 1: None}, 9, begun=False) is Action.WAIT
+    assert watch.observe({0: None, 1: None}, 9, begun=False) is Reaction.WAIT
     watch.signals.append(signal.SIGTERM)
-    assert watch.observe({0: None, 1: None}, 10, begun=False) is Action.KILL
+    assert watch.observe({0: None, 1: None}, 10, begun=False) is Reaction.KILL
     assert (watch.preempted, watch.failed) == (True, False)
-    assert watch.observe({0: -9, 1: None}, 11, begun=True) is Action.KILL
-    assert watch.observe({0: -9, 1: 1}, 12) is Action.FINISH
+    assert watch.observe({0: -9, 1: None}, 11, begun=True) is Reaction.KILL
+    assert watch.observe({0: -9, 1: 1}, 12) is Reaction.FINISH
     assert (watch.exit_code, watch.may_restart) == (75, False)
 
 
 def test_ranks_of_a_node_whose_peers_were_ended_so_follow_them(watch: Supervision) -> None:
     watch.stopped_elsewhere = watch.early_elsewhere = True
-    assert watch.observe({0: None}, 10, begun=True) is Action.KILL
-    assert watch.observe({0: -9}, 11) is Action.FINISH
+    assert watch.observe({0: None}, 10, begun=True) is Reaction.KILL
+    assert watch.observe({0: -9}, 11) is Reaction.FINISH
     assert watch.exit_code == 75
 
 
 def test_a_checkpoint_in_time_counts_although_ranks_linger(watch: Supervision) -> None:
     watch.signals.append(signal.SIGTERM)
     watch.observe({0: None, 1: None}, 0)
-    assert watch.observe({0: 75, 1: None}, 61) is Action.KILL
+    assert watch.observe({0: 75, 1: None}, 61) is Reaction.KILL
     watch.observe({0: 75, 1: -9}, 62)
     assert watch.exit_code == 1
     watch.saved = True
@@ -73,36 +73,36 @@ def test_a_checkpoint_in_time_counts_although_ranks_linger(watch: Supervision) -
 @pytest.mark.parametrize("order", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_interrupt_kills(watch: Supervision, order: tuple[signal.Signals, ...]) -> None:
     watch.signals += order
-    assert watch.observe({0: None}, 0) is Action.KILL
+    assert watch.observe({0: None}, 0) is Reaction.KILL
     assert watch.killed == "interrupted a second time"
 
 
 def test_a_preempted_rank_takes_the_others_along(watch: Supervision) -> None:
-    assert watch.observe({0: 75, 1: None}, 5) is Action.STOP
-    assert watch.observe({0: 75, 1: None}, 64.9) is Action.WAIT
-    assert watch.observe({0: 75, 1: 75}, 65) is Action.FINISH
+    assert watch.observe({0: 75, 1: None}, 5) is Reaction.STOP
+    assert watch.observe({0: 75, 1: None}, 64.9) is Reaction.WAIT
+    assert watch.observe({0: 75, 1: 75}, 65) is Reaction.FINISH
     assert watch.exit_code == 75
     assert not watch.may_restart
 
 
 def test_a_rank_that_cannot_be_killed_is_given_up(watch: Supervision) -> None:
     watch.signals += [signal.SIGINT, signal.SIGINT]
-    assert watch.observe({0: None, 1: -9}, 0) is Action.KILL
-    assert watch.observe({0: None, 1: -9}, 29) is Action.KILL
-    assert watch.observe({0: None, 1: -9}, 31) is Action.FINISH
+    assert watch.observe({0: None, 1: -9}, 0) is Reaction.KILL
+    assert watch.observe({0: None, 1: -9}, 29) is Reaction.KILL
+    assert watch.observe({0: None, 1: -9}, 31) is Reaction.FINISH
     assert (watch.exit_code, watch.may_restart) == (1, False)
 
 
 def test_a_failure_leaves_the_others_a_moment(watch: Supervision) -> None:
     watch.signals.append(signal.SIGTERM)
     watch.observe({0: None, 1: None}, 0)
-    assert watch.observe({0: 1, 1: None}, 20) is Action.WAIT
-    assert watch.observe({0: 1, 1: None}, 20 + FAILURE_GRACE_S) is Action.KILL
+    assert watch.observe({0: 1, 1: None}, 20) is Reaction.WAIT
+    assert watch.observe({0: 1, 1: None}, 20 + FAILURE_GRACE_S) is Reaction.KILL
 
 
 def test_a_rank_that_is_done_does_not_hurry_the_others(watch: Supervision) -> None:
-    assert watch.observe({0: 0, 1: None}, 0) is Action.WAIT
-    assert watch.observe({0: 0, 1: None}, 1e6) is Action.WAIT
+    assert watch.observe({0: 0, 1: None}, 0) is Reaction.WAIT
+    assert watch.observe({0: 0, 1: None}, 1e6) is Reaction.WAIT
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_rank_that_is_done_does_not_hurry_the_others(watch: Supervision) -> No
     ],
 )
 def test_exit_codes(watch: Supervision, codes: tuple[int, ...], wanted: int, restart: bool) -> None:
-    assert watch.observe(dict(enumerate(codes)), 0) is Action.FINISH
+    assert watch.observe(dict(enumerate(codes)), 0) is Reaction.FINISH
     assert (watch.exit_code, watch.may_restart) == (wanted, restart)
 
 
@@ -129,10 +129,10 @@ def test_a_new_attempt_forgets_ranks_but_not_requests(watch: Supervision) -> Non
     watch.observe({0: 1, 1: None}, FAILURE_GRACE_S)
     watch.begin_attempt()
     assert watch.killed == ""
-    assert watch.observe({0: None, 1: None}, 100) is Action.WAIT
+    assert watch.observe({0: None, 1: None}, 100) is Reaction.WAIT
     watch.signals.append(signal.SIGUSR2)
     watch.begin_attempt()
-    assert watch.observe({0: None, 1: None}, 101) is Action.STOP
+    assert watch.observe({0: None, 1: None}, 101) is Reaction.STOP
 
 
 def test_the_first_failure_is_found(watch: Supervision) -> None:

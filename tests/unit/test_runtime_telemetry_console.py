@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from partool_runtime.telemetry._console import Lines, LivePanel, open_display, sparkline
-from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._figures import TrainingFigures
 from partool_runtime.telemetry._lasting import LastingDisplay
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -34,8 +34,8 @@ def text(raw: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw)
 
 
-def figures(step: int, loss: float) -> Figures:
-    return Figures(
+def figures(step: int, loss: float) -> TrainingFigures:
+    return TrainingFigures(
         step,
         40,
         loss=loss,

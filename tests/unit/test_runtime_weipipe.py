@@ -15,8 +15,8 @@ from partool.schedule.weipipe import VARIANTS, room, weipipe
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.lanes import Lane
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses
-from partool_runtime.parallel.weipipe.program import Compute, Move, Shift, compile_program
-from partool_runtime.parallel.weipipe.shifts import Pool
+from partool_runtime.parallel.weipipe.program import Compute, Shift, ShiftGroup, compile_program
+from partool_runtime.parallel.weipipe.shifts import LentBuffers
 
 CPU = torch.device("cpu")
 
@@ -76,16 +76,16 @@ def test_programs_fit_their_room_and_use_all_shifts(name: str, rounds: int, chun
             _replay(one, rank, program)
 
 
-def _actions(step: Move | Compute | Shift) -> list[Action]:
-    return [action for action, _ in step.shifts] if isinstance(step, Move) else [step.action]
+def _actions(step: ShiftGroup | Compute | Shift) -> list[Action]:
+    return [action for action, _ in step.shifts] if isinstance(step, ShiftGroup) else [step.action]
 
 
-def _replay(schedule: object, rank: int, program: tuple[Move | Compute | Shift, ...]) -> None:
+def _replay(schedule: object, rank: int, program: tuple[ShiftGroup | Compute | Shift, ...]) -> None:
     """All that is posted together has room; what is read is there; nothing is left at the end."""
     held: set[int] = set()
     own = schedule.on_rank(rank)
     for step in program:
-        if isinstance(step, Move):
+        if isinstance(step, ShiftGroup):
             comes = [action.stage for action, _ in step.shifts if action.kind.startswith("RECV")]
             assert not held & set(comes)
             held |= set(comes)
@@ -130,7 +130,7 @@ def test_lanes_keep_order_and_pass_errors_on() -> None:
 
 
 def test_pools_lend_the_oldest_and_do_not_wait_for_ever() -> None:
-    pool = Pool(2, 3, torch.float32, CPU)
+    pool = LentBuffers(2, 3, torch.float32, CPU)
     one, two = pool.take(1.0), pool.take(1.0)
     assert one is not None
     assert two is not None

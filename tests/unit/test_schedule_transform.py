@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from partool.schedule import (
     COMPUTE,
     Action,
-    Cut,
+    Frontier,
     Schedule,
     after,
     cut,
@@ -103,7 +103,7 @@ class Ranks:
         has.update({Action("RECV_B", stage - 1, batch)} if stage > schedule.trained_from else ())
         return True
 
-    def hand_over(self, what: Cut, placement: Sequence[int]) -> None:
+    def hand_over(self, what: Frontier, placement: Sequence[int]) -> None:
         """Bring what lies between two schedules to the ranks that go on with it."""
         there = [message for wire in self.wires.values() for message in wire]
         everything = {thing for has in self.has for thing in has} | set(there)
@@ -147,7 +147,7 @@ def test_a_cut_by_hand() -> None:
         "RECV_F0 F0 B0 SEND_B0 RECV_F1 F1 B1 SEND_B1",
     ]
     found = cut(schedule, (4, 3))
-    assert found == Cut((Action("RECV_B", 0, 0), Action("RECV_F", 1, 1)), ((0, 0), (0, 1)))
+    assert found == Frontier((Action("RECV_B", 0, 0), Action("RECV_F", 1, 1)), ((0, 0), (0, 1)))
     rest = remap(schedule, (4, 3), (1, 0))
     assert [cell_list(actions) for actions in rest.lists] == ["F1 B1 SEND_B1", "B0 RECV_B1 B1"]
     assert after(schedule, 0) == (0, 0)

@@ -12,7 +12,7 @@ from partool.schedule import Action, Schedule, StageTimes, cell, generate, peer,
 from partool.schedule.weipipe import (
     GRADIENT_COPIES,
     VARIANTS,
-    Room,
+    CopyRoom,
     interleave,
     naive,
     owner,
@@ -136,7 +136,7 @@ def test_room_is_small(size: tuple[str, int, int, int]) -> None:
     for rank in range(ranks):
         found = room(schedule, rank)
         assert found.weights <= (4 if name == "weipipe" else 2)
-        assert found == Room(held_by_hand(schedule, rank), GRADIENT_COPIES)
+        assert found == CopyRoom(held_by_hand(schedule, rank), GRADIENT_COPIES)
 
 
 def held_by_hand(schedule: Schedule, rank: int) -> int:

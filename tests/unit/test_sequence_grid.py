@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from partool.cost.traffic.sequence_dsp import sent, sent_by_stages
-from partool.cost.traffic.sequence_types import Heads
+from partool.cost.traffic.sequence_types import AttentionSizes
 from partool.cost.traffic.sequence_ulysses import sent as sent_by_ulysses
 from partool.layout.grid import Axis, Turn, common, exchanges, held, turns
 from partool.layout.sequence import contiguous, index, shares, tokens
@@ -83,7 +83,7 @@ def test_a_quarter_of_what_ulysses_sends_in_both_axes() -> None:
 
     Ulysses within one axis only, the other one local, sends half of that (arXiv 2403.10266, section 4).
     """
-    ranks, grid, heads = 4, (8, 12), Heads(batch=1, queries=8, keys=8, key_dim=4, value_dim=4)
+    ranks, grid, heads = 4, (8, 12), AttentionSizes(batch=1, queries=8, keys=8, key_dim=4, value_dim=4)
     hidden, length = heads.queries * heads.key_dim, grid[0] * grid[1]
     pair = sent_by_stages(grid, ranks, 1, [["row", "column"]], hidden)
     share = hidden * length // ranks

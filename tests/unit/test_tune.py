@@ -23,7 +23,7 @@ from partool.launch.tune import Tuning
 from partool_kernels import proof
 from partool_kernels.cases import Case
 from partool_kernels.compiled import Compiled
-from partool_kernels.proof import Job, Proof
+from partool_kernels.proof import Proof, ProofJob
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry import kernels as registered
 from partool_kernels.registry.feasible import obstacle
@@ -33,7 +33,7 @@ from partool_runtime.tune.candidates import MOST, beside, first, grid, runnable
 from partool_runtime.tune.journal import FAILED, FILE, Journal
 from partool_runtime.tune.machine import Machine
 from partool_runtime.tune.requests import RequestError, as_json, examples, from_json, placed
-from partool_runtime.tune.run import Options, rehearse, tune
+from partool_runtime.tune.run import TuneOptions, rehearse, tune
 from partool_runtime.tune.search import BrokenDeviceError, Tools, tune_one
 
 NAME = "glu_forward"
@@ -77,7 +77,7 @@ class Bench:
 
         return Case(run=launch, eager=eager, exact=lambda: (exact,), factors=(1.5,))
 
-    def prove(self, jobs: Iterable[Job], processes: int) -> Iterator[Proof]:
+    def prove(self, jobs: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
         for job in jobs:
             bad = job.config in self.refused
             yield Proof(job, None if bad else NEEDS, ("spills 8 bytes per thread, 0 are on record",) if bad else ())
@@ -94,7 +94,7 @@ def by_place(config: Config) -> float:
 
 def tuned(bench: Bench, folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], bool]:
     events: list[dict[str, Any]] = []
-    done = tune([ASKED], bench.tools(folder), Options(folder, **changes), events.append)
+    done = tune([ASKED], bench.tools(folder), TuneOptions(folder, **changes), events.append)
     return events, done
 
 
@@ -163,7 +163,7 @@ def test_inputs_that_do_not_fit_end_the_request(tmp_path: Path) -> None:
         raise torch.OutOfMemoryError
 
     events: list[dict[str, Any]] = []
-    tune([ASKED], dataclasses.replace(tools, make_case=too_large), Options(tmp_path), events.append)
+    tune([ASKED], dataclasses.replace(tools, make_case=too_large), TuneOptions(tmp_path), events.append)
     assert "do not fit the memory of Fake" in events[2]["reason"]
 
 
@@ -182,9 +182,9 @@ def test_an_error_of_a_request_leaves_the_others(tmp_path: Path, fault: bool) ->
     failing_tools = dataclasses.replace(tools, make_case=failing)
     if fault:
         with pytest.raises(BrokenDeviceError, match="HIP error: x"):
-            tune(work, failing_tools, Options(tmp_path), events.append)
+            tune(work, failing_tools, TuneOptions(tmp_path), events.append)
         return
-    assert tune(work, failing_tools, Options(tmp_path), events.append)
+    assert tune(work, failing_tools, TuneOptions(tmp_path), events.append)
     assert [event["event"] for event in events] == ["start", "request", "skipped", "request", "result", "end"]
     assert events[2]["reason"] == "RuntimeError: no such inputs"
 
@@ -192,7 +192,7 @@ def test_an_error_of_a_request_leaves_the_others(tmp_path: Path, fault: bool) ->
 def test_only_the_rules_configuration_may_spill() -> None:
     spilling = dataclasses.replace(NEEDS, spilled_bytes=8)
 
-    def prove(jobs: Iterable[Job], processes: int) -> Iterator[Proof]:
+    def prove(jobs: Iterable[ProofJob], processes: int) -> Iterator[Proof]:
         return (Proof(job, spilling, proof.faults(job, spilling)) for job in jobs)
 
     found = runnable(ASKED, GRID, prove, 1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
 from partool_kernels.registry.words import TRITON_TYPE
 
@@ -134,7 +134,7 @@ def _launch(places: list[tuple[tuple[torch.Tensor, ...], bool]], update: Update,
     rows = [tuple(x.contiguous() for x in row) for row, _ in places]
     device, dtype = rows[0][0].device, rows[0][1].dtype
     sizes = tuple(row[0].numel() for row in rows)
-    config = config or choose(Call("adamw", (torch.float32, dtype), (), sum(sizes)), device).config
+    config = config or choose(KernelCall("adamw", (torch.float32, dtype), (), sum(sizes)), device).config
     block = config.constants["BLOCK"]
     firsts = (0, *accumulate(-(-size // block) for size in sizes))
     table = [

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from partool_kernels.cross_entropy.by_torch import IGNORED, losses_of, parts_of, write_gradient
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
 
 # Operators have a keyword ``kernels`` for the mode: one of that name collides with an argument of torch's own.
@@ -324,7 +324,7 @@ def launch_scaled(tensors: tuple[torch.Tensor, ...], config: Config | None = Non
 
     x, factor, out = tensors
     rows, columns = x.shape
-    config = config or choose(Call("scaled", (x.dtype, out.dtype), (("n", columns),), rows), x.device).config
+    config = config or choose(KernelCall("scaled", (x.dtype, out.dtype), (("n", columns),), rows), x.device).config
     grid = (rows, -(-columns // config.constants["BLOCK"]))
     with on(x.device):
         kernel.scaled[grid](x, factor, out, columns, **launch_options(config, x.device))
@@ -333,4 +333,4 @@ def launch_scaled(tensors: tuple[torch.Tensor, ...], config: Config | None = Non
 def _choice(name: str, logits: torch.Tensor, cap: float, flags: tuple[str, ...] = ()) -> Config:
     flags = ("cap", *flags) if cap > 0 else flags
     rows, columns = logits.shape
-    return choose(Call(name, (logits.dtype,), (("v", columns),), rows, flags), logits.device).config
+    return choose(KernelCall(name, (logits.dtype,), (("v", columns),), rows, flags), logits.device).config

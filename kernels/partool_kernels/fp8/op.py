@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton_8bit
+from partool_kernels.device import KernelCall, choose, interpreting, launch_options, on, uses_triton_8bit
 from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks, quantised
 from partool_kernels.registry import Config
 
@@ -84,7 +84,7 @@ def launch(x: torch.Tensor, made: tuple[torch.Tensor, ...], flags: set[str], con
 
     rows, columns = x.shape
     dtype = made[0].dtype
-    call = Call("fp8_quantise", (x.dtype, dtype), (("k", columns),), rows, tuple(sorted(flags)))
+    call = KernelCall("fp8_quantise", (x.dtype, dtype), (("k", columns),), rows, tuple(sorted(flags)))
     config = config or choose(call, x.device).config
     strides = tuple(each.stride(0) for each in (x, *made))
     grid = (-(-rows // config.constants["ROWS"]) * blocks(columns),)

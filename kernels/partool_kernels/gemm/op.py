@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, interpreting, launch_options, on, uses_triton
 from partool_kernels.gemm.describe import FORMS
 from partool_kernels.registry import Config
 
@@ -66,7 +66,7 @@ def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, config: Config |
     (rows, inner), columns, device, form = a.shape, b.shape[1], a.device, form_of(a, b)
     assert form in FORMS
     tf32 = precision(a)
-    call = Call("gemm", (a.dtype, out.dtype), (("n", columns), ("k", inner)), rows, (form, *tf32))
+    call = KernelCall("gemm", (a.dtype, out.dtype), (("n", columns), ("k", inner)), rows, (form, *tf32))
     config = config or choose(call, device).config
     blocks = config.constants
     split = blocks["SPLIT"]
@@ -93,7 +93,7 @@ def launch_sum(parts: torch.Tensor, out: torch.Tensor, config: Config | None = N
     from partool_kernels.gemm import kernel
 
     (count, rows, columns), device = parts.shape, out.device
-    call = Call("gemm_sum", (out.dtype,), (("n", columns), ("parts", count)), rows)
+    call = KernelCall("gemm_sum", (out.dtype,), (("n", columns), ("parts", count)), rows)
     config = config or choose(call, device).config
     size = rows * columns
     with on(device):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton_8bit
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton_8bit
 from partool_kernels.fp8.formats import BLOCK, LARGEST, Quantised, blocks
 from partool_kernels.registry import Config
 
@@ -84,7 +84,7 @@ def launch(a: Quantised, b: Quantised, dtype: torch.dtype, config: Config | None
 
     (rows, inner), columns, device = a.q.shape, len(b.q), a.q.device
     flags = () if is_square(b) else ("rows",)
-    call = Call("gemm_a8w8", (a.q.dtype, dtype), (("n", columns), ("k", inner)), rows, flags)
+    call = KernelCall("gemm_a8w8", (a.q.dtype, dtype), (("n", columns), ("k", inner)), rows, flags)
     config = config or choose(call, device).config
     constants = config.constants
     split = constants["SPLIT"]

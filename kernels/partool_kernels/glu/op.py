@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.direct import Parts, direct, direct_backward
 from partool_kernels.glu.describe import KINDS
 from partool_kernels.registry import Config
@@ -109,7 +109,7 @@ def launch(name: str, tensors: tuple[torch.Tensor, ...], kind: str, config: Conf
 
     rows, columns = tensors[0].shape
     device, dtype = tensors[0].device, tensors[0].dtype
-    config = config or choose(Call(name, (dtype,), (("f", columns),), rows, (kind,)), device).config
+    config = config or choose(KernelCall(name, (dtype,), (("f", columns),), rows, (kind,)), device).config
     strides = tuple(x.stride(0) for x in tensors)
     grid = (rows, -(-columns // config.constants["BLOCK"]))
     with on(device):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from partool_kernels.device import Call, choose, interpreting, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, interpreting, launch_options, on, uses_triton
 from partool_kernels.gemm.op import precision
 from partool_kernels.grouped_gemm.describe import power_above
 from partool_kernels.registry import Config
@@ -101,7 +101,7 @@ def launch(
     (rows, inner), (groups, _, columns) = a.shape, b.shape
     flags = ("nn" if b.stride(2) == 1 else "nt", *precision(a))
     shape = (("n", columns), ("k", inner), ("e", groups))
-    config = config or choose(Call("grouped_gemm", (a.dtype, out.dtype), shape, rows, flags), device).config
+    config = config or choose(KernelCall("grouped_gemm", (a.dtype, out.dtype), shape, rows, flags), device).config
     blocks = config.constants
     # Each group, and the rows of none, may end within a tile.
     tiles = (-(-rows // blocks["BLOCK_M"]) + groups) * -(-columns // blocks["BLOCK_N"])
@@ -124,7 +124,7 @@ def launch_weight(
     (a, grad), device = matrices, out.device
     groups, inner, columns = out.shape
     shape = (("m", inner), ("n", columns), ("e", groups))
-    call = Call("grouped_gemm_weight", (a.dtype, out.dtype), shape, len(a), precision(a))
+    call = KernelCall("grouped_gemm_weight", (a.dtype, out.dtype), shape, len(a), precision(a))
     config = config or choose(call, device).config
     blocks = config.constants
     tiles = groups * -(-inner // blocks["BLOCK_M"]) * -(-columns // blocks["BLOCK_N"])

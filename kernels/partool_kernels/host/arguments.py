@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Pass, Rule
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, UpdatePass
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Taken:
                 read_to, reads = end, what
 
 
-def check_rules(parts: Sequence[Part], steps: Iterable[Pass], weights: Sequence[torch.Tensor] | None) -> None:
+def check_rules(parts: Sequence[Part], steps: Iterable[UpdatePass], weights: Sequence[torch.Tensor] | None) -> None:
     """Raise :class:`HostKernelError` where lists differ in length, or rules cannot be followed by the parts."""
     for step in steps:
         if len(step.gradients) != len(parts):

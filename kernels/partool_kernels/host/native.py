@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from partool_kernels.host.arguments import Taken, check_rules, master_of, moments_of, other_of
-from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Pass, Rule, Sums
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, Sums, UpdatePass
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,8 @@ class _Blocks:
 def update(
     lib: ctypes.CDLL,
     parts: Sequence[Part],
-    commit: Pass | None,
-    step: Pass | None,
+    commit: UpdatePass | None,
+    step: UpdatePass | None,
     *,
     keep: bool,
     weights: Sequence[torch.Tensor] | None,
@@ -68,8 +68,8 @@ def update(
 
 def checked_parts(
     parts: Sequence[Part],
-    commit: Pass | None,
-    step: Pass | None,
+    commit: UpdatePass | None,
+    step: UpdatePass | None,
     *,
     keep: bool,
     weights: Sequence[torch.Tensor] | None,
@@ -137,7 +137,7 @@ def zero(lib: ctypes.CDLL, told: bytes, *, pool: Pool | None) -> None:
     _done(lib.partool_zero(_handle(pool), told, len(told) // _SPAN.size))
 
 
-def _gradient(taken: Taken, one: Pass | None, index: int, what: str, elements: int) -> tuple[int, int]:
+def _gradient(taken: Taken, one: UpdatePass | None, index: int, what: str, elements: int) -> tuple[int, int]:
     tensors = None if one is None else one.gradients
     return other_of(taken, tensors, index, what, elements=elements, writes=False)
 

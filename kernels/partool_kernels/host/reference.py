@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from partool_kernels.host.types import Part, Pass, Rule, Sums
+from partool_kernels.host.types import Part, Rule, Sums, UpdatePass
 from partool_kernels.reductions import block_sums
 
 if TYPE_CHECKING:
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 def update(
     parts: Sequence[Part],
-    commit: Pass | None,
-    step: Pass | None,
+    commit: UpdatePass | None,
+    step: UpdatePass | None,
     *,
     keep: bool,
     weights: Sequence[torch.Tensor] | None,

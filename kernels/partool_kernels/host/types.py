@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class UpdatePass:
     """Gradients of all parts, in their order, and the rules of all groups."""
 
     gradients: Sequence[torch.Tensor]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from partool_kernels import _native
 from partool_kernels.host import native, reference
-from partool_kernels.host.types import Mode, Part, Pass, Sums
+from partool_kernels.host.types import Mode, Part, Sums, UpdatePass
 from partool_kernels.reductions import KernelUnavailableError
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def update(
     parts: Sequence[Part],
     *,
-    commit: Pass | None = None,
-    step: Pass | None = None,
+    commit: UpdatePass | None = None,
+    step: UpdatePass | None = None,
     keep: bool = True,
     weights: Sequence[torch.Tensor] | None = None,
     wants_sums: bool = False,

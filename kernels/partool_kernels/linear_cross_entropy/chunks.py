@@ -63,7 +63,7 @@ class How(NamedTuple):
     """Tokens that they have together: loss and gradient of another label are NaN, as of one rank's."""
 
 
-class Needs(NamedTuple):
+class WantedGradients(NamedTuple):
     """Which gradients are wanted."""
 
     hidden: bool
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
     """``[T]``."""
 
 
-class Found(NamedTuple):
+class LossAndGradients(NamedTuple):
     """The sum of the losses, and its gradients times :func:`inner_scale` of type and vocabulary."""
 
     total: torch.Tensor
@@ -95,7 +95,7 @@ class Found(NamedTuple):
     """In float32 or wider."""
 
 
-def losses_and_gradients(inputs: Inputs, how: How, needs: Needs) -> Found:
+def losses_and_gradients(inputs: Inputs, how: How, needs: WantedGradients) -> LossAndGradients:
     """Return the loss of all rows and its gradients; logits exist of one chunk at a time."""
     hidden_TH, weight_VH, bias_V, labels_T = inputs
     (tokens, _), vocabulary = hidden_TH.shape, len(weight_VH)
@@ -118,7 +118,7 @@ def losses_and_gradients(inputs: Inputs, how: How, needs: Needs) -> Found:
             add_product(of_weight, logits_CV, chunk.hidden)
         if of_bias is not None:
             of_bias += logits_CV.sum(0, dtype=wide)
-    return Found(total, of_hidden, of_weight, of_bias)
+    return LossAndGradients(total, of_hidden, of_weight, of_bias)
 
 
 def _rows(inputs: Inputs, rows: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from partool_kernels.cross_entropy.op import PLAIN, Terms, inner_scale, scaled
 from partool_kernels.cross_entropy.op import check as check_logits
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients, sum_types
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradients, losses_and_gradients, sum_types
 
 
 def linear_cross_entropy(
@@ -67,7 +67,7 @@ def _operator(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return the sum of the losses, and the gradients that are needed as :class:`Found` has them; empty: not needed."""
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1))
-    needs = Needs(needs_hidden, needs_weight, needs_bias)
+    needs = WantedGradients(needs_hidden, needs_weight, needs_bias)
     found = losses_and_gradients(inputs, How(Terms(z_loss, cap), rows, kernels), needs)
     of_hidden = None if found.hidden is None else found.hidden.view(hidden.shape)
     return found.total, *(hidden.new_empty(0) if x is None else x for x in (of_hidden, found.weight, found.bias))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
 
 
@@ -203,7 +203,7 @@ def launch(
     summed = name == "moe_unpermute"
     flags = ("weighted",) if summed and weights is not None else ()
     types = (like.dtype, like.dtype if weights is None else weights.dtype)
-    call = Call(name, types, (("h", columns), ("k", choices)), tokens, flags)
+    call = KernelCall(name, types, (("h", columns), ("k", choices)), tokens, flags)
     config = config or choose(call, device).config
     constants = {"CHOICES": choices} | ({"WEIGHTED": bool(flags)} if summed else {})
     grid = (tokens, -(-columns // config.constants["BLOCK"]))

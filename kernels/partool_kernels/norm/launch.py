@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on
+from partool_kernels.device import KernelCall, choose, launch_options, on
 from partool_kernels.norm.describe import POINTERS, STRIDES, known, one_block
 from partool_kernels.registry import Config
 
@@ -27,7 +27,7 @@ def flags_of(kind: str, bias: bool, add: bool) -> tuple[str, ...]:
 
 def chosen(name: str, x: torch.Tensor, flags: tuple[str, ...]) -> Config:
     """Return the registry's configuration of a kernel."""
-    return choose(Call(name, (x.dtype,), (("n", x.shape[1]),), x.shape[0], flags), x.device).config
+    return choose(KernelCall(name, (x.dtype,), (("n", x.shape[1]),), x.shape[0], flags), x.device).config
 
 
 def launch(name: str, given: Pointers, flags: tuple[str, ...], config: Config, eps: float | None = None) -> None:

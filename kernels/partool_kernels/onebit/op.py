@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.onebit.describe import CHUNKS, NORMS
 from partool_kernels.registry import Config
 
@@ -140,7 +140,7 @@ def launch_pack(
 
     x, _, _ = tensors
     chunk = packed.bits.shape[-1] * 8
-    call = Call("onebit_pack", (x.dtype,), (("chunk", chunk),), x.numel(), (norm,))
+    call = KernelCall("onebit_pack", (x.dtype,), (("chunk", chunk),), x.numel(), (norm,))
     config = config or choose(call, x.device).config
     with on(x.device):
         kernel.onebit_pack[len(packed.bits),](
@@ -154,7 +154,7 @@ def launch_unpack(packed: Packed, out: torch.Tensor, config: Config | None = Non
 
     bits, scales = packed
     senders, chunks, chunk = len(bits), bits.shape[1], bits.shape[2] * 8
-    call = Call("onebit_unpack", (out.dtype,), (("chunk", chunk), ("senders", senders)), out.numel())
+    call = KernelCall("onebit_unpack", (out.dtype,), (("chunk", chunk), ("senders", senders)), out.numel())
     config = config or choose(call, out.device).config
     grid = (-(-out.numel() // config.constants["BLOCK"]),)
     options = launch_options(config, out.device)

@@ -39,7 +39,7 @@ _CARRIED = {
 """Constants of partool's kernels by aiter's and vLLM's names."""
 
 
-class Gemm(NamedTuple):
+class AiterProduct(NamedTuple):
     """A product that is looked up."""
 
     family: str
@@ -49,7 +49,7 @@ class Gemm(NamedTuple):
     batch: int | None = None
 
 
-class Found(NamedTuple):
+class AiterConfiguration(NamedTuple):
     """What aiter takes for a product."""
 
     config: Mapping[str, int | str | None]
@@ -71,7 +71,7 @@ class AiterConfigs:
         """Take the folder; nothing is read before it is needed."""
         self._root = root
 
-    def look_up(self, architecture: str, gemm: Gemm, backend: str | None = None) -> Found | None:
+    def look_up(self, architecture: str, gemm: AiterProduct, backend: str | None = None) -> AiterConfiguration | None:
         """Return what aiter takes for a product, or None where it has nothing.
 
         A folder counts only with its default file, hence files of widths alone are not seen. ``backend``: ``triton`` or
@@ -91,7 +91,7 @@ class AiterConfigs:
         if found is None:
             return None
         key, config = found
-        return Found(split(config, gemm.k), special is not None and key != "any", special or default, key)
+        return AiterConfiguration(split(config, gemm.k), special is not None and key != "any", special or default, key)
 
     def _place(self, architecture: str, family: str, backend: str | None) -> tuple[Path, str, Path] | None:
         """Return the folder that aiter decides for, how files of widths begin there, and its default file."""
@@ -119,11 +119,13 @@ class AiterConfigs:
         elif found and found.special:
             yield Choice("aiter", as_config(found.config), "rows", ROWS, table=str(found.file))
 
-    def _of(self, request: Request) -> Found | None:
+    def _of(self, request: Request) -> AiterConfiguration | None:
         family = FAMILIES.get(request.kernel)
         if family is None or not is_forward(request) or not request.architecture.startswith("gfx"):
             return None
-        return self.look_up(request.architecture, Gemm(family, request.rows, request.width["n"], request.width["k"]))
+        return self.look_up(
+            request.architecture, AiterProduct(family, request.rows, request.width["n"], request.width["k"])
+        )
 
 
 def is_forward(request: Request) -> bool:
@@ -132,7 +134,7 @@ def is_forward(request: Request) -> bool:
 
 
 def _entry(
-    body: Mapping[str, Mapping[str, int | str | None]], gemm: Gemm
+    body: Mapping[str, Mapping[str, int | str | None]], gemm: AiterProduct
 ) -> tuple[str, Mapping[str, int | str | None]] | None:
     bounds = sorted({*BOUNDS, *(more for name, more in _MORE_BOUNDS.items() if gemm.family.startswith(name))})
     keys = [f"M_LEQ_{bound}" for bound in bounds if gemm.m <= bound]

@@ -55,7 +55,7 @@ def parse_name(name: str) -> Name | None:
     return Name(int(found["experts"]), int(found["width"]), found["device"].replace("_", " "), found["dtype"], block)
 
 
-class Found(NamedTuple):
+class VllmConfiguration(NamedTuple):
     """What vLLM takes for a product."""
 
     config: Mapping[str, int | str | None]
@@ -76,13 +76,13 @@ class VllmConfigs:
         named = ((parse_name(file.name), file) for file in files)
         self._files = {name: file for name, file in named if name is not None}
 
-    def look_up(self, name: Name, tokens: int) -> Found | None:
+    def look_up(self, name: Name, tokens: int) -> VllmConfiguration | None:
         """Return the configuration for the nearest number of tokens, of two the lower one; None where there is none."""
         for known, file in self._files.items():
             if known._replace(device="") == name._replace(device="") and same_device(known.device, name.device):
                 body = read(file)
                 nearest = min(sorted(body), key=lambda rows: abs(rows - tokens))
-                return Found(body[nearest], file, nearest)
+                return VllmConfiguration(body[nearest], file, nearest)
         return None
 
     def choices(self, request: Request) -> Iterator[Choice]:
@@ -100,7 +100,7 @@ class VllmConfigs:
                 "vllm", as_config(found.config), "rows" if apart else "exact", ROWS * apart, table=str(found.file)
             )
 
-    def _of(self, request: Request) -> Iterator[Found]:
+    def _of(self, request: Request) -> Iterator[VllmConfiguration]:
         """Yield what is there for either product of an expert: gate and up, or down.
 
         vLLM counts tokens before they are sent to several experts each, a request after.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from partool_kernels.device import Call, choose, launch_options, on, uses_triton
+from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.direct import Parts, direct, direct_backward
 from partool_kernels.registry import Config
 from partool_kernels.rope.describe import half_block
@@ -199,7 +199,7 @@ def _(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _config(name: str, heads: torch.Tensor) -> Config:
     batch, length, count, width = heads.shape
     shape = (("n", count), ("d", width))
-    return choose(Call(name, (heads.dtype,), shape, batch * length), heads.device).config
+    return choose(KernelCall(name, (heads.dtype,), shape, batch * length), heads.device).config
 
 
 def _grid(heads: torch.Tensor, config: Config) -> tuple[int, int]:

@@ -3,6 +3,6 @@
 from partool_kernels.select.selector import Answer as Answer
 from partool_kernels.select.selector import Candidate as Candidate
 from partool_kernels.select.selector import NothingWorksError as NothingWorksError
-from partool_kernels.select.selector import Problem as Problem
+from partool_kernels.select.selector import Question as Question
 from partool_kernels.select.selector import Selector as Selector
 from partool_kernels.select.store import Store as Store

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from partool_kernels.select.selector import Answer, Candidate, NothingWorksError, Problem, Selector
+from partool_kernels.select.selector import Answer, Candidate, NothingWorksError, Question, Selector
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From queries ``[B, N, S, D]``, keys and values ``[B, K, S, D]`` to results like queries; causal."""
@@ -31,7 +31,7 @@ _BACKENDS = {
 _IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """Sizes of attention."""
 
     batch: int
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
 
 def attention(
-    selector: Selector, heads: Heads, dtype: torch.dtype, device: torch.device, *, also: tuple[str, ...] = ()
+    selector: Selector, heads: HeadSizes, dtype: torch.dtype, device: torch.device, *, also: tuple[str, ...] = ()
 ) -> tuple[Attend, Answer]:
     """Return the fastest causal attention of such sizes, and how it was found.
 
@@ -65,7 +65,7 @@ def attention(
 
 
 def _choose(
-    selector: Selector, heads: Heads, where: tuple[torch.dtype, torch.device], names: tuple[str, ...]
+    selector: Selector, heads: HeadSizes, where: tuple[torch.dtype, torch.device], names: tuple[str, ...]
 ) -> Answer:
     try:
         return selector.choose(problem(heads, *where, names))
@@ -120,7 +120,7 @@ def newer(device: torch.device) -> tuple[str, ...]:
     return ("flash3",) if major == 9 else ("flash4",) if major == 10 else ()
 
 
-def problem(heads: Heads, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Problem:
+def problem(heads: HeadSizes, dtype: torch.dtype, device: torch.device, names: tuple[str, ...]) -> Question:
     """Return the choice among kernels of these names."""
 
     def candidates() -> Sequence[Candidate]:
@@ -142,7 +142,7 @@ def problem(heads: Heads, dtype: torch.dtype, device: torch.device, names: tuple
         ]
 
     key = (*heads._asdict().items(), ("dtype", str(dtype).removeprefix("torch.")))
-    return Problem("attention", key, names, candidates)
+    return Question("attention", key, names, candidates)
 
 
 @contextmanager

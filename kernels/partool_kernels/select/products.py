@@ -21,7 +21,7 @@ from partool_kernels.fp8.op import quantise
 from partool_kernels.gemm.op import dense, form_of, gemm
 from partool_kernels.gemm_a8w8.op import gemm_a8w8
 from partool_kernels.grouped_gemm.op import grouped_gemm, loop
-from partool_kernels.select.selector import Candidate, Problem, Selector
+from partool_kernels.select.selector import Candidate, Question, Selector
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ def grouped(selector: Selector, rows_RK: torch.Tensor, weights_EKN: torch.Tensor
         return [Candidate(name, functools.partial(_trained, _GROUPED[name], (x, w), even)) for name in names]
 
     key = (*_sizes(rows_RK, weights_EKN), ("e", experts), ("form", "n" if weights_EKN.stride(-1) == 1 else "t"))
-    answer = selector.choose(Problem("grouped_gemm", key, names, candidates))
+    answer = selector.choose(Question("grouped_gemm", key, names, candidates))
     return _GROUPED[answer.name](rows_RK, weights_EKN, ends_E)
 
 
@@ -65,7 +65,7 @@ def scaled(selector: Selector, a: Quantised, b: Quantised, dtype: torch.dtype) -
         return [Candidate(name, functools.partial(_alone, run, *like, dtype)) for name, run in _SCALED.items()]
 
     key = (*_sizes(a.q, b.q.T), ("scales", str(list(b.scale.shape))), ("out", _word(dtype)))
-    problem = Problem("scaled_gemm", key, tuple(_SCALED), candidates, by_row=True)
+    problem = Question("scaled_gemm", key, tuple(_SCALED), candidates, by_row=True)
     return _SCALED[selector.choose(problem).name](a, b, dtype)
 
 
@@ -88,12 +88,12 @@ def _random(*like: torch.Tensor) -> list[torch.Tensor]:
 
 def _problem(
     operation: str, inputs: tuple[torch.Tensor, ...], names: tuple[str, ...], *more: tuple[str, str | int]
-) -> Problem:
+) -> Question:
     def candidates() -> Sequence[Candidate]:
         like = _random(*inputs)
         return [Candidate(name, functools.partial(_alone, _by(name), *like)) for name in names]
 
-    return Problem(operation, (*_sizes(*inputs), *more), names, candidates)
+    return Question(operation, (*_sizes(*inputs), *more), names, candidates)
 
 
 def _alone(run: Callable[..., torch.Tensor], *inputs: object) -> Sequence[torch.Tensor]:

@@ -35,7 +35,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Question:
     """What is to be computed, often."""
 
     operation: str
@@ -80,7 +80,7 @@ class Selector:
         self._timer, self._store, self._measures = timer, store, measure
         self._answers: dict[tuple[str, tuple[str, ...]], Answer] = {}
 
-    def choose(self, problem: Problem) -> Answer:
+    def choose(self, problem: Question) -> Answer:
         """Return the answer to a problem; raises :class:`NothingWorksError`."""
         if not self._measures or cannot_measure():
             return Answer(problem.names[0], "default")
@@ -89,14 +89,14 @@ class Selector:
             self._answers[asked] = self._kept(problem) or self._measured(problem)
         return self._answers[asked]
 
-    def _kept(self, problem: Problem) -> Answer | None:
+    def _kept(self, problem: Question) -> Answer | None:
         held = self._store.read().get(problem.text) if self._store is not None else None
         # An implementation that has come since, or gone, makes the answer void.
         if held is None or held.get("names") != list(problem.names) or held["name"] not in problem.names:
             return None
         return Answer(held["name"], "kept", dict(held.get("seconds", {})), dict(held.get("excluded", {})))
 
-    def _measured(self, problem: Problem) -> Answer:
+    def _measured(self, problem: Question) -> Answer:
         # Training goes on without a measurement: it needs memory that the step itself may have none left of.
         try:
             right, excluded = _right(problem)
@@ -129,7 +129,7 @@ class Selector:
         return {one.name: found[one.name] for one in right}
 
 
-def _right(problem: Problem) -> tuple[list[Candidate], dict[str, str]]:
+def _right(problem: Question) -> tuple[list[Candidate], dict[str, str]]:
     """Return the candidates that run and agree with the first one that does, and why others are left out.
 
     Raises RuntimeError where that tells nothing: there is too little memory for one, or results are not finite or zero.
@@ -164,7 +164,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Problem) -> str:
+def _difference(found: Sequence[torch.Tensor], truth: Sequence[torch.Tensor], problem: Question) -> str:
     """Return in words how results differ by more than rounding, or nothing."""
     if [x.shape for x in found] != [x.shape for x in truth]:
         return f"results {[list(x.shape) for x in found]} are not {[list(x.shape) for x in truth]}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import sequence_shares, tensor_shares
-from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Job, Layouts
+from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.time.tiled import in_tiles
@@ -54,12 +54,12 @@ class Widths:
         return self.query + self.key + self.value + self.result + self.latent
 
 
-def micro_batch_tokens(job: Job, layouts: Layouts) -> Column:
+def micro_batch_tokens(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tokens that one rank works on in one forward pass."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
-def widths(job: Job, layouts: Layouts, kind: int) -> Widths:
+def widths(job: TrainingJob, layouts: Layouts, kind: int) -> Widths:
     """Return the widths of a layer of a kind."""
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
@@ -94,7 +94,7 @@ def widths(job: Job, layouts: Layouts, kind: int) -> Widths:
     )
 
 
-def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
+def saved_by_layer(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int, policy: int) -> Column:
     """Return the bytes of one layer of a kind for one micro-batch under a policy (index in :data:`RECOMPUTE`)."""
     tokens = micro_batch_tokens(job, layouts)
     if stack.traced and kind != MOE:
@@ -114,7 +114,7 @@ def saved_by_layer(job: Job, layouts: Layouts, stack: MemoryStack, kind: int, po
     return (whole + (_core(job, stack, sizes) if policy == NONE else 0.0)) * tokens
 
 
-def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
+def _traced(job: TrainingJob, layouts: Layouts, policy: int, tokens: Column) -> Column | None:
     """Return what was traced of the runtime's own blocks."""
     m = job.model
     fused = job.stack.fused
@@ -153,7 +153,7 @@ def _traced(job: Job, layouts: Layouts, policy: int, tokens: Column) -> Column |
     return np.where(layouts.compiled == 1, total(compiled), total(eager))
 
 
-def tile_bytes(job: Job, layouts: Layouts) -> Column:
+def tile_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes that a tile's backward pass rebuilds, and those of the weights' gradients over all tiles."""
     known = coefficients(job.model, job.precision, Traced(0, "none", job.stack.fused))
     if known is None or not np.any(np.asarray(layouts.mlp_tile_tokens)):
@@ -164,7 +164,7 @@ def tile_bytes(job: Job, layouts: Layouts) -> Column:
     return np.where(in_tiles(job, layouts), rebuilt + weights, 0.0)
 
 
-def _gathered(job: Job, layouts: Layouts, policy: int) -> Column:
+def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes per token of whole hidden states that a layer on shares of the sequence keeps all the same.
 
     A pass that keeps what it gathered has the inputs of both pairs of matrices whole. Selective recomputation keeps
@@ -176,7 +176,7 @@ def _gathered(job: Job, layouts: Layouts, policy: int) -> Column:
     return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 
-def _eager(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+def _eager(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     """Return the bytes per token of operators' inputs and results, the core of attention left out."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
@@ -185,7 +185,7 @@ def _eager(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     return 2 * _norm(job, stack, sizes) + small * (sizes.attention + expanded + inner + sizes.routed) + masks
 
 
-def _compiled(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+def _compiled(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     """Return the bytes per token that a compiler's partitioner keeps, the core of attention left out.
 
     As traced from torch.compile: inputs of matrix products, what attention needs, and the sums of norms.
@@ -198,7 +198,7 @@ def _compiled(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 
-def _core(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+def _core(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     """Return what the core of attention keeps besides its inputs and its result."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.stack.attention == "unfused":
@@ -206,7 +206,7 @@ def _core(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     return sizes.heads * wide
 
 
-def _matmuls(job: Job, stack: MemoryStack, sizes: Widths, compiled: Column) -> Column:
+def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: Widths, compiled: Column) -> Column:
     """Return the bytes per token of the block's input, of matrix products' results and of attention's."""
     small = job.compute_bytes
     gates = 2 if job.model.gated else 1
@@ -222,14 +222,14 @@ def _matmuls(job: Job, stack: MemoryStack, sizes: Widths, compiled: Column) -> C
     return small * (kept + sizes.routed) + sums
 
 
-def _products(job: Job, stack: MemoryStack) -> int:
+def _products(job: TrainingJob, stack: MemoryStack) -> int:
     """Return the tensors of the inner width that eager operators keep."""
     if job.model.gated:
         return 2 + stack.gate_products
     return 1 if job.model.activation == "relu" else 2
 
 
-def _norm(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
+def _norm(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     """Return the bytes per token that a norm keeps: its input, wide where it is eager, and its results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":
@@ -237,12 +237,12 @@ def _norm(job: Job, stack: MemoryStack, sizes: Widths) -> Column:
     return sizes.hidden * (stack.norm_passes * wide + 2 * small) + wide
 
 
-def norm_per_token(job: Job, layouts: Layouts, stack: MemoryStack) -> Column:
+def norm_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> Column:
     """Return the bytes per token that the final norm keeps."""
     return _norm(job, stack, widths(job, layouts, 0))
 
 
-def gradients_per_token(job: Job, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
+def gradients_per_token(job: TrainingJob, layouts: Layouts, stack: MemoryStack, kind: int) -> Column:
     """Return the bytes per token of the gradients of activations that exist at once in a layer's backward pass.
 
     In the feed-forward network: of the block's result, of the product, and (unless the kernel writes in place) of gate

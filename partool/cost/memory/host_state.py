@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts, Mask
+from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.plan.layout import GIB, MIB
 
 BUFFERS = 4
@@ -25,13 +25,13 @@ SPARE, _WEIGHTS = 2, 2
 """Buffers of gradients and of weights that are on their way, in buckets."""
 
 
-def pinned_terms(job: Job) -> tuple[str, ...]:
+def pinned_terms(job: TrainingJob) -> tuple[str, ...]:
     """Return the terms of host memory that devices copy to and from by themselves, of ``plan.terms.HOST_TERMS``."""
     found = ("gradients", "weights", "activations")
     return found if job.offload.parameters == "nvme" else (*found, "parameters")
 
 
-def wire_bytes(job: Job, layouts: Layouts) -> Column:
+def wire_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of a gradient on its way: those of computation where that loses nothing, or as asked.
 
     It loses nothing where no sum made the gradient: what one rank's backward pass leaves is of that type already.
@@ -56,27 +56,27 @@ def waits_on_device(layouts: Layouts) -> Mask:
     return (layouts.pp > 1) | ((layouts.accumulation > 1) & np.logical_not(accumulates(layouts)))
 
 
-def moment_bytes(job: Job) -> float:
+def moment_bytes(job: TrainingJob) -> float:
     """Return the bytes of all moments of a parameter on the host."""
     return job.moments * (2 if job.offload.moments == "bf16" else job.master_bytes)
 
 
-def state_bytes(job: Job) -> float:
+def state_bytes(job: TrainingJob) -> float:
     """Return the bytes of master and moments of a parameter on the host."""
     return job.master_bytes + moment_bytes(job)
 
 
-def buffers(job: Job) -> int:
+def buffers(job: TrainingJob) -> int:
     """Return the buckets of a state on disks that are in host memory at once."""
     return BUFFERS if job.offload.buffers == "auto" else job.offload.buffers
 
 
-def smallest_bucket(job: Job) -> int:
+def smallest_bucket(job: TrainingJob) -> int:
     """Return the least bytes of a bucket where its size is open."""
     return _SMALLEST_ON_DISKS if job.offload.optimizer == "nvme" else _SMALLEST_BUCKET
 
 
-def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
+def bucket_elements(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     """Return the gradients of a bucket: of 64 MiB, or less by powers of two where a rank would have few."""
     wire = wire_bytes(job, layouts)
     if job.offload.bucket_mib != "auto":
@@ -87,7 +87,7 @@ def bucket_elements(job: Job, layouts: Layouts, elements: Column) -> Column:
     return np.minimum(size / wire, np.maximum(elements, 1.0))
 
 
-def undo_bytes(job: Job, layouts: Layouts, elements: Column) -> Column:
+def undo_bytes(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     """Return the host memory for copies of the state: where it is open, for a bucket's at least."""
     if job.offload.speculate != "undo":
         return 0.0 * elements
@@ -99,7 +99,7 @@ def undo_bytes(job: Job, layouts: Layouts, elements: Column) -> Column:
     return np.maximum(np.maximum(MIB, UNDO_SHARE * whole), bucket)
 
 
-def host_terms(job: Job, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
+def host_terms(job: TrainingJob, layouts: Layouts, frozen: Column, trained: Column) -> dict[str, Column]:
     """Return the bytes on the host of an optimizer that has left the device, keys of ``plan.terms.HOST_TERMS``.
 
     ``frozen`` are the parameters that have masters only, ``trained`` those with moments and gradients, too.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from partool.catalog.profile import SMALLEST_ERROR
-from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Job, Layouts
+from partool.cost.case import KEEP_ATTENTION, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.codec import encode
 from partool.cost.memory import in_flight as closed
 from partool.cost.memory import sequence as sequence_memory
@@ -28,7 +28,7 @@ from partool.cost.memory.activations import (
 )
 from partool.cost.memory.fit import fit_probability, verdict
 from partool.cost.memory.host_state import pinned_terms
-from partool.cost.memory.rank_parameters import DENSE, MOE, Held, Ring, held_by_layout, held_by_rank
+from partool.cost.memory.rank_parameters import DENSE, MOE, RankLoad, WeightRing, held_by_layout, held_by_rank
 from partool.cost.memory.stacks import MemoryStack, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.memory.transient import communicators, exchange_bytes, loss_bytes
@@ -93,7 +93,7 @@ class Memory:
         return sum(self.host_terms.values()) * self.sharers
 
 
-def peak_memory(job: Job, layouts: Layouts) -> Memory:
+def peak_memory(job: TrainingJob, layouts: Layouts) -> Memory:
     """Return the predicted peak of each layout's fullest rank, with layers split evenly over stages.
 
     The first and the last pipeline rank are evaluated: the first has most micro-batches in flight, the last the head
@@ -127,7 +127,7 @@ def peak_memory(job: Job, layouts: Layouts) -> Memory:
     )
 
 
-def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPrediction:
+def predict_memory(job: TrainingJob, layout: Layout, headroom: float) -> MemoryPrediction:
     """Return the predicted peak of one layout, exact for each pipeline rank.
 
     ``headroom`` is the share of memory to keep free.
@@ -152,12 +152,12 @@ def predict_memory(job: Job, layout: Layout, headroom: float) -> MemoryPredictio
     )
 
 
-def host_bytes(job: Job, layout: Layout) -> int:
+def host_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the host memory that offloading takes on the fullest node."""
     return round(max(float(memory.host_bytes) for memory in rank_memories(job, layout)))
 
 
-def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
+def _host(job: TrainingJob, memories: Sequence[Memory], layout: Layout) -> dict[str, Any]:
     """Return the fields of a prediction about host memory, of the rank that needs most of it."""
     if not layout.offload.active:
         return {}
@@ -170,11 +170,13 @@ def _host(job: Job, memories: Sequence[Memory], layout: Layout) -> dict[str, Any
     }
 
 
-def rank_memories(job: Job, layout: Layout) -> list[Memory]:
+def rank_memories(job: TrainingJob, layout: Layout) -> list[Memory]:
     """Return the memory of the ranks of each pipeline position."""
     layouts = encode(layout)
     ranks = zip(stages_of_ranks(layout), held_by_ranks(layout), strict=True)
-    rings: Sequence[Ring | None] = ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
+    rings: Sequence[WeightRing | None] = (
+        ring_by_ranks(job, layout) if moves_weights(layout) else [None] * layout.mesh.pp
+    )
     held = [
         held_by_layout(job, layout, stages, count, ring) for (stages, count), ring in zip(ranks, rings, strict=True)
     ]
@@ -187,7 +189,7 @@ def _rank_memory(rank: int, memory: Memory) -> RankMemory:
     return RankMemory(pipeline_rank=rank, terms_bytes=terms, total_bytes=sum(terms.values()))
 
 
-def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
+def _memory(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Memory:
     stack, backend = memory_stack(job.stack.name), job.devices.backend
     state = states(job, layouts, stack, held)
     saved, at_work = _activations(job, layouts, stack, held, layers)
@@ -230,7 +232,7 @@ def _memory(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Memory:
     return Memory(terms, sigma, host_terms, sharers, outside, np.floor(job.memory_scalar * empty))
 
 
-def _movable(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Column:
+def _movable(job: TrainingJob, layouts: Layouts, held: RankLoad, layers: Layers) -> Column:
     """Return the bytes that go to the host of what layers save.
 
     Those of three layers do not: the last one's, and of two that are on their way. Nor do results that selective
@@ -247,7 +249,7 @@ def _movable(job: Job, layouts: Layouts, held: Held, layers: Layers) -> Column:
     return total * held.in_flight * np.maximum(0.0, 1.0 - _ON_DEVICE / several)
 
 
-def _copies_bytes(job: Job, held: Held) -> Column:
+def _copies_bytes(job: TrainingJob, held: RankLoad) -> Column:
     """Return the bytes of the flat copies of weights and gradients that travel."""
     ring = held.ring
     if ring is None:
@@ -265,7 +267,7 @@ def _sigma(stack: MemoryStack, backend: str, terms: dict[str, Column], outside: 
     return np.hypot(stack.sigma_states * known, stack.sigma_moving * (allocated - known))
 
 
-def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
+def _narrowed(job: TrainingJob, sigma: Column, total: Column) -> Column:
     """Return the deviation once runs were measured: what was known before counts as one more, and 2 % always remain."""
     if not job.memory_runs:
         return sigma
@@ -274,7 +276,7 @@ def _narrowed(job: Job, sigma: Column, total: Column) -> Column:
 
 
 def _fullest_phase(
-    state: States, held: Held, saved: Column, at_work: Column, loss: Column
+    state: States, held: RankLoad, saved: Column, at_work: Column, loss: Column
 ) -> tuple[Column, Column, Column]:
     """Return activations, gradients and loss in the phase that needs most."""
     # As one micro-batch's backward pass ends, the others in flight still have their activations.
@@ -294,7 +296,7 @@ def _fullest_phase(
     return chosen(0), chosen(1), chosen(2)
 
 
-def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]) -> Layers:
+def _layers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: Sequence[RankLoad]) -> Layers:
     """Return the bytes that one layer saves and takes at work, by kind and policy."""
     policies = sorted({0} | {policy for each in held for _, policy in each.kept})
     found: Layers = {}
@@ -315,7 +317,9 @@ def _layers(job: Job, layouts: Layouts, stack: MemoryStack, held: Sequence[Held]
     return found
 
 
-def _activations(job: Job, layouts: Layouts, stack: MemoryStack, held: Held, layers: Layers) -> tuple[Column, Column]:
+def _activations(
+    job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad, layers: Layers
+) -> tuple[Column, Column]:
     """Return the bytes of saved tensors over all micro-batches in flight, and of the one layer that is at work."""
     saved: Column = 0.0
     at_work: Column = 0.0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Job, Layouts, Mask, among
+from partool.cost.case import HALVED_RING, RECOMPUTE, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.tensor_shares import share_columns
 from partool.layout.parameters import ParameterInfo, groups, is_frozen, layer_parameters
 from partool.plan.layout import Layout
@@ -32,7 +32,7 @@ class Elements(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Groups:
+class GatherGroups:
     """The model's parameters in the groups that are gathered together."""
 
     embedding: Elements
@@ -48,7 +48,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Ring:
+class WeightRing:
     """What a rank holds of a pipeline whose weights travel; every field is a column."""
 
     there: Mask
@@ -66,7 +66,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankLoad:
     """One pipeline rank's share of a job; every field but ``rank`` is a column."""
 
     layers: tuple[Column, Column]
@@ -79,7 +79,7 @@ class Held:
     """Micro-batches of all its layers whose activations exist at the peak."""
     kept: dict[tuple[int, int], Column]
     """Layers by (kind, index of the recompute policy)."""
-    ring: Ring | None = None
+    ring: WeightRing | None = None
     """Where weights travel, what comes with that."""
 
     @property
@@ -89,7 +89,7 @@ class Held:
 
 
 @lru_cache(maxsize=16)
-def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...]) -> Groups:
+def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str, ...]) -> GatherGroups:
     """Return the model's groups of parameters."""
     rows = model if padded_vocab is None else model.model_copy(update={"vocab": padded_vocab})
     kinds: list[Elements] = []
@@ -97,7 +97,7 @@ def model_groups(model: ModelConfig, padded_vocab: int | None, frozen: tuple[str
         layer = next((i for i in range(model.layers) if model.is_moe_layer(i) == bool(kind)), None)
         kinds.append(_elements([] if layer is None else layer_parameters(model, layer)))
     outer = groups(rows.model_copy(update={"layers": 1, "layer_types": ()}))
-    found = Groups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
+    found = GatherGroups(_elements(outer[0]), (kinds[0], kinds[1]), _elements(outer[-1]))
     return replace(found, **_trained(model, frozen)) if frozen else found
 
 
@@ -126,7 +126,7 @@ def _share(infos: Sequence[ParameterInfo], frozen: tuple[str, ...]) -> float:
     return 1.0 - sum(info.elements for info in infos if is_frozen(info.name, frozen)) / max(held, 1)
 
 
-def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) -> Held:
+def held_by_rank(job: TrainingJob, layouts: Layouts, rank: Column, in_flight: Column) -> RankLoad:
     """Return what a pipeline rank (a column) holds where layers are split as evenly as possible.
 
     ``in_flight`` counts micro-batches of one chunk, as :func:`partool.cost.memory.in_flight.in_flight` does.
@@ -160,16 +160,16 @@ def held_by_rank(job: Job, layouts: Layouts, rank: Column, in_flight: Column) ->
     # Stages that come back end where they began.
     last = np.where((rank == np.where(layouts.folded & (chunks % 2 == 0), 0, pp - 1)) | layouts.ring, 1, 0)
     ring = _ring(job, layouts, each + (odd > 0)) if np.any(layouts.ring) else None
-    return Held(kinds, first, last, in_flight / chunks, kept, ring)
+    return RankLoad(kinds, first, last, in_flight / chunks, kept, ring)
 
 
-def _ring(job: Job, layouts: Layouts, most: Column) -> Ring:
+def _ring(job: TrainingJob, layouts: Layouts, most: Column) -> WeightRing:
     """Return what comes with weights that travel, in stages of at most so many layers."""
     share = sum(not job.model.is_moe_layer(layer) for layer in range(job.model.layers)) / job.model.layers
     layers = np.where(among(layouts.schedule, HALVED_RING), job.model.layers, most)
     each = [common + expert for common, expert in share_columns(job, layouts).layers]
     stages = layouts.pp * layouts.chunks
-    return Ring(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
+    return WeightRing(layouts.ring, stages, (share * layers, (1 - share) * layers), np.minimum(stages - 1, 2), 2,
                 most * (share * each[DENSE] + (1 - share) * each[MOE]))  # fmt: skip
 
 
@@ -193,7 +193,9 @@ def _stages_of_rank(layouts: Layouts, rank: Column) -> Iterator[tuple[Column, Ma
         yield chunk * pp + np.where(layouts.folded, turned, rank), chunk < layouts.chunks
 
 
-def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: int, ring: Ring | None = None) -> Held:
+def held_by_layout(
+    job: TrainingJob, layout: Layout, stages: Sequence[int], in_flight: int, ring: WeightRing | None = None
+) -> RankLoad:
     """Return what a pipeline rank with these stages of one layout holds, from its own policy per layer."""
     model, last = job.model, len(layout.pipeline.bounds) - 1
     kept: dict[tuple[int, int], Column] = {}
@@ -203,4 +205,4 @@ def held_by_layout(job: Job, layout: Layout, stages: Sequence[int], in_flight: i
             kept[key] = kept.get(key, 0) + 1
     kinds = [sum(count for (kind, _), count in kept.items() if kind == wanted) for wanted in (DENSE, MOE)]
     begins, ends = int(0 in stages or ring is not None), int(last in stages or ring is not None)
-    return Held((kinds[0], kinds[1]), begins, ends, in_flight / len(stages), kept, ring)
+    return RankLoad((kinds[0], kinds[1]), begins, ends, in_flight / len(stages), kept, ring)

@@ -17,14 +17,14 @@ from partool.cost.case import (
     STARTRAIL,
     USP,
     Column,
-    Job,
     Layouts,
+    TrainingJob,
 )
 from partool.cost.kinds import kinds
 from partool.cost.time.attention import widths
 
 
-class Sizes(NamedTuple):
+class AttentionElements(NamedTuple):
     """Elements per token of this rank, within attention, on the rank that works on most heads; columns."""
 
     query: Column
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     """Sums of exponentials, one per head."""
 
 
-def saved_bytes(job: Job, layouts: Layouts, policy: int) -> Column:
+def saved_bytes(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     """Return the bytes that a layer keeps more than its share of what it keeps alone, for one micro-batch.
 
     Where heads are traded for tokens, results are kept as attention gives them, and as the next product takes them;
@@ -58,7 +58,7 @@ def saved_bytes(job: Job, layouts: Layouts, policy: int) -> Column:
     return np.where(trades, _rows(job, layouts) * found, 0.0)
 
 
-def buffer_bytes(job: Job, layouts: Layouts) -> Column:
+def buffer_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of what the attention of one layer holds besides, in the pass that needs more of it.
 
     Exchanges of heads: what is sent and what arrives. Blocks that travel: the one at work and the one that comes, in
@@ -95,18 +95,18 @@ def buffer_bytes(job: Job, layouts: Layouts) -> Column:
     return np.where(several, _rows(job, layouts) * found, 0.0)
 
 
-def _outside(job: Job, layouts: Layouts) -> Sizes:
+def _outside(job: TrainingJob, layouts: Layouts) -> AttentionElements:
     query, key, value = widths(job, layouts)
     heads, keys = tensor_shares.heads(job.model, layouts.tp)
-    return Sizes(query, key + value, value / keys * heads, heads)
+    return AttentionElements(query, key + value, value / keys * heads, heads)
 
 
-def _inside(job: Job, layouts: Layouts, outside: Sizes) -> Sizes:
+def _inside(job: TrainingJob, layouts: Layouts, outside: AttentionElements) -> AttentionElements:
     heads, keys = tensor_shares.heads(job.model, layouts.tp)
     ranks, found = sequence_shares.trading(layouts), sequence_shares.heads(job, layouts)
     share, shared = ranks * found.queries / heads, ranks * found.keys / keys
-    return Sizes(outside.query * share, outside.keys * shared, outside.result * share, outside.sums * share)
+    return AttentionElements(outside.query * share, outside.keys * shared, outside.result * share, outside.sums * share)
 
 
-def _rows(job: Job, layouts: Layouts) -> Column:
+def _rows(job: TrainingJob, layouts: Layouts) -> Column:
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts, Mask
+from partool.cost.case import Column, Layouts, Mask, TrainingJob
 from partool.cost.memory.host_state import accumulates, buffers, host_terms, state_bytes, waits_on_device, wire_bytes
-from partool.cost.memory.rank_parameters import DENSE, MOE, Groups, Held, model_groups
+from partool.cost.memory.rank_parameters import DENSE, MOE, GatherGroups, RankLoad, model_groups
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.tensor_shares import share_columns
 from partool.cost.traffic.gathers import kept_elements
@@ -57,7 +57,7 @@ class _Sizes:
     """The largest group."""
 
 
-def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States:
+def states(job: TrainingJob, layouts: Layouts, stack: MemoryStack, held: RankLoad) -> States:
     """Return the state of a rank."""
     sizes = _sizes(job, layouts, held)
     small = job.compute_bytes
@@ -109,7 +109,7 @@ def states(job: Job, layouts: Layouts, stack: MemoryStack, held: Held) -> States
     return States(parameters - away, gathered, *gradients, optimizer, buffers, terms)
 
 
-def _leaving(job: Job, layouts: Layouts, sizes: _Sizes) -> Column:
+def _leaving(job: TrainingJob, layouts: Layouts, sizes: _Sizes) -> Column:
     """Return the bytes of reduced gradients on their way to the host: the backward pass waits where there are more."""
     if job.stack.name != "partool":
         return 0.0
@@ -118,7 +118,7 @@ def _leaving(job: Job, layouts: Layouts, sizes: _Sizes) -> Column:
     return np.where(there, np.minimum(size, wire_bytes(job, layouts) * sizes.trained), 0.0)
 
 
-def _stored(job: Job, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
+def _stored(job: TrainingJob, layouts: Layouts, away: Column, sizes: _Sizes) -> Column:
     """Return the host memory of parameters' shards: of all, or of those in files as many groups as are on their way."""
     if job.stack.name != "partool":
         return HOST_FACTOR * away
@@ -133,11 +133,11 @@ def _shards(layouts: Layouts) -> Column:
     return np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
 
 
-def _groups(job: Job) -> Groups:
+def _groups(job: TrainingJob) -> GatherGroups:
     return model_groups(job.model, job.padded_vocab, job.frozen)
 
 
-def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
+def _sizes(job: TrainingJob, layouts: Layouts, held: RankLoad) -> _Sizes:
     groups, shares = _groups(job), share_columns(job, layouts)
     common: Column = 0.0
     expert: Column = 0.0
@@ -173,7 +173,7 @@ def _sizes(job: Job, layouts: Layouts, held: Held) -> _Sizes:
     )
 
 
-def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
+def _gathered(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, everything: Column) -> Column:
     """Parameters gathered for the passes: all until ZeRO-2, then a group, the next one and the root."""
     small = job.compute_bytes
     if stack.live_elements:
@@ -185,7 +185,7 @@ def _gathered(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes, eve
     return small * np.where(layouts.zero == 3, partial, whole)
 
 
-def _ahead(job: Job, sizes: _Sizes, everything: Column) -> Column:
+def _ahead(job: TrainingJob, sizes: _Sizes, everything: Column) -> Column:
     """Elements of the group that computes, of those gathered ahead of it, and of what stays gathered."""
     depth = job.controls.prefetch
     groups = sizes.largest if depth == 0 else sizes.pair + (depth - 1) * sizes.largest
@@ -195,7 +195,7 @@ def _ahead(job: Job, sizes: _Sizes, everything: Column) -> Column:
 
 
 def _gradients(
-    job: Job, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
+    job: TrainingJob, layouts: Layouts, stack: MemoryStack, whole: Column, sharded: Column
 ) -> tuple[Column, Column, Column]:
     """Return the gradients as a backward pass ends, when activations are at their most, and at the optimizer's step."""
     master = job.master_bytes if stack.wide_weights else job.compute_bytes
@@ -227,7 +227,7 @@ def _gradients(
     return ended * on_device, before * on_device, stepping
 
 
-def _buffers(job: Job, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
+def _buffers(job: TrainingJob, layouts: Layouts, stack: MemoryStack, sizes: _Sizes) -> Column:
     """Return the bytes of buckets: a gather's message, gradients, and as the reduction takes these.
 
     A sequential gather has no message beside the parameters.

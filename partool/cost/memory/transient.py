@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import USP, Column, Job, Layouts
+from partool.cost.case import USP, Column, Layouts, TrainingJob
 from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
@@ -13,7 +13,7 @@ from partool.cost.memory.stacks import MemoryStack
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
-def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
+def loss_bytes(job: TrainingJob, layouts: Layouts, stack: MemoryStack) -> tuple[Column, Column]:
     """Return the bytes of logits and of their gradient, and those of narrow logits that were freed by then.
 
     The freed block stays with the allocator: what follows is twice as large and does not fit into it.
@@ -44,7 +44,7 @@ def loss_bytes(job: Job, layouts: Layouts, stack: MemoryStack) -> tuple[Column, 
     return spike + outputs * small * logits, np.where(in_parts, 0.0, narrow * at_once)
 
 
-def _fused_loss_bytes(job: Job, layouts: Layouts) -> Column:
+def _fused_loss_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the same where gradients are computed with the loss: logits of some rows, which their gradient replaces.
 
     Besides these there are the gradients of the hidden state and of the head, whose sum is wide over many chunks and is
@@ -66,7 +66,7 @@ def _chunk_rows(tokens: Column, vocab: Column, item_bytes: int) -> Column:
     return rows[places].reshape(pairs.shape[:-1])
 
 
-def exchange_bytes(job: Job, layouts: Layouts) -> Column:
+def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the bytes of buffers of tensor, sequence and expert parallelism."""
     small, m = job.compute_bytes, job.model
     # Shares of the residual stream are gathered for each pair of matrices, forward and backward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import sequence_shares, tensor_shares
-from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Job, Layouts
+from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
 from partool.cost.time.gemm import matmul_s
 
@@ -44,7 +44,7 @@ def keys_between(start: Column, stop: Column, window: int) -> Column:
     return (until(stop) - until(start)) / np.maximum(stop - start, 1e-9)
 
 
-def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
+def widths(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column, Column]:
     """Return the widths per token of queries, of keys and of values over the heads of one tensor rank."""
     model = job.model
     queries, keys = tensor_shares.heads(model, layouts.tp)
@@ -54,7 +54,7 @@ def widths(job: Job, layouts: Layouts) -> tuple[Column, Column, Column]:
     return queries * model.head_dim, keys * model.head_dim, keys * model.head_dim
 
 
-def pairs(job: Job, layouts: Layouts, kind: Kind) -> Column:
+def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
     """Return the pairs of a query and a key of one sequence that the busiest rank works on, times its query heads.
 
     Ulysses and DSP have each rank see whole lines, of fewer heads or fewer lines. Others see keys of all ranks: where
@@ -84,7 +84,7 @@ def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
 
 
-def attention_s(job: Job, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
+def attention_s(job: TrainingJob, layouts: Layouts, kind: Kind = _ALL, *, backward: bool) -> Column:
     """Return the seconds of scores and values of one layer for one micro-batch on the busiest rank."""
     if job.stack.attention == "unfused":
         return _unfused_s(job, layouts, layouts.micro_batch * job.sequence_length / layouts.cp, backward=backward)
@@ -100,7 +100,7 @@ def attention_s(job: Job, layouts: Layouts, kind: Kind = _ALL, *, backward: bool
     return flops * (_BACKWARD if backward else 1.0) / rate + _START_S * sequence_shares.blocks(layouts, kind)
 
 
-def _peak(job: Job) -> float:
+def _peak(job: TrainingJob) -> float:
     devices = job.devices
     return devices.achievable_flops if devices.backend == "cpu" else devices.peak_flops or devices.achievable_flops
 
@@ -110,7 +110,7 @@ def _head_share(head_dim: int) -> float:
     return 1.0 if head_dim >= 128 else 0.85 if head_dim >= 96 else 0.70
 
 
-def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
+def _unfused_s(job: TrainingJob, layouts: Layouts, rows: Column, *, backward: bool) -> Column:
     """Return the seconds of batched products over all pairs, masked or not, and the scores' way through memory."""
     model, length = job.model, job.sequence_length
     queries, _ = tensor_shares.heads(model, layouts.tp)
@@ -125,7 +125,7 @@ def _unfused_s(job: Job, layouts: Layouts, rows: Column, *, backward: bool) -> C
     )
 
 
-def extra_operators(job: Job, layouts: Layouts) -> Column:
+def extra_operators(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the factor on a layer's operators where unfused attention's softmax has no kernel of its own.
 
     Megatron's masked softmax works on groups of four heads and samples; other shapes take a chain of small kernels

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from partool.cost import collective, sequence_shares, tensor_shares
-from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Job, Layouts, among
+from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Layouts, TrainingJob, among
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.micro import Micro, micro
-from partool.cost.time.offload import Offload, chain, device_share, device_update_s, offload
+from partool.cost.time.offload import OffloadTime, chain, device_share, device_update_s, offload
 from partool.cost.time.pipeline import boundary_elements
-from partool.cost.time.sync import Held, Passes, Sync, pipeline_wait, sync
+from partool.cost.time.sync import PassSeconds, RankParameters, Sync, pipeline_wait, sync
 from partool.cost.traffic.total import trained_share
 
 _ANY_ORDER = (SCHEDULES.index("zb-v"), SCHEDULES.index("file"))
 
 
 @dataclass(frozen=True)
-class Step:
+class StepParts:
     """Everything of a step but the pipeline's order: for the mean pipeline rank of each layout."""
 
     micro: Micro
     sync: Sync
-    offload: Offload
+    offload: OffloadTime
     optimizer_s: Column
     send_s: Column
     """One transfer between neighbouring stages."""
@@ -38,7 +38,7 @@ class Step:
     """What a step takes beside its micro-batches."""
 
 
-def step(job: Job, layouts: Layouts) -> Step:
+def step(job: TrainingJob, layouts: Layouts) -> StepParts:
     """Return the parts of a step; parameters and collectives are those of a pipeline rank's fair share."""
     costs = micro(job, layouts)
     pp, m = layouts.pp, layouts.accumulation
@@ -46,9 +46,9 @@ def step(job: Job, layouts: Layouts) -> Step:
     ring = layouts.ring
     # Embedding and head are on all ranks of a ring.
     dense = dense + np.where(ring, (1.0 - 1.0 / pp) * (costs.first.dense + costs.last.dense), 0.0)
-    passes = Passes(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
+    passes = PassSeconds(costs.total("forward_s") / pp, costs.total("backward_s") / pp)
     groups = np.maximum((job.model.layers + 2) / pp, 1.0)
-    shared = sync(job, layouts, Held(dense, expert, groups), passes)
+    shared = sync(job, layouts, RankParameters(dense, expert, groups), passes)
     owned = owned_elements(job, layouts, dense, expert)
     moved = offload(
         job,
@@ -66,10 +66,10 @@ def step(job: Job, layouts: Layouts) -> Step:
     exposed = np.maximum(shared.gradient_exposed_s + shared.gather_exposed_s, moved.exposed_s)
     state = exposed + shared.slowdown_s + moved.slowdown_s
     extra = state + tensor + optimizer + job.stack.overhead_s
-    return Step(costs, shared, moved, optimizer, send, owned, passes.backward_s, tensor, extra)
+    return StepParts(costs, shared, moved, optimizer, send, owned, passes.backward_s, tensor, extra)
 
 
-def hidden_share(job: Job, layouts: Layouts) -> float:
+def hidden_share(job: TrainingJob, layouts: Layouts) -> float:
     """Return the least share of one layout's optimizer state that stays on the device so that the rest is hidden.
 
     See :func:`partool.cost.time.offload.device_share`; ``layouts`` is of single numbers.
@@ -80,7 +80,7 @@ def hidden_share(job: Job, layouts: Layouts) -> float:
     return device_share(float(found.last_s), slowest, float(whole.lag_s))
 
 
-def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) -> Column:
+def owned_elements(job: TrainingJob, layouts: Layouts, dense: Column, expert: Column) -> Column:
     """Return the trained parameters that a rank's optimizer updates: its shard; experts have fewer ranks to share."""
     shards = np.where(layouts.zero > 0, layouts.shards * layouts.cp, 1)
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
@@ -89,7 +89,7 @@ def owned_elements(job: Job, layouts: Layouts, dense: Column, expert: Column) ->
     return trained_share(job.model, job.frozen) * (dense / shards + expert / cut)
 
 
-def bound_s(job: Job, layouts: Layouts) -> Column:
+def bound_s(job: TrainingJob, layouts: Layouts) -> Column:
     """Return a lower bound of the step time of each layout.
 
     The busiest rank works on all micro-batches; the last one also waits until the first has come through, and the first
@@ -120,7 +120,7 @@ def bound_s(job: Job, layouts: Layouts) -> Column:
     return job.time_scalar * (bound + parts.extra_s)
 
 
-def _travelling_s(job: Job, layouts: Layouts, costs: Micro) -> Column:
+def _travelling_s(job: TrainingJob, layouts: Layouts, costs: Micro) -> Column:
     """Return a lower bound of the time that weights and gradients take from rank to rank.
 
     Per round of micro-batches all stages' weights go round twice, but for the first and the last stage's where a pass
@@ -138,13 +138,13 @@ def _travelling_s(job: Job, layouts: Layouts, costs: Micro) -> Column:
     return collective.send_s(job, sent, stride) - collective.send_s(job, 0.0, stride)
 
 
-def _last_layers(job: Job, stages: Column) -> Column:
+def _last_layers(job: TrainingJob, stages: Column) -> Column:
     """Return the most layers that the last stage may have."""
     # One more where a heavy embedding leaves the first stage fewer.
     return job.stage_layers[-1] if job.stage_layers is not None else np.ceil(job.model.layers / stages) + 1
 
 
-def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> Column:
+def _interleaved_s(job: TrainingJob, layouts: Layouts, costs: Micro, total: Column) -> Column:
     """Return a lower bound of the time of schedules with several stages per rank and whole backward passes.
 
     Rank r waits until the first micro-batch has passed the first stage of each rank before it, and these are last to
@@ -164,7 +164,7 @@ def _interleaved_s(job: Job, layouts: Layouts, costs: Micro, total: Column) -> C
     return np.asarray(np.where(even, np.maximum(exact, bound), bound))
 
 
-def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
+def _largest_stage(job: TrainingJob, costs: Micro, stages: Column, total: Column) -> tuple[Column, Column, Column]:
     """Return the least time of the largest stage, and of the last one in such a split: both passes, and forward.
 
     Exact where all layers cost the same; else only what follows from the mean and from the head.
@@ -190,7 +190,7 @@ def _largest_stage(job: Job, costs: Micro, stages: Column, total: Column) -> tup
     return best, final * each + head, final * unit.forward_s + costs.last.forward_s
 
 
-def saved_bytes(job: Job, layouts: Layouts) -> Column:
+def saved_bytes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return roughly what one micro-batch saves on a pipeline rank, for traffic to host memory (arXiv 2205.05198)."""
     rows = layouts.micro_batch * sequence_shares.tokens(job, layouts)
     model = job.model

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from partool.cost.case import Column, Job
+from partool.cost.case import Column, TrainingJob
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
@@ -27,7 +27,7 @@ _MISALIGNED = ((64, 1.0), (8, 1.18), (1, 1.6))
 User's Guide": tensor cores want multiples of 8; whole 128-byte lines are best)."""
 
 
-def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
+def matmul_s(job: TrainingJob, m: Column, n: Column, k: Column, *, wide: bool = False, batch: Column = 1) -> Column:
     """Return the seconds of ``batch`` products [m, k] × [k, n] that run at once; ``wide``: in 16 bits under fp8."""
     devices = job.devices
     rate = devices.achievable_flops
@@ -46,7 +46,7 @@ def matmul_s(job: Job, m: Column, n: Column, k: Column, *, wide: bool = False, b
 
 
 def tiled_s(
-    job: Job, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
+    job: TrainingJob, sides: tuple[float, float, float], tile: tuple[int, int], *, splits: int = 1, batch: float = 1.0
 ) -> float:
     """Return the seconds of products of sides (m, n, k) with tiles of given rows and columns, else as :func:`matmul_s`.
 
@@ -68,7 +68,7 @@ def tiled_s(
     return float(max(seconds + depth, moved) + _START_S + sums)
 
 
-def streamed_s(job: Job, moved_bytes: float) -> float:
+def streamed_s(job: TrainingJob, moved_bytes: float) -> float:
     """Return the seconds of a kernel that only moves bytes through memory."""
     return moved_bytes / (_MEMORY_SHARE * job.devices.memory_bytes_per_s) + _START_S
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from partool.cost import collective, sequence_shares, tensor_shares
-from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Job, Layouts
+from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
 from partool.cost.stacks import Stack
 from partool.cost.time import attention, sequence
@@ -29,7 +29,7 @@ _IMBALANCE = 1.1
 
 
 @dataclass
-class Pass:
+class LayerPass:
     """Seconds of one pass of one layer (or of the head) over one micro-batch, by what is done."""
 
     matmul_s: Column = 0.0
@@ -38,7 +38,7 @@ class Pass:
     tensor_s: Column = 0.0
     sequence_s: Column = 0.0
     expert_s: Column = 0.0
-    shared: sequence.Exchange = field(default_factory=sequence.Exchange)
+    shared: sequence.ExchangeTime = field(default_factory=sequence.ExchangeTime)
     """What makes up ``sequence_s``."""
     host_s: Column = 0.0
     """What the host needs to start the pass's operators."""
@@ -55,12 +55,12 @@ class Pass:
         """Compute, and the communication that it does not hide."""
         return self.compute_s + sum(self.exposed.values())
 
-    def total_s(self, job: Job) -> Column:
+    def total_s(self, job: TrainingJob) -> Column:
         """Return what a pass takes on the device and its host together."""
         return blended_s(job, self.device_s, self.host_s)
 
 
-def blended_s(job: Job, device_s: Column, host_s: Column) -> Column:
+def blended_s(job: TrainingJob, device_s: Column, host_s: Column) -> Column:
     """Return the slower of device and host with a part of the faster; on a CPU both work on the same cores.
 
     A host that runs far ahead hides all its work. Where it has to wait for the device within a layer, as the old way of
@@ -78,12 +78,12 @@ def blended_s(job: Job, device_s: Column, host_s: Column) -> Column:
 class Layer:
     """A layer's passes; ``again`` is what the backward pass runs once more under the recompute policy."""
 
-    forward: Pass
-    backward: Pass
-    again: Pass
+    forward: LayerPass
+    backward: LayerPass
+    again: LayerPass
 
 
-def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
+def layer(job: TrainingJob, layouts: Layouts, kind: Kind) -> Layer:
     """Return the passes of one layer of a kind."""
     sent = tensor_time.layer_seconds(job, layouts)
     forward, backward = (_pass(job, layouts, kind, sent, backward=which) for which in (False, True))
@@ -95,12 +95,14 @@ def layer(job: Job, layouts: Layouts, kind: Kind) -> Layer:
     return Layer(forward, backward, again)
 
 
-def tokens(job: Job, layouts: Layouts) -> Column:
+def tokens(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
-def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, backward: bool) -> Pass:
+def _pass(
+    job: TrainingJob, layouts: Layouts, kind: Kind, sent: tensor_time.TensorSeconds, *, backward: bool
+) -> LayerPass:
     stack = job.stack
     operators: Column = stack.operators_backward if backward else stack.operators_forward
     if kind.moe:
@@ -117,7 +119,7 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
     shared = sequence.exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
-    done = Pass(
+    done = LayerPass(
         matmul_s=matmul,
         attention_s=derate * attention.attention_s(job, layouts, kind, backward=backward),
         elementwise_s=derate * _elementwise_s(job, layouts, kind, backward=backward) + operators * _gap_s(job),
@@ -137,7 +139,7 @@ def _pass(job: Job, layouts: Layouts, kind: Kind, sent: tensor_time.Passes, *, b
     return done
 
 
-def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
+def _again(job: TrainingJob, layouts: Layouts, forward: LayerPass, sent_s: Column) -> LayerPass:
     """Return what is run again: nothing, attention's core, all but products and attention, all but attention, all."""
     policy, share = layouts.recompute, layouts.recompute_share
     core = np.where((policy == ATTENTION) | (policy == FULL), share, 0.0)
@@ -154,7 +156,7 @@ def _again(job: Job, layouts: Layouts, forward: Pass, sent_s: Column) -> Pass:
     shown["sequence_parallel"] = core * shared.exposed_core(job, forward.attention_s) + traded
     # What is sent once more shows as much of as in the forward pass.
     shown["tensor_parallel"] = shown["tensor_parallel"] * sent_s / np.maximum(forward.tensor_s, 1e-30)
-    return Pass(
+    return LayerPass(
         matmul_s=matmuls * forward.matmul_s,
         attention_s=attends * forward.attention_s,
         elementwise_s=light * forward.elementwise_s,
@@ -219,7 +221,7 @@ def expert_products(model: ModelConfig, layouts: Layouts, rows: Column) -> list[
     return [(local, each, (1 + model.gated) * width, model.hidden), (local, each, model.hidden, width)]
 
 
-def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
+def _matmul_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
     """Return the seconds of a forward pass's products, and those of the second ones of pairs."""
     rows, pieces = tokens(job, layouts), tensor_time.pieces_sent(layouts)
     total: Column = 0.0
@@ -236,7 +238,7 @@ def _matmul_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column]:
     return total, second
 
 
-def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
+def _matmul_backward_s(job: TrainingJob, layouts: Layouts, kind: Kind) -> tuple[Column, Column, Column]:
     """Return the seconds of inputs' gradients [m, k] = [m, n] × [n, k] and of weights' [n, k] = [n, m] × [m, k].
 
     Third, of the latter, what the first ones of pairs take.
@@ -256,13 +258,13 @@ def _matmul_backward_s(job: Job, layouts: Layouts, kind: Kind) -> tuple[Column, 
     return inputs, weights, first
 
 
-def _traffic(job: Job, part: Fused) -> float:
+def _traffic(job: TrainingJob, part: Fused) -> float:
     """Return the memory traffic of a part of a block against a single pass; on the CPU nothing is fused."""
     passes = job.stack.elementwise
     return min(passes, _FUSED_PASSES) if part in job.stack.fused and job.devices.backend != "cpu" else passes
 
 
-def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
+def _elementwise_s(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> Column:
     """Return the seconds of norms, residuals, rotary positions and activations.
 
     Fused kernels read their inputs and write their result once: two norms and two residual sums move 10 hidden widths
@@ -290,17 +292,17 @@ def _elementwise_s(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) ->
     return moved / _stream(job)
 
 
-def _stream(job: Job) -> float:
+def _stream(job: TrainingJob) -> float:
     """Return the bytes per second of element-wise kernels."""
     return _STREAM_SHARE[job.devices.backend] * job.devices.memory_bytes_per_s
 
 
-def _gap_s(job: Job) -> float:
+def _gap_s(job: TrainingJob) -> float:
     """Return the device's idle time between two kernels; a CPU's is part of the host's time per operator."""
     return 0.0 if job.devices.backend == "cpu" else _KERNEL_GAP_S
 
 
-def _expert_s(job: Job, layouts: Layouts) -> Column:
+def _expert_s(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the seconds of dispatch and return: each token goes to ``top_k`` experts and back."""
     if job.model.moe is None:
         return 0.0
@@ -316,7 +318,7 @@ def _expert_s(job: Job, layouts: Layouts) -> Column:
     return 2.0 * collective.all_to_all_s(job, sent, ranks, between=np.minimum(different / visits, 1.0))
 
 
-def head_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+def head_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
     """Return the seconds of the head and the loss for one micro-batch on the last stage."""
     model, stack = job.model, job.stack
     rows = tokens(job, layouts)
@@ -346,7 +348,7 @@ def _logits_again(stack: Stack, layouts: Layouts, rows: Column, vocab: Column) -
     return np.where(late | ("loss" not in stack.fused), again, 0.0)
 
 
-def embedding_s(job: Job, layouts: Layouts, *, backward: bool) -> Column:
+def embedding_s(job: TrainingJob, layouts: Layouts, *, backward: bool) -> Column:
     """Return the seconds of looking up embeddings for one micro-batch on the first stage, or of summing gradients."""
     moved = (4.0 if backward else 2.0) * tokens(job, layouts) * job.model.hidden * job.compute_bytes
     return moved / layouts.tensor_inner / _stream(job)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind, kinds
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time import tensor as tensor_time
@@ -70,7 +70,7 @@ class Micro:
         return found
 
 
-def micro(job: Job, layouts: Layouts) -> Micro:
+def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     """Return what one micro-batch costs under each layout.
 
     Long columns hold the same few cases over and over: layouts that differ only in what does not matter to a
@@ -114,14 +114,14 @@ def _spread(value: Any, where: Any) -> Any:
     return value[where] if getattr(value, "ndim", 0) else value
 
 
-def _micro(job: Job, layouts: Layouts) -> Micro:
+def _micro(job: TrainingJob, layouts: Layouts) -> Micro:
     counts = Counter(kinds(job.model))
     passes = {kind: layer(job, layouts, kind) for kind in counts}
     units = {kind: _unit(job, layouts, kind, found) for kind, found in passes.items()}
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 
 
-def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
+def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
     backward = found.backward.total_s(job) + found.again.total_s(job)
     exposed = {
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
@@ -141,13 +141,13 @@ def _unit(job: Job, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
     )
 
 
-def _first(job: Job, layouts: Layouts) -> Unit:
+def _first(job: TrainingJob, layouts: Layouts) -> Unit:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
     return replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
 
 
-def _last(job: Job, layouts: Layouts) -> Unit:
+def _last(job: TrainingJob, layouts: Layouts) -> Unit:
     shares = share_columns(job, layouts)
     elements: Column = shares.head
     if job.model.tied_embeddings:
@@ -159,7 +159,11 @@ def _last(job: Job, layouts: Layouts) -> Unit:
 
 
 def _end(
-    job: Job, layouts: Layouts, seconds: Callable[..., Column], sent: tensor_time.Passes, elements: Column
+    job: TrainingJob,
+    layouts: Layouts,
+    seconds: Callable[..., Column],
+    sent: tensor_time.TensorSeconds,
+    elements: Column,
 ) -> Unit:
     """Return the embedding or the head, none of whose communication is hidden."""
     forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.memory.host_state import accumulates, bucket_elements, state_bytes, wire_bytes
 
 _LINK_SHARE = 0.8
@@ -29,7 +29,7 @@ _STREAM_SHARE = 0.80
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadTime:
     """Seconds per optimizer step of one rank."""
 
     transfer_s: Column
@@ -60,8 +60,8 @@ class Chain:
 
 
 def offload(
-    job: Job, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
-) -> Offload:
+    job: TrainingJob, layouts: Layouts, elements: Column, *, saved_bytes: Column, passes_s: Column, last_s: Column
+) -> OffloadTime:
     """Return the cost of host memory for a rank that owns ``elements`` parameters of the optimizer.
 
     ``saved_bytes`` are the activations of one micro-batch, ``passes_s`` is all compute of the step, ``last_s`` the last
@@ -71,7 +71,7 @@ def offload(
     if devices.backend == "cpu":
         return _in_turns(job, layouts, elements)
     if not devices.host_link_bytes_per_s:
-        return Offload(nothing, nothing, nothing)
+        return OffloadTime(nothing, nothing, nothing)
     link = link_rate(job)
     weights = layouts.offload_parameters * 2.0 * layouts.accumulation * elements * job.compute_bytes
     activations = layouts.offload_activations * layouts.accumulation * 2.0 * saved_bytes / link
@@ -101,10 +101,10 @@ def offload(
         # Over PCIe nobody has seen the host's work cost less than the device's update that it spares.
         slowdown = np.maximum(slowdown, share * device_update_s(job, elements))
     transfers = down + share * whole.early_down_s + up + early
-    return Offload(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
+    return OffloadTime(transfers, adam + share * whole.early_s, np.maximum(waits, 0.0), slowdown, disk)
 
 
-def chain(job: Job, layouts: Layouts, elements: Column) -> Chain:
+def chain(job: TrainingJob, layouts: Layouts, elements: Column) -> Chain:
     """Return what ``elements`` parameters' state goes through in a step of partool's own runtime.
 
     The update is one pass over gradient, master and moments, which it reads and writes, and it writes the weights. Put
@@ -157,7 +157,7 @@ def device_share(backward_s: float, host_s: float, lag_s: float) -> float:
     return min(1.0, max(0.0, lag_s / backward_s, 1.0 - room_s / host_s if host_s > 0.0 else 0.0))
 
 
-def device_update_s(job: Job, elements: Column) -> Column:
+def device_update_s(job: TrainingJob, elements: Column) -> Column:
     """Return the seconds of norm, clipping and update of so many parameters on the device."""
     # A moment is read and written.
     fewer = 2.0 * 4.0 * (2 - job.moments)
@@ -165,14 +165,14 @@ def device_update_s(job: Job, elements: Column) -> Column:
     return traffic * elements / (_STREAM_SHARE * job.devices.memory_bytes_per_s)
 
 
-def link_rate(job: Job) -> float:
+def link_rate(job: TrainingJob) -> float:
     """Return the bytes per second of one rank to host memory, on which all devices of a node draw."""
     devices = job.devices
     assert devices.host_link_bytes_per_s is not None
     return _LINK_SHARE * min(devices.host_link_bytes_per_s, devices.host_memory_bytes_per_s / devices.per_node)
 
 
-def update_rate(job: Job) -> float:
+def update_rate(job: TrainingJob) -> float:
     """Return the bytes per second at which one rank's cores pass over host memory."""
     devices = job.devices
     memory = job.stack.host_share * devices.host_memory_bytes_per_s / devices.per_node
@@ -180,16 +180,16 @@ def update_rate(job: Job) -> float:
     return memory if threads == "auto" else min(memory, threads * _CORE_BYTES_PER_S)
 
 
-def disk_rate(job: Job) -> float:
+def disk_rate(job: TrainingJob) -> float:
     """Return the bytes per second of one rank to disks, reads and writes together."""
     return _DISK_SHARE * job.devices.disk_bytes_per_s / job.devices.per_node
 
 
-def _in_turns(job: Job, layouts: Layouts, elements: Column) -> Offload:
+def _in_turns(job: TrainingJob, layouts: Layouts, elements: Column) -> OffloadTime:
     """Return what the same work takes on a CPU, whose cores train as well: nothing is beside anything."""
     share, nothing = 1.0 - layouts.gpu_fraction, 0.0 * layouts.gpu_fraction
     if not np.any(share) and not np.any(layouts.offload_parameters):
-        return Offload(nothing, nothing, nothing)
+        return OffloadTime(nothing, nothing, nothing)
     rate = 0.8 * job.devices.memory_bytes_per_s
     wire, small = wire_bytes(job, layouts), job.compute_bytes
     sends = np.where(accumulates(layouts), layouts.accumulation, 1)
@@ -199,12 +199,12 @@ def _in_turns(job: Job, layouts: Layouts, elements: Column) -> Offload:
     disk = nothing
     if job.offload.optimizer == "nvme":
         disk = share * 2.0 * state_bytes(job) * elements / disk_rate(job)
-    return Offload(copies, adam, nothing, copies + np.maximum(adam, disk), disk)
+    return OffloadTime(copies, adam, nothing, copies + np.maximum(adam, disk), disk)
 
 
 def _published(
-    job: Job, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
-) -> Offload:
+    job: TrainingJob, layouts: Layouts, elements: Column, early: Column, *, passes_s: Column, last_s: Column
+) -> OffloadTime:
     """Return the cost of other code bases, which step after the norm and have no buckets that overlap."""
     link, memory = link_rate(job), update_rate(job)
     moved = (1.0 - layouts.gpu_fraction) * elements
@@ -215,4 +215,4 @@ def _published(
     late = np.maximum(down, adam)
     waits = np.maximum(late - _BESIDE * last_s, early + late - _BESIDE * passes_s)
     start = _START_SHARE * (early + np.minimum(adam, last_s))
-    return Offload(down + up + early, adam, np.maximum(waits, 0.0) + start + up)
+    return OffloadTime(down + up + early, adam, np.maximum(waits, 0.0) + start + up)

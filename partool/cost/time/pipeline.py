@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 
 from partool.cost import sequence_shares, tensor_shares
-from partool.cost.case import HALVED_RING, Column, Job, Layouts
+from partool.cost.case import HALVED_RING, Column, Layouts, TrainingJob
 from partool.cost.case import SCHEDULES as NAMES
 from partool.cost.codec import encode
-from partool.cost.memory.rank_parameters import Ring
+from partool.cost.memory.rank_parameters import WeightRing
 from partool.cost.tensor_shares import share_columns
 from partool.plan.layout import Layout
 from partool.plan.schedule import placement_of, read, schedule_of
@@ -88,14 +88,14 @@ def _held(text: str) -> tuple[int, ...]:
     return tuple(peak_held(actions) for actions in read(text).lists)
 
 
-def stage_elements(job: Job, layout: Layout) -> list[int]:
+def stage_elements(job: TrainingJob, layout: Layout) -> list[int]:
     """Return the parameters of each stage's layers on one tensor rank: what travels where weights do."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(shares.layers[int(job.model.is_moe_layer(index))])) for index in range(job.model.layers)]
     return [sum(layers[start:stop]) for start, stop in layout.pipeline.bounds]
 
 
-def sent_bytes(job: Job, layout: Layout) -> int:
+def sent_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest pipeline rank sends to others of its pipeline per step.
 
     Activations and their gradients: one message of ``micro_batch × sequence × hidden`` per micro-batch and pair of
@@ -117,7 +117,7 @@ def messages(layout: Layout) -> int:
     return max(sends) * layout.derived.accumulation
 
 
-def _sent_weights_bytes(job: Job, layout: Layout) -> int:
+def _sent_weights_bytes(job: TrainingJob, layout: Layout) -> int:
     elements = stage_elements(job, layout)
     weights, gradients = ([size * width for size in elements] for width in (job.compute_bytes, job.master_bytes))
     rounds = layout.derived.accumulation // layout.mesh.pp
@@ -129,12 +129,12 @@ def _sent_weights_bytes(job: Job, layout: Layout) -> int:
     return round(max(found))
 
 
-def boundary_bytes(job: Job, layout: Layout) -> int:
+def boundary_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes of what one stage hands to the next, for one micro-batch."""
     return int(boundary_elements(job, encode(layout))) * job.compute_bytes
 
 
-def boundary_elements(job: Job, layouts: Layouts) -> Column:
+def boundary_elements(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the elements of the same, as columns: a rank's share of the residual stream."""
     length, stack = sequence_shares.tokens(job, layouts), job.stack
     if stack.sequence_parallel is not None:
@@ -144,7 +144,7 @@ def boundary_elements(job: Job, layouts: Layouts) -> Column:
     return layouts.micro_batch * rows * tensor_shares.width(job.model.hidden, layouts.tensor_inner)
 
 
-def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
+def ring_by_ranks(job: TrainingJob, layout: Layout) -> list[WeightRing]:
     """Return what travelling weights make each pipeline rank hold."""
     schedule = _rounds(layout, min(layout.derived.accumulation // layout.mesh.pp, _ROUNDS))
     rooms = [room(schedule, rank) for rank in range(schedule.ranks)]
@@ -155,7 +155,9 @@ def ring_by_ranks(job: Job, layout: Layout) -> list[Ring]:
     rebuilt = max(kept, key=len).count(False), max(kept, key=len).count(True)
     largest = max(stage_elements(job, layout))
     return [
-        Ring(there=True, inputs=held, rebuilt=rebuilt, weights=one.weights, gradients=one.gradients, elements=largest)
+        WeightRing(
+            there=True, inputs=held, rebuilt=rebuilt, weights=one.weights, gradients=one.gradients, elements=largest
+        )
         for one, held in zip(rooms, held_by_ranks(layout), strict=True)
     ]
 

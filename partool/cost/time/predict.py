@@ -8,13 +8,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.collective import all_reduce_s, axis_group, send_s
 from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import keys_seen
-from partool.cost.time.bound import Step, owned_elements, step
-from partool.cost.time.layer import Layer, Pass
+from partool.cost.time.bound import StepParts, owned_elements, step
+from partool.cost.time.layer import Layer, LayerPass
 from partool.cost.time.micro import COMMUNICATION, Micro, Unit, micro
 from partool.cost.time.pipeline import (
     messages,
@@ -25,7 +25,7 @@ from partool.cost.time.pipeline import (
     stages_of_ranks,
     worked_by_ranks,
 )
-from partool.cost.time.sync import Held, Passes, pipeline_wait, sync
+from partool.cost.time.sync import PassSeconds, RankParameters, pipeline_wait, sync
 from partool.cost.time.tensor import sync_s
 from partool.cost.traffic.total import traffic_bytes
 from partool.layout.parameters import parameters
@@ -65,7 +65,7 @@ def _keys(model: ModelConfig, sequence_length: int, kind: Kind) -> float:
     return keys_seen(sequence_length, kind.window)
 
 
-def model_flops(job: Job) -> float:
+def model_flops(job: TrainingJob) -> float:
     """Return the FLOPs of one optimizer step over all ranks, nothing recomputed."""
     tokens = job.global_batch * job.sequence_length
     per_token = matmul_flops_per_token(job.model) + attention_flops_per_token(job.model, job.sequence_length)
@@ -93,7 +93,7 @@ class Stages:
         return [float(sum(unit.exposed[name] for unit in stage)) for stage in self.units]
 
 
-def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePrediction:
+def predict_time(job: TrainingJob, layout: Layout, training_steps: int) -> TimePrediction:
     """Return the predicted time and traffic of one optimizer step on the slowest rank, and of the whole training."""
     costs = _costs(job, layout)
     base = step(job, encode(layout))
@@ -118,7 +118,7 @@ def predict_time(job: Job, layout: Layout, training_steps: int) -> TimePredictio
     )
 
 
-def stage_times(job: Job, layout: Layout) -> StageTimes:
+def stage_times(job: TrainingJob, layout: Layout) -> StageTimes:
     """Return the seconds of each stage per micro-batch, and of a transfer: what :func:`predict_time` schedules."""
     found = _times(job, layout, step(job, encode(layout)), _stages(job, layout, _costs(job, layout)))
     scale = job.time_scalar
@@ -129,14 +129,14 @@ def stage_times(job: Job, layout: Layout) -> StageTimes:
     return StageTimes(forward, backward, weight, send or 0.0, gradient_send_s=gradient)
 
 
-def _costs(job: Job, layout: Layout) -> dict[Recompute, Micro]:
+def _costs(job: TrainingJob, layout: Layout) -> dict[Recompute, Micro]:
     """Return what a micro-batch costs under each policy that some layers follow."""
     # On a ring the last stage's backward pass follows its forward pass at once: nothing is run again.
     more: tuple[Recompute, ...] = ("none",) if moves_weights(layout) else ()
     return {policy: micro(job, encode(layout, policy)) for policy in dict.fromkeys((*layout.recompute, *more))}
 
 
-def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
+def _stages(job: TrainingJob, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
     found = []
     of_layer = kinds(job.model)
     any_cost = next(iter(costs.values()))
@@ -152,7 +152,7 @@ def _stages(job: Job, layout: Layout, costs: dict[Recompute, Micro]) -> Stages:
     return Stages(tuple(found))
 
 
-def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, float]:
+def _terms(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> dict[str, float]:
     """Return the terms of the rank that is busiest, the schedule's idle time, and what follows the micro-batches."""
     m, pp = layout.derived.accumulation, layout.mesh.pp
     forward, backward = stages.total("forward_s"), stages.total("backward_s")
@@ -164,9 +164,9 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
         span = max(busy, span_s(layout, _times(job, layout, base, stages)))
     comm = {name: m * worked_by_ranks(layout, stages.exposed(name))[busiest] for name in COMMUNICATION}
     before = m * worked_by_ranks(layout, stages.total("exposed_forward_s"))[busiest]
-    passes = Passes(np.array(f_rank), np.array(b_rank))
+    passes = PassSeconds(np.array(f_rank), np.array(b_rank))
     dense, expert, groups = _parameters(layout, stages)
-    shared = sync(job, encode(layout), Held(dense, expert, groups), passes)
+    shared = sync(job, encode(layout), RankParameters(dense, expert, groups), passes)
     exposed = shared.gradient_exposed_s + shared.gather_exposed_s
     slowest = int(np.argmax(exposed * np.ones(pp)))
     owned = owned_elements(job, encode(layout), dense, expert)
@@ -188,7 +188,7 @@ def _terms(job: Job, layout: Layout, base: Step, stages: Stages) -> dict[str, fl
     }
 
 
-def _times(job: Job, layout: Layout, base: Step, stages: Stages) -> StageTimes:
+def _times(job: TrainingJob, layout: Layout, base: StepParts, stages: Stages) -> StageTimes:
     """Return the seconds of stages and of what travels between ranks, for the schedule."""
     forward, backward, weight = (stages.total(name) for name in ("forward_s", "backward_s", "weight_s"))
     if not moves_weights(layout):
@@ -201,14 +201,14 @@ def _times(job: Job, layout: Layout, base: Step, stages: Stages) -> StageTimes:
     return StageTimes(forward, backward, weight, weights_s, gradient_send_s=gradients_s)
 
 
-def _tensor_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+def _tensor_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
     """Return the seconds of the sums, once a step, of gradients that tensor ranks have parts of."""
     if layout.mesh.tp == 1:
         return 0.0
     return float(sync_s(job, encode(layout), max(worked_by_ranks(layout, stages.total("summed")))))
 
 
-def _outer_sync_s(job: Job, layout: Layout, stages: Stages) -> float:
+def _outer_sync_s(job: TrainingJob, layout: Layout, stages: Stages) -> float:
     """Return the seconds in which a ring's ranks sum the gradients of embedding and head, which all of them have."""
     if not moves_weights(layout):
         return 0.0
@@ -241,7 +241,7 @@ def _at(values: object, index: int) -> float:
     return float(found if found.ndim == 0 else found[index])
 
 
-def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) -> dict[str, float]:
+def _parts(job: TrainingJob, layout: Layout, base: StepParts, costs: dict[Recompute, Micro]) -> dict[str, float]:
     """Return finer parts, of a pipeline rank's fair share of the whole model."""
     share = layout.derived.accumulation / layout.mesh.pp
     parts = dict.fromkeys(TIME_PARTS, 0.0)
@@ -262,7 +262,7 @@ def _parts(job: Job, layout: Layout, base: Step, costs: dict[Recompute, Micro]) 
     return {name: job.time_scalar * value for name, value in parts.items()}
 
 
-def _add_layer(parts: dict[str, float], job: Job, found: Layer, share: float) -> None:
+def _add_layer(parts: dict[str, float], job: TrainingJob, found: Layer, share: float) -> None:
     for suffix, one in (("forward", found.forward), ("backward", found.backward)):
         parts[f"matmul_{suffix}"] += share * float(one.matmul_s)
         parts[f"attention_{suffix}"] += share * float(one.attention_s)
@@ -275,5 +275,5 @@ def _add_layer(parts: dict[str, float], job: Job, found: Layer, share: float) ->
         parts["expert_parallel"] += share * float(one.expert_s)
 
 
-def _launch_s(job: Job, one: Pass) -> float:
+def _launch_s(job: TrainingJob, one: LayerPass) -> float:
     return float(one.total_s(job) - one.device_s)

@@ -24,10 +24,10 @@ from partool.cost.case import (
     USP,
     ZIGZAG,
     Column,
-    Job,
     Layouts,
+    TrainingJob,
 )
-from partool.cost.collective import Group
+from partool.cost.collective import RankGroup
 from partool.cost.kinds import Kind
 from partool.cost.time.attention import keys_between, widths
 from partool.cost.time.gemm import matmul_s
@@ -37,7 +37,7 @@ _TRADE_OPERATORS, _BLOCK_OPERATORS, _GATHER_OPERATORS = 6.0, 12.0, 10.0
 """Kernels that the host starts for an exchange of heads, for a block that comes and is merged, and for a gather."""
 
 
-class Step(NamedTuple):
+class AttentionTransfer(NamedTuple):
     """Something that travels beside a part of attention; columns."""
 
     times: Column
@@ -48,14 +48,14 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Exchange:
+class ExchangeTime:
     """Seconds of what one layer sends in one pass over one micro-batch; fields are columns."""
 
     outside: Column = 0.0
     """Around attention's core, which recomputation of the core alone does not repeat."""
     inside: Column = 0.0
     """Within it, beside nothing."""
-    steps: list[Step] = field(default_factory=list)
+    steps: list[AttentionTransfer] = field(default_factory=list)
     """Of what travels beside attention."""
     hidden: Column = 0.0
     """Of what is outside, what projections hide."""
@@ -74,7 +74,7 @@ class Exchange:
         """Seconds of all, hidden or not."""
         return self.outside + self.turns + self.rings
 
-    def exposed_core(self, job: Job, attention_s: Column) -> Column:
+    def exposed_core(self, job: TrainingJob, attention_s: Column) -> Column:
         """Return what shows of what is within the core: what outlasts the attention beside which it travels."""
         stack, shown = job.stack, self.inside
         for times, seconds, share in self.steps:
@@ -82,11 +82,11 @@ class Exchange:
             shown = shown + times * (left + (stack.contention - 1.0) * (seconds - left))
         return shown
 
-    def exposed(self, job: Job, attention_s: Column) -> Column:
+    def exposed(self, job: TrainingJob, attention_s: Column) -> Column:
         """Return what shows of all."""
         return self.exposed_core(job, attention_s) + self.outside - self.hidden + self.turns
 
-    def add(self, there: Column, other: Exchange) -> None:
+    def add(self, there: Column, other: ExchangeTime) -> None:
         """Take another method's figures where that is used."""
 
         def where(value: Column) -> Column:
@@ -100,10 +100,10 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Pass:
+class SequencePass:
     """One layer's pass, as each method's function reads it."""
 
-    job: Job
+    job: TrainingJob
     layouts: Layouts
     kind: Kind
     backward: bool
@@ -130,14 +130,14 @@ class Pass:
         _, heads = tensor_shares.heads(self.job.model, self.layouts.tp)
         return (keys + values) / heads * sequence_shares.heads(self.job, self.layouts).keys
 
-    def group(self, size: Column, stride: Column) -> Group:
+    def group(self, size: Column, stride: Column) -> RankGroup:
         """Return ranks of one sequence that lie ``stride`` apart in their order."""
         return collective.group(self.job, size, stride * self.layouts.tp)
 
 
-def exchange(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Exchange:
+def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
     """Return what ranks that share a sequence send for one layer."""
-    found, several = Exchange(), np.asarray(layouts.cp) > 1
+    found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
     if not np.any(several):
         return found
     method = np.asarray(layouts.sequence_method)
@@ -153,11 +153,11 @@ def exchange(job: Job, layouts: Layouts, kind: Kind, *, backward: bool) -> Excha
     for used, form in forms:
         there = several & used
         if np.any(there):
-            found.add(there, form(Pass(job, layouts, kind, backward)))
+            found.add(there, form(SequencePass(job, layouts, kind, backward)))
     return found
 
 
-def _trade(one: Pass) -> Exchange:
+def _trade(one: SequencePass) -> ExchangeTime:
     """Return the exchanges of heads for tokens, each beside the projection that follows it.
 
     Forward keys, then queries leave, each beside the next projection; backward the gradients of values come back first,
@@ -187,14 +187,14 @@ def _trade(one: Pass) -> Exchange:
     # With tensor ranks the three projections are one product, and a compiler orders exchanges by itself.
     able = (np.asarray(layouts.tp) == 1) & (np.asarray(layouts.compiled) == 0)
     hidden = sum(np.minimum(sent, job.stack.overlap_products * product) for sent, product in beside)
-    return Exchange(
+    return ExchangeTime(
         outside=key_s + query_s + value_s + result_s,
         hidden=np.where(able, hidden / job.stack.contention, 0.0),
         operators=4 * _TRADE_OPERATORS,
     )
 
 
-def _ring(one: Pass) -> Exchange:
+def _ring(one: SequencePass) -> ExchangeTime:
     """Return the steps of a ring, whose neighbours are as far apart as the ranks that trade heads are many.
 
     In the backward pass the gradients of a block leave once a visitor has attended to it, so they are a step behind,
@@ -208,7 +208,7 @@ def _ring(one: Pass) -> Exchange:
     return found
 
 
-def _steps(one: Pass, ranks: Column, block: Column, group: Group, *, alone: int) -> Exchange:
+def _steps(one: SequencePass, ranks: Column, block: Column, group: RankGroup, *, alone: int) -> ExchangeTime:
     """Return the steps of a ring of blocks of so many elements.
 
     Backward, keys travel with no gradients ``alone`` times, and the last gradients that stay in the ring without keys.
@@ -216,22 +216,23 @@ def _steps(one: Pass, ranks: Column, block: Column, group: Group, *, alone: int)
     steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)
     narrow = _hop_s(one, block * one.small, group)
     if not one.backward:
-        return Exchange(steps=[Step(steps, narrow, share)], operators=steps * _BLOCK_OPERATORS)
+        return ExchangeTime(steps=[AttentionTransfer(steps, narrow, share)], operators=steps * _BLOCK_OPERATORS)
     wide, both = (_hop_s(one, block * width, group) for width in (one.wide, one.small + one.wide))
     first = np.minimum(steps, alone)
     times = ((first, narrow), (steps - first, both), (np.clip(steps + 1 - alone, 0, 1), wide))
-    return Exchange(
-        steps=[Step(count, seconds, share) for count, seconds in times], operators=2 * steps * _BLOCK_OPERATORS
+    return ExchangeTime(
+        steps=[AttentionTransfer(count, seconds, share) for count, seconds in times],
+        operators=2 * steps * _BLOCK_OPERATORS,
     )
 
 
-def _hop_s(one: Pass, sent_bytes: Column, group: Group) -> Column:
+def _hop_s(one: SequencePass, sent_bytes: Column, group: RankGroup) -> Column:
     """Return the seconds in which each rank of a ring hands something on, over the slowest link between neighbours."""
     far = group.domains > 1
     return collective.send_s(one.job, sent_bytes, np.where(far, one.job.domain, 1))
 
 
-def _halo(one: Pass) -> Exchange:
+def _halo(one: SequencePass) -> ExchangeTime:
     """Return what windows need of the tokens before each stretch: ranks hold one, or two with zigzag.
 
     Backward the keys come first, and their gradients go back beside the attention to a rank's own tokens.
@@ -249,16 +250,18 @@ def _halo(one: Pass) -> Exchange:
     own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
     narrow, wide = (_hop_s(one, elements * width, group) for width in (one.small, one.wide))
     if not one.backward:
-        return Exchange(steps=[Step(near, narrow, own)], operators=_BLOCK_OPERATORS)
-    return Exchange(inside=near * narrow, steps=[Step(near, wide, own)], operators=2 * _BLOCK_OPERATORS)
+        return ExchangeTime(steps=[AttentionTransfer(near, narrow, own)], operators=_BLOCK_OPERATORS)
+    return ExchangeTime(
+        inside=near * narrow, steps=[AttentionTransfer(near, wide, own)], operators=2 * _BLOCK_OPERATORS
+    )
 
 
-def _gather(one: Pass) -> Exchange:
+def _gather(one: SequencePass) -> ExchangeTime:
     """Return the gather of all keys and values, beside the attention to a rank's own; backward their gradients' sum."""
     group = one.group(one.layouts.cp, 1)
     whole = one.rows * one.layouts.cp * one.key_width
-    found = Exchange(
-        steps=[Step(1, collective.gather_s(one.job, whole * one.small, group), 1.0 / one.layouts.cp)],
+    found = ExchangeTime(
+        steps=[AttentionTransfer(1, collective.gather_s(one.job, whole * one.small, group), 1.0 / one.layouts.cp)],
         operators=_GATHER_OPERATORS * (2.0 if one.backward else 1.0),
     )
     if one.backward:
@@ -266,7 +269,7 @@ def _gather(one: Pass) -> Exchange:
     return found
 
 
-def _startrail(one: Pass) -> Exchange:
+def _startrail(one: SequencePass) -> ExchangeTime:
     """Return queries for the team, the placement of keys, rings of a team's keys, and partial results for the team.
 
     Backward the team needs queries, results and their gradients, and returns gradients of queries; those of keys go
@@ -303,9 +306,9 @@ def _startrail(one: Pass) -> Exchange:
     return found
 
 
-def _turn(one: Pass) -> Exchange:
+def _turn(one: SequencePass) -> ExchangeTime:
     """Return the exchanges of the hidden state around a layer."""
     group = one.group(one.layouts.cp, 1)
     hidden = one.job.model.hidden / tensor_shares.stream(one.job, one.layouts)
     each = collective.all_to_all_s(one.job, one.rows * hidden * one.small, group)
-    return Exchange(turns=one.kind.turns * each, operators=one.kind.turns * _TRADE_OPERATORS)
+    return ExchangeTime(turns=one.kind.turns * each, operators=one.kind.turns * _TRADE_OPERATORS)

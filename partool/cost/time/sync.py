@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import Column, Job, Layouts
-from partool.cost.collective import Group
+from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.collective import RankGroup
 from partool.cost.traffic.gathers import kept_elements, messages_of_unit
 from partool.cost.traffic.total import trained_share
 
@@ -30,7 +30,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankParameters:
     """Parameters of one rank: outside and inside of experts, and in how many groups they are sent."""
 
     dense: Column
@@ -38,7 +38,7 @@ class Held:
     groups: Column
 
 
-def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
+def sync(job: TrainingJob, layouts: Layouts, held: RankParameters, passes: PassSeconds) -> Sync:
     """Return the cost of sharing the state of a rank's parameters with the other data-parallel ranks."""
     stack, zero, m = job.stack, layouts.zero, layouts.accumulation
     if stack.pipeline_keeps_whole:
@@ -79,7 +79,7 @@ def sync(job: Job, layouts: Layouts, held: Held, passes: Passes) -> Sync:
     return Sync(gradient, exposed, gathered, shown, np.maximum(hidden, 0.0) * (stack.contention - 1.0))
 
 
-def _wait_shares(job: Job, layouts: Layouts) -> tuple[Column, Column]:
+def _wait_shares(job: TrainingJob, layouts: Layouts) -> tuple[Column, Column]:
     """Return the shares of its passes that a data-parallel rank waits, at sums and at gathers, for others on its cores.
 
     Pipelines, replicas of shards and optimizers in host memory wait for each sum, and ZeRO-2 and 3 for those of all
@@ -98,7 +98,7 @@ def _wait_shares(job: Job, layouts: Layouts) -> tuple[Column, Column]:
     return np.where(several, np.where(in_flight, sums, stack.wait_share), 0.0), np.where(several, gathers, 0.0)
 
 
-def pipeline_wait(job: Job, layouts: Layouts) -> Column:
+def pipeline_wait(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the share of its passes that a pipeline rank waits for others on its cores, where no collective counts it.
 
     Shared cores make stages that are alike take turns, whatever the schedule says.
@@ -107,7 +107,7 @@ def pipeline_wait(job: Job, layouts: Layouts) -> Column:
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassSeconds:
     """Seconds of a rank's passes over one micro-batch."""
 
     forward_s: Column
@@ -120,7 +120,11 @@ class Passes:
 
 
 def _groups_s(
-    job: Job, cost: Callable[[Job, Column, Group], Column], held: Held, each_bytes: float, ranks: tuple[Group, Group]
+    job: TrainingJob,
+    cost: Callable[[TrainingJob, Column, RankGroup], Column],
+    held: RankParameters,
+    each_bytes: float,
+    ranks: tuple[RankGroup, RankGroup],
 ) -> Column:
     """Return the seconds of one collective per group of parameters; experts go among the ranks that hold the same."""
     everyone, owners = ranks
@@ -130,7 +134,9 @@ def _groups_s(
     return groups * (dense + np.where(held.expert > 0, expert, 0.0))
 
 
-def _gather_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: tuple[Group, Group]) -> Column:
+def _gather_s(
+    job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: tuple[RankGroup, RankGroup]
+) -> Column:
     """Return the seconds of gathering all parameters once, but for those that stay gathered with ZeRO-3."""
     controls = job.controls
     messages = messages_of_unit(job.model, controls)
@@ -144,7 +150,7 @@ def _gather_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: tupl
     return np.where(zero == 3, _groups_s(job, collective.gather_s, rest, each_bytes, ranks), everything)
 
 
-def _refresh_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: Group) -> Column:
+def _refresh_s(job: TrainingJob, held: RankParameters, each_bytes: float, zero: Column, ranks: RankGroup) -> Column:
     """Return the seconds of the one message that brings what stays gathered up to date."""
     if not job.controls.persistent_elements:
         return 0.0
@@ -152,14 +158,14 @@ def _refresh_s(job: Job, held: Held, each_bytes: float, zero: Column, ranks: Gro
     return np.where(zero == 3, collective.gather_s(job, kept * each_bytes, ranks), 0.0)
 
 
-def _expert_group(job: Job, layouts: Layouts) -> Group:
+def _expert_group(job: TrainingJob, layouts: Layouts) -> RankGroup:
     ranks = layouts.dp * layouts.cp
     with_tensor = np.where(layouts.ep > 1, layouts.tp, 1)
     size = np.maximum(ranks * with_tensor // np.maximum(layouts.ep, 1), 1)
     return collective.group(job, size, layouts.tp * layouts.ep)
 
 
-def _wire_bytes(job: Job) -> tuple[float, float]:
+def _wire_bytes(job: TrainingJob) -> tuple[float, float]:
     if job.precision in ("fp32", "fp64"):
         return float(job.master_bytes), float(job.compute_bytes)
     return job.stack.gradient_bytes, job.stack.gather_bytes

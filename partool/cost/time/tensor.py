@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import collective
-from partool.cost.case import OVERLAPS, Column, Job, Layouts, Mask
-from partool.cost.collective import Group
+from partool.cost.case import OVERLAPS, Column, Layouts, Mask, TrainingJob
+from partool.cost.collective import RankGroup
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Axis, Move, Moves
 from partool.cost.traffic.tensor import embedding_moves, halves_passes, head_moves, layer_moves
 
 _BACKWARD, _SYMMETRIC = (OVERLAPS.index(name) for name in ("backward", "symmetric"))
 _PASSES = ("forward", "backward")
-Lister = Callable[[Job, Layouts], Moves]
+Lister = Callable[[TrainingJob, Layouts], Moves]
 _COST = {
     "all_reduce": collective.all_reduce_s,
     "all_gather": collective.gather_s,
@@ -44,7 +44,7 @@ class Seconds(NamedTuple):
         return self.alone + self.beside
 
 
-class Passes(NamedTuple):
+class TensorSeconds(NamedTuple):
     """Seconds of a layer's collectives, of the embedding's or of the head's."""
 
     forward: Seconds
@@ -53,10 +53,10 @@ class Passes(NamedTuple):
     """What a layer that is recomputed in full sends once more."""
 
 
-NOTHING = Passes(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
+NOTHING = TensorSeconds(Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0)
 
 
-def tensor_group(job: Job, layouts: Layouts, axis: Axis) -> Group:
+def tensor_group(job: TrainingJob, layouts: Layouts, axis: Axis) -> RankGroup:
     """Return the tensor ranks along an axis; ``tp1`` is innermost."""
     inner = layouts.tensor_inner
     if axis == "tp1":
@@ -66,7 +66,7 @@ def tensor_group(job: Job, layouts: Layouts, axis: Axis) -> Group:
     return collective.group(job, layouts.tp, 1)
 
 
-def move_s(job: Job, layouts: Layouts, move: Move) -> Column:
+def move_s(job: TrainingJob, layouts: Layouts, move: Move) -> Column:
     """Return the seconds of a collective, of all its times and pieces; 0 where a layout has none."""
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
     whole = move.rows * move.width * each
@@ -76,22 +76,22 @@ def move_s(job: Job, layouts: Layouts, move: Move) -> Column:
     return np.where(np.asarray(whole) > 0, move.times * found, 0.0)
 
 
-def layer_seconds(job: Job, layouts: Layouts) -> Passes:
+def layer_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
     """Return the seconds of a layer's collectives."""
     return _passes(job, layouts, layer_moves, two_dim.layer_moves)
 
 
-def embedding_seconds(job: Job, layouts: Layouts) -> Passes:
+def embedding_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
     """Return the seconds of the embedding's collectives."""
     return _passes(job, layouts, embedding_moves, two_dim.embedding_moves)
 
 
-def head_seconds(job: Job, layouts: Layouts) -> Passes:
+def head_seconds(job: TrainingJob, layouts: Layouts) -> TensorSeconds:
     """Return the seconds of the head's and the loss's collectives; none where each rank has the whole head."""
     return _passes(job, layouts, head_moves, two_dim.head_moves) if job.stack.vocab_parallel else NOTHING
 
 
-def _passes(job: Job, layouts: Layouts, one: Lister, two: Lister) -> Passes:
+def _passes(job: TrainingJob, layouts: Layouts, one: Lister, two: Lister) -> TensorSeconds:
     """Return the seconds of what one dimension of ranks sends, or two."""
     if not np.any(np.asarray(layouts.tp) > 1):
         return NOTHING
@@ -102,10 +102,10 @@ def _passes(job: Job, layouts: Layouts, one: Lister, two: Lister) -> Passes:
     # Other code bases repeat a layer to its end.
     own = job.stack.sequence_parallel is None
     again = _sum(job, layouts, [moves.again for moves in lists]).total if own else forward.total
-    return Passes(forward, backward, again)
+    return TensorSeconds(forward, backward, again)
 
 
-def _sum(job: Job, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
+def _sum(job: TrainingJob, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
     alone: Column = 0.0
     beside: Column = 0.0
     for move in (move for moves in lists for move in moves):
@@ -116,14 +116,14 @@ def _sum(job: Job, layouts: Layouts, lists: Iterable[list[Move]]) -> Seconds:
     return Seconds(alone, beside)
 
 
-def sync_s(job: Job, layouts: Layouts, elements: Column) -> Column:
+def sync_s(job: TrainingJob, layouts: Layouts, elements: Column) -> Column:
     """Return the seconds, once a step, of summing gradients that tensor ranks have parts of: each rank its shard."""
     cut = np.where(np.asarray(layouts.zero) > 0, layouts.shards * layouts.cp, 1)
     reduced = collective.all_reduce_s(job, elements / cut * job.master_bytes, tensor_group(job, layouts, "tp"))
     return np.where(np.asarray(elements) > 0, reduced, 0.0)
 
 
-def exposed_forward_s(job: Job, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
+def exposed_forward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, second_s: Column, all_s: Column) -> Column:
     """Return what shows of a forward pass's collectives.
 
     ``second_s`` are the products of the pairs' second matrices, whose pieces hide the sums of those before; ``all_s``
@@ -136,7 +136,7 @@ def exposed_forward_s(job: Job, layouts: Layouts, sent: Seconds, second_s: Colum
     return np.where((layouts.tensor_overlap == _SYMMETRIC) & _may_overlap(job, layouts), fused, sent.alone + plain)
 
 
-def exposed_backward_s(job: Job, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
+def exposed_backward_s(job: TrainingJob, layouts: Layouts, sent: Seconds, weights_s: Column, all_s: Column) -> Column:
     """Return what shows of a backward pass's collectives.
 
     ``weights_s`` are the products of the gradients of the first matrices' weights, ``all_s`` those of inputs'
@@ -154,13 +154,13 @@ def pieces_sent(layouts: Layouts) -> Column:
     return np.where(np.asarray(layouts.compiled) == 1, 1, layouts.tensor_chunks)
 
 
-def _may_overlap(job: Job, layouts: Layouts) -> Mask:
+def _may_overlap(job: TrainingJob, layouts: Layouts) -> Mask:
     """Return where gradients of inputs can travel beside products: passes are whole, and no compiler orders them."""
     whole: Mask = (np.asarray(layouts.compiled) == 0) & (np.asarray(halves_passes(job, layouts)) == 0)
     return whole
 
 
-def _left(job: Job, sent_s: Column, products_s: Column, least_s: Column) -> Column:
+def _left(job: TrainingJob, sent_s: Column, products_s: Column, least_s: Column) -> Column:
     """Return what products leave of collectives, with what these cost the products that run beside them."""
     stack = job.stack
     shown = np.maximum(sent_s - stack.overlap_products * products_s, np.minimum(least_s, sent_s))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from partool.cost import sequence_shares
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]
@@ -41,6 +41,6 @@ class Moves(NamedTuple):
     """Of a layer that is recomputed in full. Its last sum is not among them: no gradient needs it."""
 
 
-def tokens(job: Job, layouts: Layouts) -> Column:
+def tokens(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tokens of a micro-batch on one rank."""
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)

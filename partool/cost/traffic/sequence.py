@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from partool.cost import tensor_shares
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.kinds import axis_of, kinds
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic import (
@@ -19,7 +19,7 @@ from partool.cost.traffic import (
     sequence_ulysses,
     sequence_usp,
 )
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.grid import Axis, Turn, turns
 from partool.layout.sequence import Order, Spans, shares
 from partool.layout.startrail import Trails
@@ -31,7 +31,7 @@ MANY = 64
 """Ranks of one sequence up to which each is counted by itself."""
 
 
-class Team(NamedTuple):
+class SequenceTeams(NamedTuple):
     """How ranks share sequences."""
 
     method: SequenceMethod
@@ -44,7 +44,7 @@ class Team(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> Team:
+    def of(cls, job: TrainingJob, layout: Layout) -> SequenceTeams:
         """Return that of a layout."""
         return cls(
             layout.sequence.method,
@@ -69,14 +69,14 @@ class Team(NamedTuple):
         return self.trails.dealt(found) if self.method == "startrail" else found
 
 
-class Parts(NamedTuple):
+class SentParts(NamedTuple):
     """What a rank sends in one layer: within attention's core, and around it."""
 
     inside: Sent
     outside: Sent
 
 
-def sequence_bytes(job: Job, layout: Layout) -> int:
+def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step, of all micro-batches and passes; 0 for one rank.
 
     What is recomputed is sent once more: what attention's core exchanges where that runs again, what is traded around
@@ -87,10 +87,10 @@ def sequence_bytes(job: Job, layout: Layout) -> int:
     return layout.derived.accumulation * max(_busiest_bytes(job, layout, stages) for stages in stages_of_ranks(layout))
 
 
-def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
+def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> int:
     """Return what the busiest rank with these stages sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
-    team, kind_of = Team.of(job, layout), kinds(job.model)
+    team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
     if team.method == "dsp":
         tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         return layout.micro_batch * max(
@@ -107,7 +107,7 @@ def _busiest_bytes(job: Job, layout: Layout, stages: Sequence[int]) -> int:
     return layout.micro_batch * max(totals)
 
 
-def _turns(job: Job, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
+def _turns(job: TrainingJob, ranks: int, bounds: list[tuple[int, int]], tensor: int) -> list[Sent]:
     """Return what each rank of DSP sends; every stage of a pipeline begins and ends with the same axis cut."""
     grid = job.model.grid
     if grid is None:
@@ -141,7 +141,7 @@ def _turned(grid: tuple[int, int], ranks: int, tensor: int) -> tuple[dict[Axis, 
     )
 
 
-def heads_of(job: Job, layout: Layout) -> Heads:
+def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
     """Return the heads of the tensor rank that has most, of one sequence."""
     model = job.model
     queries, keys = (int(each) for each in tensor_shares.heads(model, layout.mesh.tp))
@@ -150,8 +150,10 @@ def heads_of(job: Job, layout: Layout) -> Heads:
         value = model.mla.v_head_dim
         # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
         wide = max(key, value)
-        return Heads(1, queries, keys, *((key, value) if layout.sequence.method == "ulysses" else (wide, wide)))
-    return Heads(1, queries, keys, model.head_dim, model.head_dim)
+        return AttentionSizes(
+            1, queries, keys, *((key, value) if layout.sequence.method == "ulysses" else (wide, wide))
+        )
+    return AttentionSizes(1, queries, keys, model.head_dim, model.head_dim)
 
 
 def looked_at(ranks: int) -> tuple[int, ...]:
@@ -163,22 +165,22 @@ def looked_at(ranks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def sent_by_rank(team: Team, heads: Heads) -> tuple[Parts, ...]:
+def sent_by_rank(team: SequenceTeams, heads: AttentionSizes) -> tuple[SentParts, ...]:
     """Return what the ranks of :func:`looked_at` send in one layer, forward once and backward."""
     every = team.shares
     return tuple(_sent(team, every, heads, rank) for rank in looked_at(team.ranks))
 
 
-def _sent(team: Team, every: tuple[Spans, ...], heads: Heads, rank: int) -> Parts:
+def _sent(team: SequenceTeams, every: tuple[Spans, ...], heads: AttentionSizes, rank: int) -> SentParts:
     if team.method == "ulysses":
-        return Parts(NOTHING, sequence_ulysses.sent(every, heads, rank))
+        return SentParts(NOTHING, sequence_ulysses.sent(every, heads, rank))
     if team.method == "usp":
         group, place = divmod(rank, team.inner)
         mine = every[group * team.inner : (group + 1) * team.inner]
         around = sequence_ulysses.sent(mine, heads, place)
         both = sequence_usp.sent(every, heads, rank, team.inner)
-        return Parts(Sent(*(a - b for a, b in zip(both, around, strict=True))), around)
+        return SentParts(Sent(*(a - b for a, b in zip(both, around, strict=True))), around)
     if team.method == "startrail":
-        return Parts(sequence_startrail.sent(every, heads, rank, team.trails), NOTHING)
+        return SentParts(sequence_startrail.sent(every, heads, rank, team.trails), NOTHING)
     form = sequence_gather.sent if team.method == "all_gather" else sequence_ring.sent
-    return Parts(form(every, heads, rank), NOTHING)
+    return SentParts(form(every, heads, rank), NOTHING)

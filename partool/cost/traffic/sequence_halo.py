@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, tokens
 
 
-def sent(shares: Sequence[Spans], heads: Heads, rank: int) -> Sent:
+def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
     Keys and values that other ranks see go to them, in both passes, and the wide gradients of what it has seen itself

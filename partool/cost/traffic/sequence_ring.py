@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partool.cost.traffic import sequence_halo
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.reach import reach
 from partool.layout.sequence import Spans, tokens
 
 
-def sent(shares: Sequence[Spans], heads: Heads, rank: int) -> Sent:
+def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks, in the ring's order.
 
     Every rank's keys and values go around until the last rank that sees them, and once more in the backward pass; there

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partool.cost.traffic import sequence_halo
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
 
 
-def sent(shares: Sequence[Spans], heads: Heads, rank: int, trails: Trails) -> Sent:
+def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trails) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
     Layers with windows exchange only what is seen (:mod:`partool.cost.traffic.sequence_halo`). In others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Heads(NamedTuple):
+class AttentionSizes(NamedTuple):
     """The attention of one layer, of one micro-batch, on one tensor rank."""
 
     batch: int

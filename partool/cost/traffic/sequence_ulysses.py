@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 
-def sent(shares: Sequence[Spans], heads: Heads, rank: int) -> Sent:
+def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
     Its tokens' queries, keys and values go to the ranks that work on their heads, and the results of its own heads to
@@ -26,7 +26,7 @@ def sent(shares: Sequence[Spans], heads: Heads, rank: int) -> Sent:
     )
 
 
-def inside(heads: Heads, ranks: int, rank: int) -> Heads:
+def inside(heads: AttentionSizes, ranks: int, rank: int) -> AttentionSizes:
     """Return the heads that a rank works on. Queries that share heads of keys unevenly have copies of their own."""
     deal = deal_heads(heads.queries, heads.keys, ranks)[rank]
     queries, keys = _count(deal.queries), _count(deal.keys)
@@ -35,7 +35,7 @@ def inside(heads: Heads, ranks: int, rank: int) -> Heads:
     return heads._replace(queries=queries, keys=keys if alike else queries)
 
 
-def _widths(deal: Deal, heads: Heads) -> tuple[int, int]:
+def _widths(deal: Deal, heads: AttentionSizes) -> tuple[int, int]:
     """Return the elements per token of what attention takes and of what it gives, of a rank's heads."""
     queries, keys = _count(deal.queries), _count(deal.keys)
     return queries * heads.key_dim + keys * (heads.key_dim + heads.value_dim), queries * heads.value_dim

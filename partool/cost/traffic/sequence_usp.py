@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partool.cost.traffic import sequence_ring, sequence_ulysses
-from partool.cost.traffic.sequence_types import Heads, Sent
+from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.sequence import Spans, joined
 
 
-def sent(shares: Sequence[Spans], heads: Heads, rank: int, inner: int) -> Sent:
+def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
     In its group of ``inner`` neighbours it trades tokens for heads; the tokens of the group go around a ring of groups,

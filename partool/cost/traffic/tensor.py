@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partool.cost import sequence_shares
-from partool.cost.case import HALVED, SCHEDULES, Column, Job, Layouts, among
+from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, TrainingJob, among
 from partool.cost.codec import encode
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic import two_dim
@@ -29,7 +29,7 @@ from partool.plan.schedule import splits_backward
 from partool.spec.model import ModelConfig
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """Collectives of one rank that are alike."""
 
     kind: Kind
@@ -45,13 +45,13 @@ class Call(NamedTuple):
         return self.times * (rounds * self.payload_bytes * (self.ranks - 1) // self.ranks)
 
 
-def padded_tokens(job: Job, layouts: Layouts) -> Column:
+def padded_tokens(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the same where each tensor rank holds a share of the sequence: the last one is padded."""
     tp, length = layouts.tp, sequence_shares.tokens(job, layouts)
     return layouts.micro_batch * tp * -(-length // tp)
 
 
-def embedding_moves(job: Job, layouts: Layouts) -> Moves:
+def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding, cut by tokens: its rows are summed over the ranks."""
     shares, plain = _where(layouts)
     padded, hidden = padded_tokens(job, layouts) * shares, job.model.hidden
@@ -62,7 +62,7 @@ def embedding_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves(forward, [Move("all_gather", "tp", padded, hidden)], [])
 
 
-def layer_moves(job: Job, layouts: Layouts) -> Moves:
+def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of one layer: two pairs of matrices, each cut by columns, then by rows.
 
     Without shares of the sequence a pair sums its results forward and the gradients of its inputs backward. With shares
@@ -87,7 +87,7 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves(forward, backward, again)
 
 
-def head_moves(job: Job, layouts: Layouts) -> Moves:
+def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of the head and the loss, whose logits stay where they are.
 
     Of each token the ranks need its largest logit, then the sum of exponentials and the logit of its label.
@@ -107,12 +107,12 @@ def head_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves(forward, backward, [])
 
 
-def keeps_gathered(job: Job, layouts: Layouts) -> Column:
+def keeps_gathered(job: TrainingJob, layouts: Layouts) -> Column:
     """Return 1 where a pass keeps what it gathered: gradients of weights come later, or a compiler orders exchanges."""
     return np.maximum(halves_passes(job, layouts), np.where(np.asarray(layouts.compiled) == 1, 1, 0))
 
 
-def halves_passes(job: Job, layouts: Layouts) -> Column:
+def halves_passes(job: TrainingJob, layouts: Layouts) -> Column:
     """Return 1 where backward passes come in halves, gradients of inputs and of weights."""
     own = job.lists is not None and splits_backward(job.lists)
     names = (*HALVED, SCHEDULES.index("file")) if own else HALVED
@@ -126,7 +126,7 @@ def _where(layouts: Layouts) -> tuple[Column, Column]:
     return np.where(one & shares, 1, 0), np.where(one & ~shares, 1, 0)
 
 
-def tensor_bytes(job: Job, layout: Layout) -> int:
+def tensor_bytes(job: TrainingJob, layout: Layout) -> int:
     """Return the bytes that the busiest rank sends per step to the ranks that share its matrices."""
     if layout.mesh.tp == 1:
         return 0
@@ -138,7 +138,9 @@ def tensor_bytes(job: Job, layout: Layout) -> int:
     return max(found)
 
 
-def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0) -> list[Call]:
+def tensor_calls(
+    job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int = 0, shard: int = 0
+) -> list[CollectiveCall]:
     """Return the collectives of a step of a tensor rank (flat: i0 · d2 + i1) that runs these pipeline stages.
 
     ``shard`` is its place among the ranks that share the state. The norm of all gradients is not among them.
@@ -148,7 +150,7 @@ def tensor_calls(job: Job, layout: Layout, stages: Sequence[int], rank: int = 0,
     return [*_passes(job, layout, stages), *_sync(job, layout, stages, rank, shard)]
 
 
-def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
+def _passes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> Iterator[CollectiveCall]:
     """Yield the collectives of all passes over all micro-batches."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     full = sum(layout.recompute[layer] == "full" for start, stop in bounds for layer in range(start, stop))
@@ -166,7 +168,7 @@ def _passes(job: Job, layout: Layout, stages: Sequence[int]) -> Iterator[Call]:
             yield from _counted(job, layout, move, full)
 
 
-def _counted(job: Job, layout: Layout, move: Move, units: int) -> Iterator[Call]:
+def _counted(job: TrainingJob, layout: Layout, move: Move, units: int) -> Iterator[CollectiveCall]:
     """Yield the calls of a collective of so many layers (or of an end of the model) over all micro-batches."""
     sizes = {"tp": layout.mesh.tp, "tp0": layout.mesh.tp // layout.tensor.inner, "tp1": layout.tensor.inner}
     each = max(job.compute_bytes, 4) if move.wide else job.compute_bytes
@@ -175,7 +177,7 @@ def _counted(job: Job, layout: Layout, move: Move, units: int) -> Iterator[Call]
         return
     for start, stop in chunks(int(move.rows), int(move.pieces)):
         if stop > start:
-            yield Call(move.kind, (stop - start) * int(move.width) * each, sizes[move.axis], times)
+            yield CollectiveCall(move.kind, (stop - start) * int(move.width) * each, sizes[move.axis], times)
 
 
 class _Cut(NamedTuple):
@@ -188,12 +190,12 @@ class _Cut(NamedTuple):
     sequence_norms: bool
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> _Cut:
+    def of(cls, job: TrainingJob, layout: Layout) -> _Cut:
         """Return that of a layout."""
         return cls(job.model, job.frozen, layout.mesh.tp, layout.tensor.inner, layout.tensor.sequence_norms)
 
 
-def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[Call]:
+def _sync(job: TrainingJob, layout: Layout, stages: Sequence[int], rank: int, shard: int) -> Iterator[CollectiveCall]:
     """Yield the sums, once a step, of gradients of which ranks that hold the same parameter have parts each."""
     shards = layout.mesh.dp_shard * layout.mesh.cp if layout.data.zero else 1
     first, *layers, last = _sums(_Cut.of(job, layout), shards, rank, shard)
@@ -204,7 +206,7 @@ def _sync(job: Job, layout: Layout, stages: Sequence[int], rank: int, shard: int
         sums.update(dict(group))
     for holders, elements in sums.items():
         if elements:
-            yield Call("all_reduce", elements * job.master_bytes, len(holders), 1)
+            yield CollectiveCall("all_reduce", elements * job.master_bytes, len(holders), 1)
 
 
 # Plans price hundreds of layouts of one model, whose parameters are a list of hundreds.

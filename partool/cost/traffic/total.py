@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.codec import encode
 from partool.cost.tensor_shares import share_columns
 from partool.cost.time.pipeline import moves_weights, sent_bytes, stages_of_ranks
@@ -19,7 +19,7 @@ from partool.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ZeroTraffic:
     """ZeRO's collectives of the pipeline rank that holds most, per optimizer step."""
 
     gather_calls: int
@@ -31,7 +31,7 @@ class Traffic:
     """All-reduced between replicas: each its shard, once a step."""
 
 
-def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
+def traffic_bytes(job: TrainingJob, layout: Layout) -> dict[str, int]:
     """Return the bytes one rank sends per step, by term of :data:`partool.plan.terms.TRAFFIC_TERMS`."""
     found = traffic(job, layout)
     return {
@@ -43,7 +43,7 @@ def traffic_bytes(job: Job, layout: Layout) -> dict[str, int]:
     }
 
 
-def traffic(job: Job, layout: Layout) -> Traffic:
+def traffic(job: TrainingJob, layout: Layout) -> ZeroTraffic:
     """Return calls and bytes: (n-1)/n of the whole per ring gather or scatter.
 
     Parameters are gathered once a step, in ZeRO-3 for each pass of each micro-batch, but the last group, which stays
@@ -69,7 +69,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
         calls += 1
     reductions = 0 if shards == 1 else k if zero >= 2 else 1
     shard = trained * job.master_bytes / shards
-    return Traffic(
+    return ZeroTraffic(
         gather_calls=calls,
         reduce_calls=len(on_rank) * (reductions + (replicas > 1)),
         gather_bytes=(gathers * (elements - kept) + kept) * ring * job.compute_bytes,
@@ -78,7 +78,7 @@ def traffic(job: Job, layout: Layout) -> Traffic:
     )
 
 
-def _ring_bytes(job: Job, layout: Layout) -> float:
+def _ring_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return the bytes that sum the gradients of embedding and head over a ring, all of whose ranks have them."""
     if not moves_weights(layout):
         return 0.0
@@ -95,7 +95,7 @@ def trained_share(model: ModelConfig, frozen: tuple[str, ...]) -> float:
     return 1.0 - count(info for info in infos if is_frozen(info.name, frozen)) / count(infos)
 
 
-def _rank_groups(job: Job, layout: Layout, stages: Iterable[int]) -> list[int]:
+def _rank_groups(job: TrainingJob, layout: Layout, stages: Iterable[int]) -> list[int]:
     """Return the elements of each group of parameters that is gathered at once on a pipeline rank of these stages."""
     first, *layers, last = _group_elements(job, layout)
     found: list[int] = []
@@ -107,7 +107,7 @@ def _rank_groups(job: Job, layout: Layout, stages: Iterable[int]) -> list[int]:
     return [first, *found, last] if everywhere else found
 
 
-def _group_elements(job: Job, layout: Layout) -> list[int]:
+def _group_elements(job: TrainingJob, layout: Layout) -> list[int]:
     """Return the elements of each group of parameters on the tensor rank that has most of it."""
     shares = share_columns(job, encode(layout))
     layers = [int(sum(one)) for one in shares.layers]

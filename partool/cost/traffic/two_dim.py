@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost.case import Column, Job, Layouts
+from partool.cost.case import Column, Layouts, TrainingJob
 from partool.cost.traffic.messages import Move, Moves, tokens
 
 
-def embedding_moves(job: Job, layouts: Layouts) -> Moves:
+def embedding_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of the embedding.
 
     Its rows lie over ``tp0`` and its widths over ``tp1``. A tied one has whole rows over all ranks, as the head needs:
@@ -26,7 +26,7 @@ def embedding_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves([dealt, summed], [gathered], [])
 
 
-def layer_moves(job: Job, layouts: Layouts) -> Moves:
+def layer_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of one layer.
 
     Results of queries, keys and values are summed over ``tp1`` and dealt by heads, so that the cores of attention have
@@ -58,7 +58,7 @@ def layer_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves(forward, backward, again)
 
 
-def head_moves(job: Job, layouts: Layouts) -> Moves:
+def head_moves(job: TrainingJob, layouts: Layouts) -> Moves:
     """Return the collectives of final norm, head and loss.
 
     Every rank gathers the hidden state for its part of the vocabulary; gradients of it are dealt over ``tp1``, then
@@ -81,7 +81,7 @@ def head_moves(job: Job, layouts: Layouts) -> Moves:
     return Moves(forward, backward, [])
 
 
-def _statistics(job: Job, rows: Column, norms: int) -> Move:
+def _statistics(job: TrainingJob, rows: Column, norms: int) -> Move:
     """Return the sums over the hidden size that norms need: of squares, or one of values and one of squares."""
     return Move("all_reduce", "tp1", rows, 1, norms if job.model.norm == "rmsnorm" else 2 * norms, wide=True)
 
@@ -90,6 +90,6 @@ def _inner(layouts: Layouts) -> Column:
     return np.maximum(layouts.tensor_inner, 1)
 
 
-def _rows(job: Job, layouts: Layouts) -> Column:
+def _rows(job: TrainingJob, layouts: Layouts) -> Column:
     """Return the tokens of a micro-batch, 0 where tensor ranks lie on one axis."""
     return tokens(job, layouts) * np.where(np.asarray(layouts.tensor_inner) > 1, 1, 0)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from partool.launch.k8s_validate.findings import Found, at
+from partool.launch.k8s_validate.findings import FieldFault, at
 from partool.launch.k8s_validate.forms import parse_quantity
-from partool.launch.k8s_validate.manifest import Manifest, Part, Pods, dig
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, Pods, dig
 from partool.plan.run import PLAN_FILE
 from partool.render.k8s.objects import HASH_ANNOTATION
 
@@ -24,7 +24,7 @@ _SET: dict[str, set[str | None]] = {
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 
 
-def grace(manifest: Manifest) -> Iterator[Found]:
+def grace(manifest: Manifest) -> Iterator[FieldFault]:
     """Find pods that are killed before the agent's shutdown timeout is over; the default is 30 seconds."""
     timeout_s = dig(plan_of(manifest), "launch", "shutdown_timeout_s")
     if not isinstance(timeout_s, int):
@@ -36,7 +36,7 @@ def grace(manifest: Manifest) -> Iterator[Found]:
             yield at(pods.spec, "terminationGracePeriodSeconds", text=f"{text} for a checkpoint")
 
 
-def nodes(manifest: Manifest) -> Iterator[Found]:
+def nodes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find a number of pods that is not the plan's number of nodes, or that the agents are told otherwise."""
     wanted = dig(plan_of(manifest), "devices", "nodes")
     counts = [pods.count for pods in manifest.pods if not pods.is_patch and pods.count is not None]
@@ -53,7 +53,7 @@ def nodes(manifest: Manifest) -> Iterator[Found]:
             yield at(holder, "command", text="--nodes and --rendezvous belong together")
 
 
-def devices(manifest: Manifest) -> Iterator[Found]:
+def devices(manifest: Manifest) -> Iterator[FieldFault]:
     """Find containers with another number of devices than the plan has ranks on a node."""
     plan = plan_of(manifest)
     per_node, backend = dig(plan, "devices", "per_node"), dig(plan, "devices", "backend")
@@ -70,7 +70,7 @@ def devices(manifest: Manifest) -> Iterator[Found]:
             yield at(holder, field, "limits", resource, text=text)
 
 
-def hashes(manifest: Manifest) -> Iterator[Found]:
+def hashes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find hashes of the plan, on the objects and on the agent's command line, that are not the same."""
     known = {
         value: document
@@ -91,7 +91,7 @@ def hashes(manifest: Manifest) -> Iterator[Found]:
         )
 
 
-def meeting_place(manifest: Manifest) -> Iterator[Found]:
+def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
     """Find agents that would wait for a pod which does not exist."""
     for holder, document, pods in _agents_of(manifest):
         told, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
@@ -100,7 +100,7 @@ def meeting_place(manifest: Manifest) -> Iterator[Found]:
             yield at(holder, "command", text=f"--rendezvous {told}: pod 0 is {first}")
 
 
-def variables(manifest: Manifest) -> Iterator[Found]:
+def variables(manifest: Manifest) -> Iterator[FieldFault]:
     """Find ``$(NAME)`` in commands that nobody sets: Kubernetes would hand it on as it is."""
     for holder, document, _ in _agents_of(manifest):
         own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
@@ -110,7 +110,7 @@ def variables(manifest: Manifest) -> Iterator[Found]:
                     yield at(holder, "command", text=f"$({name}) stands for a variable that the container has not")
 
 
-def _first_pod(document: Part, pods: Pods | None) -> str:
+def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
     """Return the DNS name of pod 0, as the kind's controller makes it."""
     name = document.text("metadata", "name")
     if pods is None:
@@ -136,7 +136,7 @@ def plan_of(manifest: Manifest) -> Any:
     return None
 
 
-def plans(manifest: Manifest) -> Iterator[Found]:
+def plans(manifest: Manifest) -> Iterator[FieldFault]:
     """Find plans that are no JSON."""
     for document in manifest.of("ConfigMap"):
         text = document.get("data", PLAN_FILE)
@@ -144,15 +144,15 @@ def plans(manifest: Manifest) -> Iterator[Found]:
             yield at(document, "data", PLAN_FILE, text="is no JSON object")
 
 
-def _agents(manifest: Manifest) -> list[Part]:
+def _agents(manifest: Manifest) -> list[DocumentPart]:
     """Return what holds the agent's command line."""
     return [holder for holder, _, _ in _agents_of(manifest)]
 
 
-def _agents_of(manifest: Manifest) -> list[tuple[Part, Part, Pods | None]]:
+def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
     """Return (what holds the agent's command line, its document, its pods; None for a TrainJob's trainer)."""
     documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
-    found: list[tuple[Part, Part, Pods | None]] = [
+    found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
         (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers
     ]
     trainers = manifest.of("TrainJob", "trainer.kubeflow.org")
@@ -160,7 +160,7 @@ def _agents_of(manifest: Manifest) -> list[tuple[Part, Part, Pods | None]]:
     return [each for each in found if _AGENT in _command(each[0])]
 
 
-def _command(holder: Part) -> list[Any]:
+def _command(holder: DocumentPart) -> list[Any]:
     words = []
     for field in ("command", "args"):
         given = holder.get(field)
@@ -168,7 +168,7 @@ def _command(holder: Part) -> list[Any]:
     return words
 
 
-def _option(holder: Part, name: str) -> str | None:
+def _option(holder: DocumentPart, name: str) -> str | None:
     words = _command(holder)
     after = words[words.index(name) + 1 :] if name in words else []
     return str(after[0]) if after else None

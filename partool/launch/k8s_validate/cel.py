@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from partool.launch.k8s_validate.crd_schemas import Source, custom, why_not
-from partool.launch.k8s_validate.findings import Found
+from partool.launch.k8s_validate.findings import FieldFault
 from partool.launch.k8s_validate.manifest import Manifest, Path
 from partool.launch.k8s_validate.structural import Schema, child, with_defaults
 from partool.launch.target import Level
@@ -167,10 +167,10 @@ def holds(rule: str, schema: Schema, value: Any) -> str | None:
         raise NotEvaluated(f"{type(error).__name__}: {error}") from error
 
 
-def _walk(schema: Schema, value: Any, owner: str, path: Path, tally: Tally) -> Iterator[Found]:
+def _walk(schema: Schema, value: Any, owner: str, path: Path, tally: Tally) -> Iterator[FieldFault]:
     for rule in (schema.get(_RULES) or ()) if value is not None else ():
         if not of_a_change(rule) and (text := _evaluate(rule, schema, value, tally)):
-            yield Found(owner, path, text)
+            yield FieldFault(owner, path, text)
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _walk(child(schema, name), item, owner, (*path, name), tally)

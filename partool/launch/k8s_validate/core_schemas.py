@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from partool.launch.k8s_validate.findings import Found
-from partool.launch.k8s_validate.manifest import Manifest, Part, Path
+from partool.launch.k8s_validate.findings import FieldFault
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, Path
 from partool.launch.k8s_validate.schema_words import in_words
 from partool.launch.target import Level
 
@@ -46,7 +46,7 @@ def level(manifest: Manifest, version: str | None) -> Level:
         chosen = _version(version)
     except NoSuchVersionError as error:
         return Level(NAME, False, str(error))
-    found: list[Found] = []
+    found: list[FieldFault] = []
     checked = 0
     for owner, path, value, schema in _targets(manifest):
         checked += 1
@@ -84,11 +84,11 @@ def _targets(manifest: Manifest) -> Iterator[tuple[str, Path, Any, str]]:
             yield document.owner, variable.path, variable.value, "io.k8s.api.core.v1.EnvVar"
 
 
-def _schema_of(document: Part) -> str | None:
+def _schema_of(document: DocumentPart) -> str | None:
     return _DOCUMENTS.get((document.text("apiVersion") or "", document.text("kind") or ""))
 
 
-def _unknown_core(document: Part) -> bool:
+def _unknown_core(document: DocumentPart) -> bool:
     """Return True for an object of Kubernetes itself that partool does not render."""
     version = document.text("apiVersion") or ""
     return _schema_of(document) is None and ("/" not in version or version.startswith(_GROUPS))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from partool.launch.k8s_validate.crd_cache import Definition, cached_crds, current_context, definitions
-from partool.launch.k8s_validate.findings import Found, at
-from partool.launch.k8s_validate.manifest import Manifest, Part
+from partool.launch.k8s_validate.findings import FieldFault, at
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest
 from partool.launch.k8s_validate.reading import UnreadableError
 from partool.launch.k8s_validate.schema_words import in_words
 from partool.launch.k8s_validate.structural import doubled, strict, subschema
@@ -65,12 +65,12 @@ class Source:
     problem: str = ""
     """Why there are none."""
 
-    def of(self, document: Part) -> Definition | None:
+    def of(self, document: DocumentPart) -> Definition | None:
         """Return the definition of a document's kind and version."""
         wanted = (document.text("kind"), document.text("apiVersion"))
         return next((each for each in self.definitions if (each.kind, each.api_version) == wanted), None)
 
-    def others(self, document: Part) -> list[str]:
+    def others(self, document: DocumentPart) -> list[str]:
         """Return the versions that are served of a document's kind, whichever it asks for."""
         group, kind = _group(document), document.text("kind")
         same = [each for each in self.definitions if each.kind == kind and each.api_version.startswith(f"{group}/")]
@@ -95,7 +95,7 @@ def source(crds: Path | None, context: str | None) -> Source:
     return Source(words, found, "" if found else f"{folder} holds no CustomResourceDefinition")
 
 
-def custom(manifest: Manifest) -> list[Part]:
+def custom(manifest: Manifest) -> list[DocumentPart]:
     """Return the objects of add-ons."""
     return [each for each in manifest.documents if _is_custom(_group(each))]
 
@@ -134,13 +134,13 @@ def level(manifest: Manifest, known: Source) -> Level:
     return Level(NAME, True, f"{known.words}: {', '.join(against) or 'no version that fits'}", tuple(found))
 
 
-def errors(document: Part, definition: Definition) -> Iterator[Found]:
+def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFault]:
     """Find what is wrong with an object by its definition's schema."""
     yield from in_words(_validator(_Held(definition)).iter_errors(document.value), document.owner, ())
     yield from doubled(definition.schema, document.value, document.owner)
 
 
-def _gate(document: Part, known: Source) -> Iterator[Found]:
+def _gate(document: DocumentPart, known: Source) -> Iterator[FieldFault]:
     definition = known.of(document)
     if definition is None or not definition.served:
         others = known.others(document)
@@ -185,5 +185,5 @@ def _validator(held: _Held) -> Any:
     return jsonschema.Draft202012Validator(strict(held.definition.schema))
 
 
-def _group(document: Part) -> str:
+def _group(document: DocumentPart) -> str:
     return (document.text("apiVersion") or "").rpartition("/")[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool.launch.k8s_validate import forms
-from partool.launch.k8s_validate.findings import Found
+from partool.launch.k8s_validate.findings import FieldFault
 from partool.launch.k8s_validate.forms import Form, one_of, whole
-from partool.launch.k8s_validate.manifest import Manifest, Part, select
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, select
 
 _METADATA: dict[str, Form] = {
     "metadata.name": forms.subdomain,
@@ -216,7 +216,7 @@ _KINDS: dict[tuple[str, str], dict[str, Form]] = {
 }
 
 
-def forms_of_fields(manifest: Manifest) -> Iterator[Found]:
+def forms_of_fields(manifest: Manifest) -> Iterator[FieldFault]:
     """Find fields whose value has not the form that Kubernetes demands."""
     for document in manifest.documents:
         yield from _check(document, _METADATA)
@@ -231,8 +231,8 @@ def forms_of_fields(manifest: Manifest) -> Iterator[Found]:
             yield from _check(pods.maker, _JOB)
 
 
-def _check(part: Part, table: dict[str, Form]) -> Iterator[Found]:
+def _check(part: DocumentPart, table: dict[str, Form]) -> Iterator[FieldFault]:
     for pattern, form in table.items():
         for path, value in select(part.value, pattern):
             if (text := form(value)) is not None:
-                yield Found(part.owner, part.path + path, text)
+                yield FieldFault(part.owner, part.path + path, text)

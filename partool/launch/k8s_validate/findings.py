@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partool.diagnostics.record import Diagnostic
-from partool.launch.k8s_validate.manifest import Part, Path, place
+from partool.launch.k8s_validate.manifest import DocumentPart, Path, place
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FieldFault:
     """Something wrong with a field of a document."""
 
     owner: str
@@ -22,6 +22,6 @@ class Found:
         return Diagnostic(code, f"{self.owner}: {place(self.path)}: {self.text}", help=self.help)
 
 
-def at(part: Part, *path: str | int, text: str, help: str = "") -> Found:
+def at(part: DocumentPart, *path: str | int, text: str, help: str = "") -> FieldFault:
     """Return a finding at a path below a part."""
-    return Found(part.owner, part.path + path, text, help)
+    return FieldFault(part.owner, part.path + path, text, help)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partool.launch.k8s_validate.findings import Found, at
-from partool.launch.k8s_validate.manifest import Manifest, Part, Pods
+from partool.launch.k8s_validate.findings import FieldFault, at
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, Pods
 
 _LONGEST = 63
 _RULES_OF_PODS = 20
@@ -17,16 +17,16 @@ _DISRUPTION = {"Job": "Ignore", "JobSet": "FailJob"}
 """What a pod's disruption must do. A Job replaces the pod; of a JobSet the whole gang restarts, without it counting."""
 
 
-def pod_names(manifest: Manifest) -> Iterator[Found]:
+def pod_names(manifest: Manifest) -> Iterator[FieldFault]:
     """Find generated names of pods above the 63 characters of a host name."""
     for pods in manifest.pods:
         name = pods.longest_name
         if name is not None and len(name) > _LONGEST:
             text = f"pods would be called {name}: {len(name)} characters, at most {_LONGEST}"
-            yield Found(pods.template.owner, ("metadata", "name"), text, "choose a shorter name")
+            yield FieldFault(pods.template.owner, ("metadata", "name"), text, "choose a shorter name")
 
 
-def restart_policies(manifest: Manifest) -> Iterator[Found]:
+def restart_policies(manifest: Manifest) -> Iterator[FieldFault]:
     """Find restart policies that the controller refuses; left out, a Job's pod has ``Always``, a JobSet's OnFailure."""
     for pods in manifest.jobs:
         policy, default = pods.spec.get("restartPolicy"), "Always" if pods.kind == "Job" else "OnFailure"
@@ -38,7 +38,7 @@ def restart_policies(manifest: Manifest) -> Iterator[Found]:
                 yield at(pods.spec, "restartPolicy", text=f"{field} needs Never, not {shown}")
 
 
-def per_index(manifest: Manifest) -> Iterator[Found]:
+def per_index(manifest: Manifest) -> Iterator[FieldFault]:
     """Find limits per index in Jobs without indexes, and limits that miss their partner."""
     for pods in manifest.jobs:
         job, indexed = pods.maker, pods.maker.get("completionMode") == "Indexed"
@@ -56,7 +56,7 @@ def per_index(manifest: Manifest) -> Iterator[Found]:
             yield at(job, "completions", text="is needed with completionMode: Indexed")
 
 
-def gangs(manifest: Manifest) -> Iterator[Found]:
+def gangs(manifest: Manifest) -> Iterator[FieldFault]:
     """Find Jobs whose pods would not all run at once, each with a number of its own, and restart as one."""
     for pods in manifest.jobs:
         job = pods.maker
@@ -76,14 +76,14 @@ def gangs(manifest: Manifest) -> Iterator[Found]:
             yield at(job, "maxFailedIndexes", text="must be 0: with a rank gone, the others wait for ever")
 
 
-def selectors(manifest: Manifest) -> Iterator[Found]:
+def selectors(manifest: Manifest) -> Iterator[FieldFault]:
     """Find selectors of Jobs, which their controller makes itself."""
     for pods in manifest.jobs:
         if pods.maker.get("selector") is not None and pods.maker.get("manualSelector") is not True:
             yield at(pods.maker, "selector", text="is made by the Job controller and must not be given")
 
 
-def failure_policies(manifest: Manifest) -> Iterator[Found]:
+def failure_policies(manifest: Manifest) -> Iterator[FieldFault]:
     """Find pod failure policies that the server refuses, or that do not fit the kind's way to restart."""
     for pods in manifest.jobs:
         job = pods.maker
@@ -99,7 +99,7 @@ def failure_policies(manifest: Manifest) -> Iterator[Found]:
             yield from _rule(pods, rule)
 
 
-def _rule(pods: Pods, rule: Part) -> Iterator[Found]:
+def _rule(pods: Pods, rule: DocumentPart) -> Iterator[FieldFault]:
     if (rule.get("onExitCodes") is None) == (rule.get("onPodConditions") is None):
         yield at(rule, text="must have either onExitCodes or onPodConditions")
     if rule.get("action") == "FailIndex" and pods.maker.get("backoffLimitPerIndex") is None:
@@ -111,7 +111,7 @@ def _rule(pods: Pods, rule: Part) -> Iterator[Found]:
             yield at(rule, "action", text=f"a disruption must {wanted} in a {pods.kind}, not {rule.get('action')}")
 
 
-def _exit_codes(pods: Pods, rule: Part) -> Iterator[Found]:
+def _exit_codes(pods: Pods, rule: DocumentPart) -> Iterator[FieldFault]:
     codes = rule.part("onExitCodes")
     if not codes.value:
         return

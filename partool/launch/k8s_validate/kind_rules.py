@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from partool.launch.k8s_validate.findings import Found, at
-from partool.launch.k8s_validate.manifest import Manifest, Part
+from partool.launch.k8s_validate.findings import FieldFault, at
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _TOPOLOGY = "kueue.x-k8s.io/podset-"
@@ -18,7 +18,7 @@ _RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_AD
 """Set by Kubeflow's torch runtime; its webhook refuses a TrainJob that sets them."""
 
 
-def jobset_order(manifest: Manifest) -> Iterator[Found]:
+def jobset_order(manifest: Manifest) -> Iterator[FieldFault]:
     """Find dependencies of replicated jobs that the webhook refuses, and names that none of them has."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         earlier: list[object] = []
@@ -42,7 +42,7 @@ def jobset_order(manifest: Manifest) -> Iterator[Found]:
                 )
 
 
-def _named_jobs(document: Part, names: list[object]) -> Iterator[Found]:
+def _named_jobs(document: DocumentPart, names: list[object]) -> Iterator[FieldFault]:
     for policy in [document.part("spec", "successPolicy"), *document.parts("spec", "failurePolicy", "rules")]:
         targets = policy.get("targetReplicatedJobs")
         for index, target in enumerate(targets if isinstance(targets, list) else ()):
@@ -54,7 +54,7 @@ def _named_jobs(document: Part, names: list[object]) -> Iterator[Found]:
         yield at(coordinator, "replicatedJob", text=f"there is no replicated job {wanted!r}")
 
 
-def jobset_failures(manifest: Manifest) -> Iterator[Found]:
+def jobset_failures(manifest: Manifest) -> Iterator[FieldFault]:
     """Find actions that are switched off by default, and disruptions that would use up the restarts."""
     for document in manifest.of("JobSet", "jobset.x-k8s.io"):
         if document.get("spec", "failurePolicy", "restartStrategy") == "InPlaceRestart":
@@ -81,7 +81,7 @@ def jobset_failures(manifest: Manifest) -> Iterator[Found]:
             yield at(document, "spec", "failurePolicy", text=text, help=help)
 
 
-def pytorchjobs(manifest: Manifest) -> Iterator[Found]:
+def pytorchjobs(manifest: Manifest) -> Iterator[FieldFault]:
     """Find PyTorchJobs whose controller would not number the pods, or would not find its container."""
     for document in manifest.of("PyTorchJob", "kubeflow.org"):
         roles = document.part("spec", "pytorchReplicaSpecs").value
@@ -99,7 +99,7 @@ def pytorchjobs(manifest: Manifest) -> Iterator[Found]:
             yield at(pods.spec, "containers", text="one must be named pytorch")
 
 
-def trainjobs(manifest: Manifest) -> Iterator[Found]:
+def trainjobs(manifest: Manifest) -> Iterator[FieldFault]:
     """Find TrainJobs that set what the runtime sets, or that patch another container than the trainer's."""
     for document in manifest.of("TrainJob", "trainer.kubeflow.org"):
         if not document.text("spec", "runtimeRef", "name"):
@@ -111,7 +111,7 @@ def trainjobs(manifest: Manifest) -> Iterator[Found]:
                     yield at(variable, "name", text=f"{variable.get('name')} is set by the runtime and refused")
 
 
-def volcano_jobs(manifest: Manifest) -> Iterator[Found]:
+def volcano_jobs(manifest: Manifest) -> Iterator[FieldFault]:
     """Find Volcano jobs that would start in parts, or with policies that contradict each other."""
     for document in manifest.of("Job", "batch.volcano.sh"):
         total = sum(task.number("replicas") or 0 for task in document.parts("spec", "tasks"))
@@ -134,7 +134,7 @@ def volcano_jobs(manifest: Manifest) -> Iterator[Found]:
                 yield at(policy, "action", text="is missing")
 
 
-def kueue(manifest: Manifest) -> Iterator[Found]:
+def kueue(manifest: Manifest) -> Iterator[FieldFault]:
     """Find what Kueue would not see: a queue on pods only, topology on the object only, no requests."""
     for document in manifest.documents:
         for key in document.part("metadata", "annotations").value:

@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DocumentPart:
     """A mapping somewhere within a document."""
 
     owner: str
@@ -33,24 +33,28 @@ class Part:
         found = self.get(*path)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
-    def part(self, *path: str | int) -> Part:
+    def part(self, *path: str | int) -> DocumentPart:
         """Return the mapping at a path below; an empty one where there is none."""
         found = self.get(*path)
-        return Part(self.owner, self.path + path, found if isinstance(found, dict) else {})
+        return DocumentPart(self.owner, self.path + path, found if isinstance(found, dict) else {})
 
-    def parts(self, *path: str | int) -> list[Part]:
+    def parts(self, *path: str | int) -> list[DocumentPart]:
         """Return the mappings of a list at a path below."""
         found = self.get(*path)
         items = enumerate(found) if isinstance(found, list) else ()
-        return [Part(self.owner, (*self.path, *path, index), item) for index, item in items if isinstance(item, dict)]
+        return [
+            DocumentPart(self.owner, (*self.path, *path, index), item)
+            for index, item in items
+            if isinstance(item, dict)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Pods:
     """Equal pods: their template, and who makes them."""
 
-    template: Part
-    maker: Part
+    template: DocumentPart
+    maker: DocumentPart
     """Of a Job: its spec; of a replica or task: the mapping with ``template``."""
     kind: str
     """Kind of the document."""
@@ -64,12 +68,12 @@ class Pods:
     """Only what a TrainJob adds to the templates of its runtime."""
 
     @property
-    def spec(self) -> Part:
+    def spec(self) -> DocumentPart:
         """The pods' spec."""
         return self.template.part("spec")
 
     @property
-    def containers(self) -> list[Part]:
+    def containers(self) -> list[DocumentPart]:
         """All containers, those that run first at the end."""
         return self.spec.parts("containers") + self.spec.parts("initContainers")
 
@@ -78,7 +82,7 @@ class Pods:
 class Manifest:
     """All documents of a file."""
 
-    documents: tuple[Part, ...]
+    documents: tuple[DocumentPart, ...]
 
     @functools.cached_property
     def pods(self) -> list[Pods]:
@@ -90,7 +94,7 @@ class Manifest:
         """The templates that batch Jobs hold."""
         return [pods for pods in self.pods if pods.is_job]
 
-    def of(self, kind: str, group: str = "") -> list[Part]:
+    def of(self, kind: str, group: str = "") -> list[DocumentPart]:
         """Return the documents of a kind in an API group."""
         found = [document for document in self.documents if document.get("kind") == kind]
         return [document for document in found if _group(document) == group]
@@ -141,25 +145,25 @@ def place(path: Path) -> str:
     return text or "(the whole object)"
 
 
-def _group(document: Part) -> str:
+def _group(document: DocumentPart) -> str:
     version = document.text("apiVersion") or ""
     return version.partition("/")[0] if "/" in version else ""
 
 
-def _pods(document: Part) -> Iterator[Pods]:
+def _pods(document: DocumentPart) -> Iterator[Pods]:
     found = _MAKERS.get((_group(document), str(document.get("kind"))))
     if found is not None:
         yield from found(document, document.text("metadata", "name"))
 
 
-def _job(document: Part, name: str | None) -> Iterator[Pods]:
+def _job(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     spec = document.part("spec")
     count = _count(spec)
     longest = None if name is None else f"{name}-{max((count or 1) - 1, 0)}-xxxxx"
     yield Pods(spec.part("template"), spec, "Job", count, longest, True)
 
 
-def _jobset(document: Part, name: str | None) -> Iterator[Pods]:
+def _jobset(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     for replicated in document.parts("spec", "replicatedJobs"):
         spec = replicated.part("template", "spec")
         replicas = 1 if replicated.get("replicas") is None else replicated.number("replicas") or 0
@@ -170,7 +174,7 @@ def _jobset(document: Part, name: str | None) -> Iterator[Pods]:
         yield Pods(spec.part("template"), spec, "JobSet", replicas * count, longest, True)
 
 
-def _pytorchjob(document: Part, name: str | None) -> Iterator[Pods]:
+def _pytorchjob(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     replicas = document.get("spec", "pytorchReplicaSpecs")
     for role in replicas if isinstance(replicas, dict) else ():
         maker = document.part("spec", "pytorchReplicaSpecs", role)
@@ -179,14 +183,14 @@ def _pytorchjob(document: Part, name: str | None) -> Iterator[Pods]:
         yield Pods(maker.part("template"), maker, "PyTorchJob", count, longest, False)
 
 
-def _volcano(document: Part, name: str | None) -> Iterator[Pods]:
+def _volcano(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     for task in document.parts("spec", "tasks"):
         count, own = task.number("replicas"), task.text("name")
         longest = None if name is None or own is None else f"{name}-{own}-{max((count or 1) - 1, 0)}"
         yield Pods(task.part("template"), task, "Volcano Job", count, longest, False)
 
 
-def _trainjob(document: Part, name: str | None) -> Iterator[Pods]:
+def _trainjob(document: DocumentPart, name: str | None) -> Iterator[Pods]:
     count = document.number("spec", "trainer", "numNodes")
     for patch in document.parts("spec", "runtimePatches"):
         for replicated in patch.parts("trainingRuntimeSpec", "template", "spec", "replicatedJobs"):
@@ -195,7 +199,7 @@ def _trainjob(document: Part, name: str | None) -> Iterator[Pods]:
             yield Pods(spec.part("template"), spec, "TrainJob", count, longest, False, is_patch=True)
 
 
-def _count(spec: Part) -> int | None:
+def _count(spec: DocumentPart) -> int | None:
     completions = spec.number("completions")
     return spec.number("parallelism") if completions is None else completions
 

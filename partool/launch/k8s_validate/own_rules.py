@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from partool.diagnostics.record import Diagnostic
 from partool.launch.k8s_validate import agent_rules, field_rules, job_rules, kind_rules, pod_rules, reference_rules
-from partool.launch.k8s_validate.findings import Found
+from partool.launch.k8s_validate.findings import FieldFault
 from partool.launch.k8s_validate.manifest import Manifest
 
-Rule = Callable[[Manifest], Iterator[Found]]
+Rule = Callable[[Manifest], Iterator[FieldFault]]
 
 RULES: tuple[tuple[str, Rule], ...] = (
     ("PT568", reference_rules.identities),

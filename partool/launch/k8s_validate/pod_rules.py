@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from partool.diagnostics.secrets import in_variable
-from partool.launch.k8s_validate.findings import Found, at
+from partool.launch.k8s_validate.findings import FieldFault, at
 from partool.launch.k8s_validate.forms import parse_quantity
-from partool.launch.k8s_validate.manifest import Manifest, Part, select
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, select
 
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh"}
 _NATIVE = re.compile(r"cpu|memory|ephemeral-storage|hugepages-.+")
 _MOST_ANNOTATIONS_BYTES = 256 * 1024
 
 
-def requests_and_limits(manifest: Manifest) -> Iterator[Found]:
+def requests_and_limits(manifest: Manifest) -> Iterator[FieldFault]:
     """Find requests above limits, and devices or adapters that are in parts or requested otherwise than limited."""
     for part in _resources(manifest):
         requests, limits = part.part("requests").value, part.part("limits").value
@@ -42,7 +42,7 @@ def requests_and_limits(manifest: Manifest) -> Iterator[Found]:
                     yield at(part, where, name, text="is no resource of Kubernetes; others have a domain before a /")
 
 
-def shared_memory(manifest: Manifest) -> Iterator[Found]:
+def shared_memory(manifest: Manifest) -> Iterator[FieldFault]:
     """Find volumes in memory as large as the container's limit: what fills them counts against it."""
     for pods in manifest.pods:
         for volume in pods.spec.parts("volumes"):
@@ -61,7 +61,7 @@ def shared_memory(manifest: Manifest) -> Iterator[Found]:
                     )
 
 
-def exec_form(manifest: Manifest) -> Iterator[Found]:
+def exec_form(manifest: Manifest) -> Iterator[FieldFault]:
     """Find shells as a pod's first process that stay it: they keep the stop signal from the agent."""
     holders = [container for pods in manifest.pods for container in pods.containers]
     holders += [document.part("spec", "trainer") for document in manifest.of("TrainJob", "trainer.kubeflow.org")]
@@ -75,7 +75,7 @@ def exec_form(manifest: Manifest) -> Iterator[Found]:
             yield at(container, "command", text=text, help="start the program itself, or put exec before it")
 
 
-def literal_secrets(manifest: Manifest) -> Iterator[Found]:
+def literal_secrets(manifest: Manifest) -> Iterator[FieldFault]:
     """Find secrets that are written out; the value is not repeated."""
     for path_owner in _variables(manifest):
         name, value = path_owner.text("name"), path_owner.text("value")
@@ -84,7 +84,7 @@ def literal_secrets(manifest: Manifest) -> Iterator[Found]:
             yield at(path_owner, "value", text=f"{name} looks like a secret with its value written out", help=help)
 
 
-def security(manifest: Manifest) -> Iterator[Found]:
+def security(manifest: Manifest) -> Iterator[FieldFault]:
     """Find settings that contradict each other, so that the pod is refused or its container never starts."""
     for pods in manifest.pods:
         for container in pods.containers:
@@ -100,14 +100,14 @@ def security(manifest: Manifest) -> Iterator[Found]:
                 yield at(own, "allowPrivilegeEscalation", text=text)
 
 
-def token(manifest: Manifest) -> Iterator[Found]:
+def token(manifest: Manifest) -> Iterator[FieldFault]:
     """Find pods that get a token of the API, which a training never needs."""
     for pods in manifest.pods:
         if not pods.is_patch and pods.spec.get("automountServiceAccountToken") is not False:
             yield at(pods.spec, "automountServiceAccountToken", text="must be false: ranks need no access to the API")
 
 
-def tolerations(manifest: Manifest) -> Iterator[Found]:
+def tolerations(manifest: Manifest) -> Iterator[FieldFault]:
     """Find tolerations that the server refuses."""
     for pods in manifest.pods:
         for each in pods.spec.parts("tolerations"):
@@ -119,7 +119,7 @@ def tolerations(manifest: Manifest) -> Iterator[Found]:
                 yield at(each, "tolerationSeconds", text="needs the effect NoExecute")
 
 
-def host_network(manifest: Manifest) -> Iterator[Found]:
+def host_network(manifest: Manifest) -> Iterator[FieldFault]:
     """Find pods in the node's network that could not look up each other's names, or whose ports disagree."""
     for pods in manifest.pods:
         if pods.spec.get("hostNetwork") is not True:
@@ -133,7 +133,7 @@ def host_network(manifest: Manifest) -> Iterator[Found]:
                     yield at(port, "hostPort", text="must equal containerPort with hostNetwork")
 
 
-def annotation_sizes(manifest: Manifest) -> Iterator[Found]:
+def annotation_sizes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find annotations above 256 KiB in sum, which the server refuses."""
     for part in [*manifest.documents, *(pods.template for pods in manifest.pods)]:
         held = part.part("metadata", "annotations").value.items()
@@ -143,7 +143,7 @@ def annotation_sizes(manifest: Manifest) -> Iterator[Found]:
             yield at(part, "metadata", "annotations", text=text)
 
 
-def missing_parts(manifest: Manifest) -> Iterator[Found]:
+def missing_parts(manifest: Manifest) -> Iterator[FieldFault]:
     """Find templates without containers, containers without a name or an image, pull secrets without a name."""
     for pods in manifest.pods:
         for secret in pods.spec.parts("imagePullSecrets"):
@@ -163,7 +163,7 @@ def missing_parts(manifest: Manifest) -> Iterator[Found]:
                         yield at(mount, field, text="is missing")
 
 
-def _resources(manifest: Manifest) -> Iterator[Part]:
+def _resources(manifest: Manifest) -> Iterator[DocumentPart]:
     for pods in manifest.pods:
         for container in pods.containers:
             yield container.part("resources")
@@ -171,7 +171,7 @@ def _resources(manifest: Manifest) -> Iterator[Part]:
         yield document.part("spec", "trainer", "resourcesPerNode")
 
 
-def _variables(manifest: Manifest) -> Iterator[Part]:
+def _variables(manifest: Manifest) -> Iterator[DocumentPart]:
     for pods in manifest.pods:
         for container in pods.containers:
             yield from container.parts("env")
@@ -184,11 +184,11 @@ def _is_device(name: object) -> bool:
     return isinstance(name, str) and "/" in name and not name.startswith("kubernetes.io/")
 
 
-def _mounts(container: Part, volume: Part) -> bool:
+def _mounts(container: DocumentPart, volume: DocumentPart) -> bool:
     names = [name for _, name in select(container.value, "volumeMounts.*.name")]
     return volume.get("name") in names
 
 
-def _words(container: Part, field: str) -> list[str]:
+def _words(container: DocumentPart, field: str) -> list[str]:
     found = container.get(field)
     return [word for word in found if isinstance(word, str)] if isinstance(found, list) else []

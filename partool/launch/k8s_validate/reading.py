@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from partool.launch.k8s_validate.manifest import Manifest, Part
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -58,5 +58,5 @@ def manifest_of(documents: Sequence[Any]) -> Manifest:
             raise UnreadableError(f"document {index} of the manifest is no mapping")
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
-        parts.append(Part(f"{document.get('kind')}/{name}", (), document))
+        parts.append(DocumentPart(f"{document.get('kind')}/{name}", (), document))
     return Manifest(tuple(parts))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from partool.launch.k8s_validate.findings import Found, at
-from partool.launch.k8s_validate.manifest import Manifest, Part, Path, Pods, select
+from partool.launch.k8s_validate.findings import FieldFault, at
+from partool.launch.k8s_validate.manifest import DocumentPart, Manifest, Path, Pods, select
 
 _UNIQUE_IN_POD = {
     "spec.volumes.*.name": "volume",
@@ -28,7 +28,7 @@ _UNIQUE_IN_DOCUMENT = {
 _NO_SOURCE = frozenset({"name"})
 
 
-def duplicates(manifest: Manifest) -> Iterator[Found]:
+def duplicates(manifest: Manifest) -> Iterator[FieldFault]:
     """Find names that stand twice where each must be unique."""
     for document in manifest.documents:
         yield from _doubled(document, _UNIQUE_IN_DOCUMENT)
@@ -44,7 +44,7 @@ def duplicates(manifest: Manifest) -> Iterator[Found]:
             yield from _twice(ports, container.owner, "port")
 
 
-def objects_once(manifest: Manifest) -> Iterator[Found]:
+def objects_once(manifest: Manifest) -> Iterator[FieldFault]:
     """Find two objects of one kind and name."""
     seen: set[tuple[object, ...]] = set()
     for document in manifest.documents:
@@ -55,7 +55,7 @@ def objects_once(manifest: Manifest) -> Iterator[Found]:
         seen.add(key)
 
 
-def identities(manifest: Manifest) -> Iterator[Found]:
+def identities(manifest: Manifest) -> Iterator[FieldFault]:
     """Find objects without apiVersion, kind or name, and objects of one manifest in different namespaces."""
     spaces = {document.text("metadata", "namespace") for document in manifest.documents}
     for document in manifest.documents:
@@ -68,7 +68,7 @@ def identities(manifest: Manifest) -> Iterator[Found]:
         yield at(last, "metadata", "namespace", text=f"the objects of one run are in different namespaces: {named}")
 
 
-def mounts(manifest: Manifest) -> Iterator[Found]:
+def mounts(manifest: Manifest) -> Iterator[FieldFault]:
     """Find mounts of volumes that the pod has not, volumes nobody mounts, and volumes without one source."""
     for pods in manifest.pods:
         volumes = pods.spec.parts("volumes")
@@ -89,7 +89,7 @@ def mounts(manifest: Manifest) -> Iterator[Found]:
                 yield at(volume, text=f"no container mounts {volume.get('name')!r}")
 
 
-def variable_sources(manifest: Manifest) -> Iterator[Found]:
+def variable_sources(manifest: Manifest) -> Iterator[FieldFault]:
     """Find variables with a value and a source, and sources that are not exactly one."""
     for container in _containers(manifest):
         for variable in container.parts("env"):
@@ -107,7 +107,7 @@ def variable_sources(manifest: Manifest) -> Iterator[Found]:
                         yield at(reference, key, text="is missing")
 
 
-def config_maps(manifest: Manifest) -> Iterator[Found]:
+def config_maps(manifest: Manifest) -> Iterator[FieldFault]:
     """Find ConfigMaps, and keys of them, that the pods need and the manifest has not."""
     held = {document.text("metadata", "name"): document for document in manifest.of("ConfigMap")}
     for pods in manifest.pods:
@@ -124,7 +124,7 @@ def config_maps(manifest: Manifest) -> Iterator[Found]:
                     yield at(item, "key", text=f"{found.owner} has no key {item.get('key')!r}")
 
 
-def config_map_sizes(manifest: Manifest) -> Iterator[Found]:
+def config_map_sizes(manifest: Manifest) -> Iterator[FieldFault]:
     """Find ConfigMaps above 1 MiB, which the server refuses, and keys that stand in ``data`` and ``binaryData``."""
     for document in manifest.of("ConfigMap"):
         values = [value for _, value in select(document.value, "data.*") if isinstance(value, str)]
@@ -135,7 +135,7 @@ def config_map_sizes(manifest: Manifest) -> Iterator[Found]:
             yield at(document, "binaryData", key, text="stands in data, too")
 
 
-def services(manifest: Manifest) -> Iterator[Found]:
+def services(manifest: Manifest) -> Iterator[FieldFault]:
     """Find headless Services that do not give the pods of a Job their names, and Jobs without one."""
     held = {service.text("metadata", "name"): service for service in manifest.of("Service")}
     for service in held.values():
@@ -150,7 +150,7 @@ def services(manifest: Manifest) -> Iterator[Found]:
                 yield at(pods.spec, "subdomain", text=f"the manifest has no Service {wanted!r}")
 
 
-def _service(service: Part, all_pods: list[Pods]) -> Iterator[Found]:
+def _service(service: DocumentPart, all_pods: list[Pods]) -> Iterator[FieldFault]:
     name, selector = service.text("metadata", "name"), service.part("spec", "selector").value
     if service.get("spec", "clusterIP") != "None":
         yield at(service, "spec", "clusterIP", text='must be "None": only a headless Service names single pods')
@@ -172,28 +172,28 @@ def _labels(pods: Pods) -> dict[str, Any]:
     return {**added, **pods.template.part("metadata", "labels").value}
 
 
-def _keys(config_map: Part) -> set[object]:
+def _keys(config_map: DocumentPart) -> set[object]:
     return config_map.part("data").value.keys() | config_map.part("binaryData").value.keys()
 
 
-def _containers(manifest: Manifest) -> Iterator[Part]:
+def _containers(manifest: Manifest) -> Iterator[DocumentPart]:
     for pods in manifest.pods:
         yield from pods.containers
     for document in manifest.of("TrainJob", "trainer.kubeflow.org"):
         yield document.part("spec", "trainer")
 
 
-def _doubled(part: Part, table: dict[str, str]) -> Iterator[Found]:
+def _doubled(part: DocumentPart, table: dict[str, str]) -> Iterator[FieldFault]:
     for pattern, what in table.items():
         places = ((part.path + path, value) for path, value in select(part.value, pattern))
         yield from _twice(places, part.owner, what)
 
 
-def _twice(places: Iterable[tuple[Path, object]], owner: str, what: str) -> Iterator[Found]:
+def _twice(places: Iterable[tuple[Path, object]], owner: str, what: str) -> Iterator[FieldFault]:
     seen = set()
     for path, value in places:
         if not isinstance(value, str):
             continue
         if value in seen:
-            yield Found(owner, path, f"the {what} {value!r} stands before it")
+            yield FieldFault(owner, path, f"the {what} {value!r} stands before it")
         seen.add(value)

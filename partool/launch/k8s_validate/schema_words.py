@@ -5,39 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from partool.launch.k8s_validate.findings import Found
+from partool.launch.k8s_validate.findings import FieldFault
 from partool.launch.k8s_validate.manifest import Path
 
 _LONGEST = 160
 
 
-def in_words(errors: Iterable[Any], owner: str, path: Path) -> Iterator[Found]:
+def in_words(errors: Iterable[Any], owner: str, path: Path) -> Iterator[FieldFault]:
     """Yield a finding per error of ``jsonschema``, ``path`` being where the checked value stands in the document."""
     for error in errors:
         yield from _one(error, owner, path + tuple(error.absolute_path))
 
 
-def _one(error: Any, owner: str, path: Path) -> Iterator[Found]:
+def _one(error: Any, owner: str, path: Path) -> Iterator[FieldFault]:
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
         known = error.schema.get("properties", {})
         for key in error.instance.keys() - known.keys():
-            yield Found(owner, (*path, key), "there is no such field", _nearest(str(key), known))
+            yield FieldFault(owner, (*path, key), "there is no such field", _nearest(str(key), known))
     elif error.validator == "required":
         missing = [key for key in error.validator_value if key not in error.instance]
-        yield from (Found(owner, (*path, key), "is missing") for key in missing)
+        yield from (FieldFault(owner, (*path, key), "is missing") for key in missing)
     elif error.validator == "type":
         wanted = error.validator_value
         kinds = [wanted] if isinstance(wanted, str) else [kind for kind in wanted if kind != "null"]
-        yield Found(owner, path, f"must be of type {' or '.join(kinds)}, not {_type(error.instance)}")
+        yield FieldFault(owner, path, f"must be of type {' or '.join(kinds)}, not {_type(error.instance)}")
     elif error.validator in ("anyOf", "oneOf") and error.context:
         inner = [each for each in error.context if each.validator != "type"]
         if len(inner) == 1:
             yield from _one(inner[0], owner, path + tuple(inner[0].relative_path))
         else:
             kinds = sorted({str(kind) for each in error.context for kind in _kinds(each)} - {"null"})
-            yield Found(owner, path, f"must be of type {' or '.join(kinds)}" if kinds else _short(error.message))
+            yield FieldFault(owner, path, f"must be of type {' or '.join(kinds)}" if kinds else _short(error.message))
     else:
-        yield Found(owner, path, _short(error.message))
+        yield FieldFault(owner, path, _short(error.message))
 
 
 def _kinds(error: Any) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from partool.launch.k8s_validate.findings import Found
+from partool.launch.k8s_validate.findings import FieldFault
 from partool.launch.k8s_validate.manifest import Path
 
 Schema = dict[str, Any]
@@ -71,7 +71,7 @@ def _strict(schema: Schema) -> Schema:
     return found
 
 
-def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator[Found]:
+def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator[FieldFault]:
     """Find items that stand twice in lists which are sets, or which have keys (``x-kubernetes-list-type``)."""
     if isinstance(value, dict):
         for name, item in value.items():
@@ -82,7 +82,7 @@ def doubled(schema: Schema, value: Any, owner: str, path: Path = ()) -> Iterator
         for index, item in enumerate(value):
             key = _key(schema, items, item)
             if key is not None and key in seen:
-                yield Found(owner, (*path, index), f"{_shown(key)} stands before it in the list")
+                yield FieldFault(owner, (*path, index), f"{_shown(key)} stands before it in the list")
             seen.append(key)
             yield from doubled(items, item, owner, (*path, index))
 

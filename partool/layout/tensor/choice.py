@@ -14,7 +14,7 @@ LINEAR = ("linear", "conv1d")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CutChoice:
     """How a matrix is cut, for any number of ranks."""
 
     style: Style
@@ -42,7 +42,7 @@ class Unclear:
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Modules with the same parent: an attention, a feed-forward network."""
 
     structure: Structure
@@ -72,7 +72,7 @@ class Subject(NamedTuple):
     """What is decided about."""
 
     structure: Structure
-    group: Group | None
+    group: ModuleGroup | None
     """What the module is part of; None of the embedding, the head and the model itself."""
     module: StructureModule
     name: str
@@ -90,14 +90,14 @@ def leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def groups(structure: Structure) -> dict[str, Group]:
+def groups(structure: Structure) -> dict[str, ModuleGroup]:
     """Return the groups of all modules by the names of their parents; embedding and head belong to none."""
     classes = {module.name: module.class_name for module in structure.modules}
     members: dict[str, list[StructureModule]] = {}
     for module in structure.modules:
         if module.name not in ("", structure.embedding, structure.head):
             members.setdefault(module.name.rpartition(".")[0], []).append(module)
-    return {name: Group(structure, name, classes.get(name, ""), tuple(found)) for name, found in members.items()}
+    return {name: ModuleGroup(structure, name, classes.get(name, ""), tuple(found)) for name, found in members.items()}
 
 
 def head_kind(structure: Structure, width: int) -> Heads | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.tensor.choice import LINEAR, Choice, Group, Subject, Unclear, groups
+from partool.layout.tensor.choice import LINEAR, CutChoice, ModuleGroup, Subject, Unclear, groups
 from partool.layout.tensor.cutting import collapse, collapsed_name
 from partool.layout.tensor.infer import RULE, infer, infer_norm, set_summed_outputs
 from partool.layout.tensor.lay import CannotLayError, lay
@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
 """By model type and by the end of the module's name; o_proj and down_proj beside them are found by their widths."""
 
 
-def preset(structure: Structure, name: str, width: int) -> Choice | Unclear | None:
+def preset(structure: Structure, name: str, width: int) -> CutChoice | Unclear | None:
     """Return what the presets say of a matrix of this output width; None: nothing."""
     for ending, found in PRESETS.get(structure.model_type, {}).items():
         if name == ending or name.endswith("." + ending):
@@ -52,17 +52,19 @@ def preset(structure: Structure, name: str, width: int) -> Choice | Unclear | No
     return None
 
 
-def arranged(structure: Structure, found: Preset, width: int, rule: str) -> Choice | Unclear:
+def arranged(structure: Structure, found: Preset, width: int, rule: str) -> CutChoice | Unclear:
     """Return the choice that an arrangement means for a matrix of this output width."""
     query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
     if found.arrangement == "halves" and width % 2 == 0:
-        return Choice(found.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
+        return CutChoice(found.style, rule, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
     if found.arrangement == "qkv" and width == query + 2 * key:
-        return Choice(found.style, rule, "queries, keys and values, each by whole heads", (query, key, key), 1, "query")
+        return CutChoice(
+            found.style, rule, "queries, keys and values, each by whole heads", (query, key, key), 1, "query"
+        )
     if found.arrangement == "per_head" and structure.heads == structure.kv_heads and width == 3 * query:
-        return Choice(found.style, rule, "whole heads, of queries, keys and values together", heads="query")
+        return CutChoice(found.style, rule, "whole heads, of queries, keys and values together", heads="query")
     if found.arrangement == "plain":
-        return Choice(found.style, rule)
+        return CutChoice(found.style, rule)
     return Unclear(
         f"its width of {width} is not what the preset of {structure.model_type} expects", '"NAME": column_gathered'
     )
@@ -80,7 +82,7 @@ class Decided:
 class _Decider:
     structure: Structure
     patterns: Patterns
-    chosen: dict[str, Choice] = field(default_factory=dict)
+    chosen: dict[str, CutChoice] = field(default_factory=dict)
     """By name of the module, or of the parameter where each decides for itself."""
     findings: dict[str, Diagnostic] = field(default_factory=dict)
     """By message without the layer's number, so that each is reported once."""
@@ -107,18 +109,18 @@ class _Decider:
                 self.report(finding)
         return Decided(collapse(rows), tuple(self.findings.values()))
 
-    def choose(self, group: Group | None, module: StructureModule) -> None:
+    def choose(self, group: ModuleGroup | None, module: StructureModule) -> None:
         """Choose for a module, or for each of its parameters where it is none of those that are known."""
         for key, name in _units(module):
             found = self.choice(group, module, name)
-            if isinstance(found, Choice):
+            if isinstance(found, CutChoice):
                 self.chosen[key] = found
             elif isinstance(found, Diagnostic):
                 self.report(found)
             else:
                 self.report(_undecided(key, found))
 
-    def choice(self, group: Group | None, module: StructureModule, name: str) -> Choice | Unclear | Diagnostic:
+    def choice(self, group: ModuleGroup | None, module: StructureModule, name: str) -> CutChoice | Unclear | Diagnostic:
         """Return what the first rule that knows the parameter ``name`` of a module says."""
         structure = self.structure
         if module.name == structure.head and f"{module.name}.weight" in structure.tied:
@@ -127,10 +129,10 @@ class _Decider:
         pattern = matching(self.patterns, name, *aliases)
         if pattern is not None:
             asked = wanted(Subject(structure, group, module, name), pattern, self.patterns)
-            if module.kind == "norm" and isinstance(asked, Choice) and group is not None:
+            if module.kind == "norm" and isinstance(asked, CutChoice) and group is not None:
                 known = infer_norm(group, module, self.chosen)
-                summed = isinstance(known, Choice) and known.summed
-                return Choice("replicated", asked.rule, asked.why, summed=summed)
+                summed = isinstance(known, CutChoice) and known.summed
+                return CutChoice("replicated", asked.rule, asked.why, summed=summed)
             return asked
         if group is not None and module.name in group.linears:
             found = preset(structure, module.name, group.linears[module.name][0])
@@ -181,21 +183,21 @@ def _units(module: StructureModule) -> Iterator[tuple[str, str]]:
         yield key, key
 
 
-def _experts(structure: Structure, module: StructureModule, name: str) -> Choice | Unclear:
+def _experts(structure: Structure, module: StructureModule, name: str) -> CutChoice | Unclear:
     """Decide about stacked experts by their names and widths."""
     leaf = name.rpartition(".")[2]
     if len(module.parameters[leaf]) != 3:
         line = f'"{collapsed_name(module.name)}.*": replicated'
         return Unclear("biases of experts would be added once per rank", line)
     if "down" in leaf or leaf.startswith("w2"):
-        return Choice("row", RULE, "inner widths of every expert")
+        return CutChoice("row", RULE, "inner widths of every expert")
     if "gate_up" in leaf or "w13" in leaf:
         width = next((size for size in module.parameters[leaf][1:] if size != structure.hidden), structure.hidden)
         half = width // 2
         line = f'"NAME": {{style: column, parts: [{half}, {half}]}}'
         return Unclear("two matrices are fused, but whether one after the other is not known", line)
     if any(word in leaf for word in ("up", "gate", "w1", "w3")):
-        return Choice("column", RULE, "inner widths of every expert")
+        return CutChoice("column", RULE, "inner widths of every expert")
     return Unclear(
         "its name does not tell whether it leads to the inner width of the experts or back", '"NAME": column'
     )
@@ -209,7 +211,7 @@ def _undecided(key: str, found: Unclear) -> Diagnostic:
     return Diagnostic("PT442", f"{name} cannot be cut: {found.why}", path=PATH[:2], help=help)
 
 
-def _cannot(key: str, choice: Choice, why: str) -> Diagnostic:
+def _cannot(key: str, choice: CutChoice, why: str) -> Diagnostic:
     name = collapsed_name(key)
     message = f"{name} cannot be cut as {choice.rule} says ({choice.style}): {why}"
     if choice.rule.startswith("pattern "):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from partool.layout.tensor.choice import LINEAR, Choice, Group, Unclear, head_kind, leaf
+from partool.layout.tensor.choice import LINEAR, CutChoice, ModuleGroup, Unclear, head_kind, leaf
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Style
 
@@ -20,15 +20,15 @@ _ROW_NAMES = {
 _POSITIONS = ("pos", "wpe")
 
 
-def infer(structure: Structure, group: Group | None, module: StructureModule) -> Choice | Unclear:
+def infer(structure: Structure, group: ModuleGroup | None, module: StructureModule) -> CutChoice | Unclear:
     """Return the choice about a module that is no norm (:func:`infer_norm`) and holds no stacked experts."""
     if module.name in (structure.embedding, structure.head):
-        return Choice("vocabulary", RULE, "tokens over all ranks")
+        return CutChoice("vocabulary", RULE, "tokens over all ranks")
     if module.kind == "router":
         return _router()
     if module.kind == "embedding":
         if any(word in leaf(module.name).lower() for word in _POSITIONS):
-            return Choice("replicated", RULE, "of positions")
+            return CutChoice("replicated", RULE, "of positions")
         return Unclear("it is an embedding, but not that of the tokens")
     if module.kind in LINEAR and group is not None:
         if is_router(group, module.name):
@@ -39,17 +39,17 @@ def infer(structure: Structure, group: Group | None, module: StructureModule) ->
     return Unclear(f"nothing is known of the parameters of a {module.class_name}", line)
 
 
-def is_router(group: Group, name: str) -> bool:
+def is_router(group: ModuleGroup, name: str) -> bool:
     """Return True if a matrix of a group chooses experts, or weighs them."""
     experts = group.structure.experts
     return bool(experts) and group.linears[name][0] in (1, experts) and not group.attention
 
 
-def _router() -> Choice:
-    return Choice("replicated", RULE, "chooses experts or weighs them, for all tokens")
+def _router() -> CutChoice:
+    return CutChoice("replicated", RULE, "chooses experts or weighs them, for all tokens")
 
 
-def row_of(group: Group) -> str | None:
+def row_of(group: ModuleGroup) -> str | None:
     """Return the matrix of a group that leads back to the hidden size; None where it cannot be told."""
     hidden = group.structure.hidden
     back = [name for name, (out, _) in group.linears.items() if out == hidden]
@@ -63,7 +63,7 @@ def row_of(group: Group) -> str | None:
     return last if last in back and not named else None
 
 
-def _network(group: Group, module: StructureModule) -> Choice | Unclear:
+def _network(group: ModuleGroup, module: StructureModule) -> CutChoice | Unclear:
     """Decide about a matrix of a feed-forward network."""
     row, hidden = row_of(group), group.structure.hidden
     if row is None or len(group.linears) < 2:
@@ -71,16 +71,16 @@ def _network(group: Group, module: StructureModule) -> Choice | Unclear:
     inner = group.linears[row][1]
     out, into = group.linears[module.name]
     if module.name == row:
-        return Choice("row", RULE, f"leads back to the hidden size of {hidden}")
+        return CutChoice("row", RULE, f"leads back to the hidden size of {hidden}")
     if into == hidden and out == inner:
-        return Choice("column", RULE, f"leads from the hidden size to {leaf(row)}")
+        return CutChoice("column", RULE, f"leads from the hidden size to {leaf(row)}")
     if into == hidden and out == 2 * inner:
         why = f"{out} is twice the input of {leaf(row)}: fused, but whether one matrix after the other is not known"
         return Unclear(why, f'"NAME": {{style: column, parts: [{inner}, {inner}]}}')
     return Unclear(f"its widths {into} → {out} do not lead from {hidden} to the {inner} of {leaf(row)}")
 
 
-def _attention(group: Group, module: StructureModule) -> Choice | Unclear:
+def _attention(group: ModuleGroup, module: StructureModule) -> CutChoice | Unclear:
     """Decide about a projection of an attention."""
     row, structure = row_of(group), group.structure
     if row is None or len(group.linears) < 2:
@@ -93,7 +93,7 @@ def _attention(group: Group, module: StructureModule) -> Choice | Unclear:
     return by_heads(group, module, "column", RULE, "whole heads")
 
 
-def low_rank(group: Group, module: StructureModule, rule: str = RULE) -> Choice | None:
+def low_rank(group: ModuleGroup, module: StructureModule, rule: str = RULE) -> CutChoice | None:
     """Return the choice about a down-projection of latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Its output, or all but the rotary part of it, is the input of another matrix than the last one.
@@ -104,7 +104,7 @@ def low_rank(group: Group, module: StructureModule, rule: str = RULE) -> Choice 
     if into != hidden:
         return None
     if out in inputs:
-        return Choice("replicated", rule, "low rank, which every head reads")
+        return CutChoice("replicated", rule, "low rank, which every head reads")
     if "kv" not in leaf(module.name):
         return None
     normed = {module.parameters["weight"][0] for module in group.members if module.kind == "norm" and module.parameters}
@@ -112,10 +112,10 @@ def low_rank(group: Group, module: StructureModule, rule: str = RULE) -> Choice 
     if len(ranks) != 1:
         return None
     why = "low rank, which every head reads; the gradient of its rotary part is summed over the ranks' heads"
-    return Choice("replicated", rule, why, summed_outputs=((ranks[0], out),))
+    return CutChoice("replicated", rule, why, summed_outputs=((ranks[0], out),))
 
 
-def latents(group: Group) -> dict[str, Choice]:
+def latents(group: ModuleGroup) -> dict[str, CutChoice]:
     """Return the choices about all down-projections of a group's latent attention; none of another group."""
     if not group.attention or row_of(group) is None:
         return {}
@@ -123,7 +123,7 @@ def latents(group: Group) -> dict[str, Choice]:
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
-def set_summed_outputs(group: Group, chosen: dict[str, Choice]) -> None:
+def set_summed_outputs(group: ModuleGroup, chosen: dict[str, CutChoice]) -> None:
     """Have gradients of rotary parts of low rank summed over ranks just where each rank computes its own heads.
 
     Patterns do not tell, and where all heads are everywhere a sum would count them once per rank.
@@ -134,16 +134,16 @@ def set_summed_outputs(group: Group, chosen: dict[str, Choice]) -> None:
             chosen[name] = replace(chosen[name], summed_outputs=latent.summed_outputs if cut else ())
 
 
-def by_heads(group: Group, module: StructureModule, style: Style, rule: str, why: str) -> Choice | Unclear:
+def by_heads(group: ModuleGroup, module: StructureModule, style: Style, rule: str, why: str) -> CutChoice | Unclear:
     """Return the choice to cut a projection of an attention by whole heads; unclear where its width is not theirs."""
     structure = group.structure
     width = group.linears[module.name][1 if style == "row" else 0]
     kind = head_kind(structure, width)
     if kind is not None and not (style == "row" and kind == "key"):
-        return Choice(style, rule, why, heads=kind)
+        return CutChoice(style, rule, why, heads=kind)
     latent = any(low_rank(group, other) for other in group.members if other.name in group.linears)
     if latent and width % structure.heads == 0:
-        return Choice(style, rule, why, heads="query")
+        return CutChoice(style, rule, why, heads="query")
     fused = (structure.heads + 2 * structure.kv_heads) * structure.head_dim
     if width == fused:
         query, key = structure.heads * structure.head_dim, structure.kv_heads * structure.head_dim
@@ -156,7 +156,7 @@ def by_heads(group: Group, module: StructureModule, style: Style, rule: str, why
     return Unclear(text, line)
 
 
-def infer_norm(group: Group, module: StructureModule, chosen: Mapping[str, Choice]) -> Choice | Unclear:
+def infer_norm(group: ModuleGroup, module: StructureModule, chosen: Mapping[str, CutChoice]) -> CutChoice | Unclear:
     """Return the choice about a norm; ``chosen`` holds those about the matrices beside it, by module."""
     structure, shape = group.structure, next(iter(module.parameters.values()), ())
     known = {name: chosen[name] for name in group.linears if name in chosen}
@@ -164,17 +164,17 @@ def infer_norm(group: Group, module: StructureModule, chosen: Mapping[str, Choic
     if not cut or group.block:
         # Beside matrices whose results are whole, or that follow it.
         if shape in ((structure.hidden,), ()) or (known and not cut):
-            return Choice("replicated", RULE, "of what every rank has")
+            return CutChoice("replicated", RULE, "of what every rank has")
         return Unclear(f"it is over {shape}, not over the hidden size of {structure.hidden}")
     if group.attention and shape == (structure.head_dim,):
-        return Choice("replicated", RULE, "each rank applies it to its own heads", summed=True)
+        return CutChoice("replicated", RULE, "each rank applies it to its own heads", summed=True)
     if group.attention and len(shape) == 2 and shape[1] == structure.head_dim:
         kind = head_kind(structure, shape[0] * shape[1])
         if kind is not None:
-            return Choice("column", RULE, "one row per head", heads=kind)
+            return CutChoice("column", RULE, "one row per head", heads=kind)
     whole = {group.linears[name][0] for name, choice in known.items() if choice.style not in ("column", "row")}
     whole |= {start for choice in latents(group).values() for start, _ in choice.summed_outputs}
     if len(shape) == 1 and shape[0] in whole:
-        return Choice("replicated", RULE, "of the latent, which every rank has")
+        return CutChoice("replicated", RULE, "of the latent, which every rank has")
     gathered = ", ".join(f'"*.{leaf(name)}": column_gathered' for name in cut)
     return Unclear(f"it is over {shape}, of which each rank has a part", gathered)

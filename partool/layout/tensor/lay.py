@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partool.layout.tensor.choice import LINEAR, Choice, head_kind
+from partool.layout.tensor.choice import LINEAR, CutChoice, head_kind
 from partool.layout.tensor.cutting import HeadRanges, fused, head_ranges
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Cut, Partition, Range, chunks
@@ -12,12 +12,14 @@ class CannotLayError(ValueError):
     """A choice does not fit the matrix, or the number of ranks; says why in words."""
 
 
-def lay(structure: Structure, module: StructureModule, names: list[str], choice: Choice, ranks: int) -> list[Partition]:
+def lay(
+    structure: Structure, module: StructureModule, names: list[str], choice: CutChoice, ranks: int
+) -> list[Partition]:
     """Return the rows of the parameters ``names`` of a module; raises CannotLayError."""
     return [_row(structure, module, name, choice, ranks) for name in names]
 
 
-def _row(structure: Structure, module: StructureModule, name: str, choice: Choice, ranks: int) -> Partition:
+def _row(structure: Structure, module: StructureModule, name: str, choice: CutChoice, ranks: int) -> Partition:
     shape = module.parameters[name]
     dim = _dimension(structure, module, name, choice)
     row = Partition(
@@ -39,7 +41,7 @@ def _row(structure: Structure, module: StructureModule, name: str, choice: Choic
     return row.model_copy(update={"cuts": (dealt,)})
 
 
-def _dimension(structure: Structure, module: StructureModule, name: str, choice: Choice) -> int | None:
+def _dimension(structure: Structure, module: StructureModule, name: str, choice: CutChoice) -> int | None:
     """Return the dimension of a parameter that a choice cuts; None: none of it."""
     dims = len(module.parameters[name])
     if choice.style == "replicated":
@@ -53,7 +55,7 @@ def _dimension(structure: Structure, module: StructureModule, name: str, choice:
     return None if choice.style == "row" else 0
 
 
-def _expert_dimension(structure: Structure, module: StructureModule, name: str, choice: Choice) -> int:
+def _expert_dimension(structure: Structure, module: StructureModule, name: str, choice: CutChoice) -> int:
     shape = module.parameters[name]
     if len(shape) != 3:
         raise CannotLayError(f"{name} of the experts has {len(shape)} dimensions, not three")
@@ -63,7 +65,7 @@ def _expert_dimension(structure: Structure, module: StructureModule, name: str, 
     return 2 if choice.style == "row" else 1
 
 
-def _cut(structure: Structure, choice: Choice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
+def _cut(structure: Structure, choice: CutChoice, dim: int, size: int, ranks: int) -> tuple[Cut, bool]:
     """Return the cut, and whether ranks share what they hold."""
     widths = choice.parts or (size,)
     if sum(widths) != size:
@@ -86,7 +88,7 @@ def _units(width: int, unit: int, ranks: int) -> list[Range]:
 
 
 def _by_heads(
-    structure: Structure, choice: Choice, heads: HeadRanges, width: int, *, alone: bool
+    structure: Structure, choice: CutChoice, heads: HeadRanges, width: int, *, alone: bool
 ) -> tuple[list[Range], bool]:
     """Return the ranges of one part by whole heads, and whether these are heads of keys and values."""
     kind = choice.heads if alone else head_kind(structure, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.tensor.choice import Choice, Group, leaf
+from partool.layout.tensor.choice import CutChoice, ModuleGroup, leaf
 from partool.layout.tensor.cutting import collapsed_name
 from partool.layout.tensor.infer import is_router, latents
 from partool.layout.tensor.structure import StructureModule
@@ -17,7 +17,7 @@ _STAYS = {"column": "cut", "column_gathered": "gathered", "row": "cut by row", "
 
 
 def check_pairs(
-    by_parent: Mapping[str, Group], chosen: Mapping[str, Choice], rows: Sequence[Partition]
+    by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
     """Yield a finding for each group whose cuts do not fit together."""
     laid = {row.name.rpartition(".")[0]: row for row in rows if row.name.endswith(".weight")}
@@ -41,7 +41,7 @@ def check_pairs(
 
 
 def check_experts(
-    modules: Iterable[StructureModule], chosen: Mapping[str, Choice], rows: Sequence[Partition]
+    modules: Iterable[StructureModule], chosen: Mapping[str, CutChoice], rows: Sequence[Partition]
 ) -> Iterator[Diagnostic]:
     """Yield a finding for each module of stacked experts of which some is cut, and not all of it alike.
 
@@ -64,7 +64,7 @@ def check_experts(
         yield Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)
 
 
-def _share(choice: Choice, row: Partition) -> tuple[tuple[Range, ...], ...]:
+def _share(choice: CutChoice, row: Partition) -> tuple[tuple[Range, ...], ...]:
     """Return what every rank holds of each fused part, if that is the same of all parts; else all of the ranges."""
     starts = [sum(choice.parts[:index]) for index in range(len(choice.parts))] or [0]
     ranges = tuple(tuple(held) for held in row.cuts[0].ranges)
@@ -73,12 +73,12 @@ def _share(choice: Choice, row: Partition) -> tuple[tuple[Range, ...], ...]:
     return first if whole == ranges else ranges
 
 
-def _styles(names: Sequence[str], chosen: Mapping[str, Choice]) -> str:
+def _styles(names: Sequence[str], chosen: Mapping[str, CutChoice]) -> str:
     return ", ".join(f"{leaf(name)} {chosen[name].style}" for name in names if name in chosen)
 
 
 def _beside(
-    group: Group, chosen: Mapping[str, Choice], columns: Sequence[str], back: Sequence[str]
+    group: ModuleGroup, chosen: Mapping[str, CutChoice], columns: Sequence[str], back: Sequence[str]
 ) -> Iterator[Diagnostic]:
     """Find matrices beside cut ones that every rank has the results of: they would meet parts of other ranks' results.
 
@@ -97,7 +97,7 @@ def _beside(
             yield _finding(cut[0], chosen, f"{leaf(cut[0])} stays cut and {leaf(name)} beside it is {_STAYS[style]}")
 
 
-def _row_beside(group: Group, by_parent: Mapping[str, Group], chosen: Mapping[str, Choice]) -> list[str]:
+def _row_beside(group: ModuleGroup, by_parent: Mapping[str, ModuleGroup], chosen: Mapping[str, CutChoice]) -> list[str]:
     """Return row-cut matrices of a group beside this one that has none that is cut by column, as BERT's output."""
     parent = group.name.rpartition(".")[0]
     for other in by_parent.values():
@@ -107,7 +107,7 @@ def _row_beside(group: Group, by_parent: Mapping[str, Group], chosen: Mapping[st
     return []
 
 
-def _fit(group: Group, column: Choice, row: Choice, out: Partition, into: Partition) -> bool:
+def _fit(group: ModuleGroup, column: CutChoice, row: CutChoice, out: Partition, into: Partition) -> bool:
     """Return True if every rank holds, of each part of ``out``, the same share that it holds of the input of ``into``.
 
     Attention changes widths between the two, so there both must be cut by whole heads.
@@ -121,7 +121,7 @@ def _fit(group: Group, column: Choice, row: Choice, out: Partition, into: Partit
     return True
 
 
-def _finding(name: str, chosen: Mapping[str, Choice], text: str) -> Diagnostic:
+def _finding(name: str, chosen: Mapping[str, CutChoice], text: str) -> Diagnostic:
     style = "row" if chosen[name].style == "row" else "column"
     message = f"{collapsed_name(name)} is cut by {style} ({chosen[name].rule}), but {text}"
     return Diagnostic("PT441", message, path=("parallel", "tensor"), help=_HELP)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from partool.diagnostics.record import Diagnostic
-from partool.layout.tensor.choice import LINEAR, Choice, Subject, Unclear, head_kind
+from partool.layout.tensor.choice import LINEAR, CutChoice, Subject, Unclear, head_kind
 from partool.layout.tensor.cutting import collapsed_name
 from partool.layout.tensor.infer import by_heads
 from partool.spec.parallel import Style, TensorPattern
@@ -50,7 +50,7 @@ def unmatched(patterns: Patterns, names: Iterable[str]) -> list[Diagnostic]:
     return found
 
 
-def wanted(subject: Subject, pattern: str, patterns: Patterns) -> Choice | Unclear | Diagnostic:
+def wanted(subject: Subject, pattern: str, patterns: Patterns) -> CutChoice | Unclear | Diagnostic:
     """Return the choice that a pattern makes."""
     structure, group, module, name = subject
     entry = patterns[pattern]
@@ -69,5 +69,5 @@ def wanted(subject: Subject, pattern: str, patterns: Patterns) -> Choice | Uncle
         if not parts:
             return by_heads(group, module, entry.style, rule, "whole heads")
         if all(head_kind(structure, width) for width in parts):
-            return Choice(entry.style, rule, "whole heads of each part", parts, heads="query")
-    return Choice(entry.style, rule, "", parts, entry.unit or 1, entry.heads)
+            return CutChoice(entry.style, rule, "whole heads of each part", parts, heads="query")
+    return CutChoice(entry.style, rule, "", parts, entry.unit or 1, entry.heads)

@@ -5,7 +5,7 @@ https://huggingface.co/docs/transformers/main/en/perf_infer_gpu_multi tells what
 
 from __future__ import annotations
 
-from partool.layout.tensor.choice import Choice, Group, Unclear
+from partool.layout.tensor.choice import CutChoice, ModuleGroup, Unclear
 from partool.layout.tensor.cutting import collapsed_name
 from partool.layout.tensor.infer import by_heads, low_rank
 from partool.layout.tensor.structure import Structure, StructureModule
@@ -33,7 +33,9 @@ _WHY: dict[Style, str] = {
 }
 
 
-def planned(structure: Structure, group: Group | None, module: StructureModule, name: str) -> Choice | Unclear | None:
+def planned(
+    structure: Structure, group: ModuleGroup | None, module: StructureModule, name: str
+) -> CutChoice | Unclear | None:
     """Return what the plan says of a module, or of a parameter ``name`` of it; None: nothing that helps."""
     word = _entry(structure, name) or _entry(structure, module.name)
     if word == "mla_kv_a_proj" and group is not None and module.name in group.linears:
@@ -41,26 +43,26 @@ def planned(structure: Structure, group: Group | None, module: StructureModule, 
     style = _STYLES.get(word)
     if style is None or module.name in (structure.embedding, structure.head):
         # The head's loss is computed from its part of the logits: it is never gathered, whatever the plan says.
-        return Choice("vocabulary", RULE, "tokens over all ranks") if style else None
+        return CutChoice("vocabulary", RULE, "tokens over all ranks") if style else None
     if word == "replicated_with_grad_allreduce":
-        return Choice("replicated", RULE, "each rank applies it to its own part", summed=True)
+        return CutChoice("replicated", RULE, "each rank applies it to its own part", summed=True)
     if word.startswith("packed"):
         width = module.parameters[name.rpartition(".")[2]][1] if module.kind == "experts" else 0
         width = width or (group.linears[module.name][0] if group is not None else 0)
-        return Choice(style, RULE, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
+        return CutChoice(style, RULE, "two matrices, each by its inner widths", parts=(width // 2, width // 2))
     if group is not None and group.attention and module.name in group.linears and style in ("column", "row"):
         return _attention(group, module, style)
-    return Choice(style, RULE, _WHY.get(style, ""))
+    return CutChoice(style, RULE, _WHY.get(style, ""))
 
 
-def _attention(group: Group, module: StructureModule, style: Style) -> Choice | Unclear:
+def _attention(group: ModuleGroup, module: StructureModule, style: Style) -> CutChoice | Unclear:
     found = by_heads(group, module, style, RULE, "whole heads")
     structure = group.structure
-    if isinstance(found, Choice) or style == "row" or structure.heads != structure.kv_heads:
+    if isinstance(found, CutChoice) or style == "row" or structure.heads != structure.kv_heads:
         return found
     width = group.linears[module.name][0]
     # One stretch of outputs per rank, says the plan: so each head's queries, keys and values lie together.
-    return Choice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else found
+    return CutChoice(style, RULE, "whole heads", heads="query") if width % structure.heads == 0 else found
 
 
 def _entry(structure: Structure, name: str) -> str:

@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 from partool.catalog.lookup import table
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.stacks import own_stack
 from partool.cost.time.gemm import matmul_s, streamed_s, tiled_s
 from partool.plan.types import Plan
 from partool.planner.kernels.parts import parts
-from partool.planner.kernels.requests import Asked, asked
+from partool.planner.kernels.requests import KernelUse, asked
 from partool.spec.hardware import Devices
 from partool_kernels.registry import KERNELS, SOURCES, Choice, Config, Request, Source
 from partool_kernels.registry.distance import MODELLED
@@ -37,10 +37,10 @@ _FEWEST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class KernelLine:
     """A product, or a fused kernel, with the configuration that the registry has for it."""
 
-    asked: Asked
+    asked: KernelUse
     choice: Choice | None
     """Of the registry, also of kernels that a library of torch's computes instead; None: it knows of none."""
     call_s: float
@@ -88,7 +88,7 @@ class Coverage:
 
     architecture: str
     step_s: float
-    lines: tuple[Line, ...]
+    lines: tuple[KernelLine, ...]
     doubts: tuple[str, ...] = ()
     """Times in tables that cannot be true, which are not used, in words."""
 
@@ -113,12 +113,12 @@ class Coverage:
         """Least certain source of a product; None where libraries compute them all."""
         return min((choice.source for _, choice in self._products()), key=SOURCES.index, default=None)
 
-    def below(self, level: Source) -> list[Line]:
+    def below(self, level: Source) -> list[KernelLine]:
         """Return the products whose configuration comes from a less certain source."""
         least = SOURCES.index(level)
         return [line for line, choice in self._products() if SOURCES.index(choice.source) < least]
 
-    def _products(self) -> Iterator[tuple[Line, Choice]]:
+    def _products(self) -> Iterator[tuple[KernelLine, Choice]]:
         """Yield the products that kernels with tables compute."""
         for line in self.lines:
             if line.asked.product and line.choice is not None and line.tabled:
@@ -151,7 +151,7 @@ def coverage(plan: Plan, registry: Registry | None = None) -> Coverage:
     return Coverage(plan.devices.architecture, step_s, lines, tuple(doubts))
 
 
-def _expert_width(found: Sequence[Asked]) -> int | None:
+def _expert_width(found: Sequence[KernelUse]) -> int | None:
     """Return the inner width of an expert on the rank, the one that its last product sums over."""
     forward = (one for one in found if one.name == "moe.experts.down" and one.part == "forward")
     return next((one.sides[2] for one in forward), None)
@@ -174,9 +174,9 @@ def requests(plan: Plan, kernels: Sequence[str] = ()) -> list[Request]:
     return list(dict.fromkeys(wanted))
 
 
-def _job(plan: Plan) -> Job:
+def _job(plan: Plan) -> TrainingJob:
     training, layout = plan.training, plan.layout
-    return Job(
+    return TrainingJob(
         model=plan.model,
         devices=plan.devices,
         sequence_length=training.sequence_length,
@@ -193,7 +193,7 @@ def _device_names(devices: Devices) -> list[str]:
     return list(entry["match"]) or [devices.accelerator] if entry else [devices.accelerator]
 
 
-def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
+def _line(job: TrainingJob, one: KernelUse, tables: _Tables, step_s: float) -> KernelLine:
     modelled_s = call_s = _modelled_s(job, one)
     choice = tables.credible(one, modelled_s)
     measured = choice is not None and choice.source == "exact" and choice.time_s is not None
@@ -204,10 +204,10 @@ def _line(job: Job, one: Asked, tables: _Tables, step_s: float) -> Line:
             call_s, lost_s = choice.reference_s, max(choice.reference_s - choice.time_s, 0.0)
     elif choice is not None and choice.source != "exact" and not one.library and choice.implementation == "triton":
         lost_s = call_s * tables.lost(job, one, choice)
-    return Line(one, choice, call_s, modelled_s, measured, lost_s, step_s)
+    return KernelLine(one, choice, call_s, modelled_s, measured, lost_s, step_s)
 
 
-def _modelled_s(job: Job, one: Asked) -> float:
+def _modelled_s(job: TrainingJob, one: KernelUse) -> float:
     if one.moved_bytes is not None:
         return job.time_scalar * job.stack.derate * streamed_s(job, one.moved_bytes)
     m, n, k = one.sides
@@ -226,7 +226,7 @@ class _Tables:
         self._measured: dict[tuple[str, str, tuple[str, ...]], float | None] = {}
         self.doubts: list[str] = []
 
-    def credible(self, one: Asked, modelled_s: float) -> Choice | None:
+    def credible(self, one: KernelUse, modelled_s: float) -> Choice | None:
         """Return the same as ``choice``; one whose time cannot be true counts as not measured."""
         choice = self.choice(one)
         if choice is None or choice.time_s is None:
@@ -240,7 +240,7 @@ class _Tables:
         )
         return replace(choice, source="modelled", distance=MODELLED, time_s=None, reference_s=None)
 
-    def choice(self, one: Asked) -> Choice | None:
+    def choice(self, one: KernelUse) -> Choice | None:
         """Return what the registry has for a product; None where it knows of nothing."""
         if one.request is None:
             return None
@@ -253,7 +253,7 @@ class _Tables:
             return self._registry.others(request) if self._others else None
         return self._registry.coverage(request) if self._others else self._registry.get(request)
 
-    def lost(self, job: Job, one: Asked, choice: Choice) -> float:
+    def lost(self, job: TrainingJob, one: KernelUse, choice: Choice) -> float:
         """Return what a configuration takes longer than the best one, as a share of the best one's time."""
         assert one.request is not None
         median = self._median(one.request)
@@ -280,7 +280,7 @@ class _Tables:
         return self._measured[key]
 
 
-def _tiled_s(job: Job, one: Asked, config: Config) -> float | None:
+def _tiled_s(job: TrainingJob, one: KernelUse, config: Config) -> float | None:
     """Return the seconds of a product with a configuration's tiles; None where it has none, or is no product."""
     blocks = config.constants
     rows, columns = blocks.get("BLOCK_M", 0), blocks.get("BLOCK_N", 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from partool.layout.gemms import Gemm, Rows
 from partool.layout.parameters import parameters
 from partool.plan.types import Plan
-from partool.planner.kernels.requests import DTYPES, Asked, counted, early_loss, is_narrow
+from partool.planner.kernels.requests import DTYPES, KernelUse, counted, early_loss, is_narrow
 from partool.spec.training import Fused
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.chunking import WIDE_ABOVE
@@ -35,7 +35,7 @@ class _Use(NamedTuple):
     """Default: that of activations."""
 
 
-def parts(plan: Plan, device: str) -> Iterator[Asked]:
+def parts(plan: Plan, device: str) -> Iterator[KernelUse]:
     """Yield what the fused parts of a plan ask; ``device`` as the driver calls it."""
     devices, precision = plan.devices, plan.training.precision
     if devices.architecture not in ARCHITECTURES or plan.kernels.mode == "torch" or precision == "fp64":
@@ -48,7 +48,7 @@ def parts(plan: Plan, device: str) -> Iterator[Asked]:
         request = Request(use.kernel, devices.architecture, dtypes, tuple(use.shape.items()), rows, *where)
         sides = (*use.shape.values(), 0, 0)
         moved = float(KERNELS[use.kernel].moved_bytes(request))
-        yield Asked(
+        yield KernelUse(
             use.name,
             use.part,
             request,

@@ -33,7 +33,7 @@ _AGAIN = ("full", "keep_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class KernelUse:
     """A product in one pass, or a fused kernel."""
 
     name: str
@@ -63,7 +63,7 @@ class Asked:
         return self.library or (self.request.kernel if self.request else "")
 
 
-def asked(plan: Plan, device: str) -> Iterator[Asked]:
+def asked(plan: Plan, device: str) -> Iterator[KernelUse]:
     """Yield what a plan asks; ``device`` as the driver calls it."""
     for gemm, calls in counted(plan):
         yield from _passes(plan, gemm, calls, device)
@@ -129,7 +129,7 @@ def _cut(gemm: Gemm, pieces: float) -> Gemm:
     return replace(gemm, rows=Rows(least, most, rows.mean / pieces))
 
 
-def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Asked]:
+def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[KernelUse]:
     policies = plan.layout.recompute
     again = sum(policy in _AGAIN for policy in policies) / len(policies)
     if gemm.name == "head":
@@ -145,7 +145,7 @@ def _passes(plan: Plan, gemm: Gemm, calls: float, device: str) -> Iterator[Asked
         request, library = _request(plan, gemm, part, side, device)
         times = calls * (1.0 + again) if part == "forward" else calls
         wide = plan.training.precision == "fp8" and not is_narrow(plan, gemm)
-        yield Asked(gemm.name, part, request, library, rows, side, gemm.groups, times, wide=wide)
+        yield KernelUse(gemm.name, part, request, library, rows, side, gemm.groups, times, wide=wide)
 
 
 def _request(

@@ -68,7 +68,7 @@ class Leaves:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What a search found."""
 
     best: Priced | None
@@ -95,7 +95,7 @@ class Search:
         self.space = space
         self.groups = np.arange(space.size) if groups is None else np.flatnonzero(groups)
         self.policies = np.arange(len(space.policies)) if policies is None else np.flatnonzero(policies)
-        self.found = Found(None)
+        self.found = SearchResult(None)
         self.exact: dict[Key, Priced] = {} if shared is None else shared.exact
         """Exact prices by group and policy; searches of one space may share them."""
         self._second: dict[Key, float] = {} if shared is None else shared._second
@@ -113,7 +113,7 @@ class Search:
         self._limit_s = float("inf")
         self._queue = Queue(problem, space, self._second)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Return the best layout: of those sure to fit, and only where there is none of those that may fit."""
         if len(self.groups) and len(self.policies):
             self.least_bytes, likely = self.least_memory()

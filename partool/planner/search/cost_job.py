@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from partool.catalog.profile import Applied
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.stacks import own_stack
 from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
@@ -11,7 +11,7 @@ from partool.spec.parallel import Compile
 from partool.strategies.optimizers import OPTIMIZERS
 
 
-def cost_job(problem: Problem, compile: Compile | None = None) -> Job:
+def cost_job(problem: Problem, compile: Compile | None = None) -> TrainingJob:
     """Return what the cost functions read of layouts whose blocks are compiled, or not; None: as most are."""
     compile = compile or problem.compile
     if compile not in problem.jobs:
@@ -19,11 +19,11 @@ def cost_job(problem: Problem, compile: Compile | None = None) -> Job:
     return problem.jobs[compile]
 
 
-def _job(problem: Problem, compile: Compile) -> Job:
+def _job(problem: Problem, compile: Compile) -> TrainingJob:
     training, measured = problem.spec.training, problem.measured
     if measured is None or measured.devices.accelerator != problem.devices.accelerator:
         measured = Applied(problem.devices)
-    return Job(
+    return TrainingJob(
         model=problem.model,
         devices=problem.devices,
         sequence_length=training.sequence_length,

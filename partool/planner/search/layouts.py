@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from partool.cost.case import RECOMPUTE, SCHEDULES, Job, Layouts
+from partool.cost.case import RECOMPUTE, SCHEDULES, Layouts, TrainingJob
 from partool.cost.codec import LayoutLists, decode
 from partool.cost.kinds import Kind
 from partool.cost.time.micro import Micro, micro
@@ -79,7 +79,7 @@ def variant_costs(problem: Problem, rows: Layouts) -> list[Micro]:
     return [micro(job, replace(rows, recompute=policy, recompute_share=1.0)) for policy in variants(problem, rows)]
 
 
-def job_of_rows(problem: Problem, rows: Layouts) -> Job:
+def job_of_rows(problem: Problem, rows: Layouts) -> TrainingJob:
     """Return what rows are priced from that are all compiled, or all not."""
     return cost_job(problem, "block" if np.all(rows.compiled) else "none")
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.cost.case import RECOMPUTE, Column, Job, Layouts, Mask
+from partool.cost.case import RECOMPUTE, Column, Layouts, Mask, TrainingJob
 from partool.cost.memory import host_state
 from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.peak import Memory, host_bytes, peak_memory, predict_memory
@@ -35,7 +35,7 @@ class Priced:
     layout: Layout
 
     @property
-    def job(self) -> Job:
+    def job(self) -> TrainingJob:
         """What its price is computed from."""
         return cost_job(self.problem, self.layout.compile)
 
@@ -78,7 +78,7 @@ class Priced:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryNeed:
     """Predicted memory of many layouts."""
 
     total_bytes: Column
@@ -86,7 +86,7 @@ class Room:
     host_bytes: Column
 
 
-def room(problem: Problem, layouts: Layouts) -> Room:
+def room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     """Return the memory of many layouts; of a list of policies, the least with all layers under one of them.
 
     It need not be the policy that keeps least: what is kept may go to the host.
@@ -98,18 +98,18 @@ def room(problem: Problem, layouts: Layouts) -> Room:
         _room(problem, replace(layouts, recompute=0 * layouts.recompute + RECOMPUTE.index(policy)))
         for policy in dict.fromkeys(pinned)
     ]
-    return Room(
+    return MemoryNeed(
         np.minimum.reduce([np.asarray(one.total_bytes) for one in each]),
         np.maximum.reduce([np.asarray(one.probability) for one in each]),
         np.minimum.reduce([np.asarray(one.host_bytes) for one in each]),
     )
 
 
-def _room(problem: Problem, layouts: Layouts) -> Room:
+def _room(problem: Problem, layouts: Layouts) -> MemoryNeed:
     memory = peak_memory(cost_job(problem), layouts)
     total = memory.total_bytes
     likely = fit_probability(memory.needed_bytes, memory.sigma_bytes, problem.devices.memory_bytes)
-    return Room(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
+    return MemoryNeed(total, likely, np.where(_pins_too_much(problem, layouts, memory), np.inf, memory.host_bytes))
 
 
 def _pins_too_much(problem: Problem, layouts: Layouts, memory: Memory) -> Mask:

@@ -11,7 +11,7 @@ import numpy as np
 from partool.plan.types import SearchSummary
 from partool.planner.explain.words import TIE
 from partool.planner.problem import Problem
-from partool.planner.search.branch_and_bound import Found, Search, firsts
+from partool.planner.search.branch_and_bound import Search, SearchResult, firsts
 from partool.planner.search.gathers import under_pressure
 from partool.planner.search.offload import in_parts, refined, to_disks
 from partool.planner.search.price import Priced
@@ -30,8 +30,8 @@ class Solution:
     space: Space
     search: Search
     """Over all layouts."""
-    overall: Found
-    able: Found | None
+    overall: SearchResult
+    able: SearchResult | None
     """Over the layouts that the runtime can run; None where the best of all can run, or nothing can."""
 
     @property

@@ -22,7 +22,7 @@ from partool.planner.search.policies import Policies, policies_of
 from partool.planner.search.runnable import able, nothing_runs
 from partool.planner.search.schedules import Scheduled, schedules
 from partool.planner.search.sequence_forms import Forms, best_forms, every_form
-from partool.planner.search.tensor_forms import Form, busy, divides, forms, overlap_of, pieces_of
+from partool.planner.search.tensor_forms import TensorForm, busy, divides, forms, overlap_of, pieces_of
 from partool.planner.search.tiles import sizes as tile_sizes
 
 MOST_STAGES = 128
@@ -279,7 +279,7 @@ class _Builder:
         return max(1, len(self._every_form[cp, tp])) * batches * sharing * schedules * experts * shapes
 
     @cached_property
-    def _forms(self) -> Callable[[int, int], tuple[Form, ...]]:
+    def _forms(self) -> Callable[[int, int], tuple[TensorForm, ...]]:
         return cache(partial(forms, self.problem))
 
     @cached_property

@@ -24,7 +24,7 @@ _GAIN = 1e-3
 """Share of a layer's forward pass that more pieces have to save."""
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """A form of tensor parallelism."""
 
     inner: int = 1
@@ -33,31 +33,31 @@ class Form(NamedTuple):
     """1 where norms and residuals work on a share of the sequence."""
 
 
-def forms(problem: Problem, ranks: int, sequence: int) -> tuple[Form, ...]:
+def forms(problem: Problem, ranks: int, sequence: int) -> tuple[TensorForm, ...]:
     """Return the forms to try with so many tensor and sequence ranks; none where the spec's shape is of other numbers.
 
     Open shapes beside t × 1 are tried where their collectives take less time than those of t × 1.
     """
     tensor = problem.spec.parallel.tensor
     if ranks == 1:
-        return (Form(),) if tensor.shape in ("auto", [1, 1]) else ()
+        return (TensorForm(),) if tensor.shape in ("auto", [1, 1]) else ()
     if tensor.shape != "auto":
         outer, inner = tensor.shape
         if outer * inner != ranks:
             return ()
         if inner > 1:
-            return (Form(inner),)
+            return (TensorForm(inner),)
     norms = (0, 1) if tensor.sequence_norms == "auto" else (int(tensor.sequence_norms),)
     if problem.mlp_tile:
         # A tile is of tokens that a rank holds whole.
-        return tuple(Form(1, one) for one in norms if not one and tensor.overlap != "symmetric")
+        return tuple(TensorForm(1, one) for one in norms if not one and tensor.overlap != "symmetric")
     if tensor.overlap == "symmetric":
         # Fused kernels exchange even shares of the sequence only.
         even = problem.spec.training.sequence_length % (ranks * sequence) == 0
-        return tuple(Form(1, 1) for one in norms if one and even)
-    found = [Form(1, one) for one in norms]
+        return tuple(TensorForm(1, 1) for one in norms if one and even)
+    found = [TensorForm(1, one) for one in norms]
     if tensor.shape == "auto" and tensor.sequence_norms is not True and sequence == 1:
-        found += [Form(inner) for inner in best_inner(problem, ranks)]
+        found += [TensorForm(inner) for inner in best_inner(problem, ranks)]
     return tuple(found)
 
 

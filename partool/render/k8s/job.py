@@ -14,14 +14,14 @@ from typing import Any
 from partool.render.job import Job
 from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED, disruption_rule, exit_code_rule
 from partool.render.k8s.objects import Object, headless_service, int32, workload_metadata
-from partool.render.k8s.pod import Place, template
+from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = ()
 
 
-def place(job: Job) -> Place:
+def place(job: Job) -> PodPlace:
     """Return how the pods find each other."""
-    return Place("JOB_COMPLETION_INDEX", f"{job.run_id}-0.{job.run_id}")
+    return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-0.{job.run_id}")
 
 
 def objects(job: Job) -> list[Object]:

@@ -25,7 +25,7 @@ _UNMOVED = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpente
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PodPlace:
     """How the pods of a kind find each other, and what the kind wants them to be called."""
 
     node_rank: str
@@ -41,7 +41,7 @@ def run_folder(job: Job) -> str:
     return f"{POD_STORAGE}/runs/{job.run_id}"
 
 
-def command(job: Job, place: Place) -> list[str]:
+def command(job: Job, place: PodPlace) -> list[str]:
     """Return the agent's command line: no shell, which as process 1 would keep signals from the agent."""
     several = job.plan.devices.nodes > 1
     return agent_command(
@@ -58,7 +58,7 @@ def command(job: Job, place: Place) -> list[str]:
     )
 
 
-def template(job: Job, place: Place, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
+def template(job: Job, place: PodPlace, *, restart_policy: str | None = "Never", subdomain: str | None = None) -> Any:
     """Return the pod template; ``restart_policy`` is None where the kind has its own field for it."""
     return {"metadata": pod_metadata(job), "spec": _spec(job, place, restart_policy, subdomain)}
 
@@ -76,7 +76,7 @@ def grace_s(plan: Plan) -> int:
     return plan.launch.shutdown_timeout_s + _LINGER_S
 
 
-def _spec(job: Job, place: Place, restart_policy: str | None, subdomain: str | None) -> dict[str, Any]:
+def _spec(job: Job, place: PodPlace, restart_policy: str | None, subdomain: str | None) -> dict[str, Any]:
     plan, k8s = job.plan, job.plan.launch.k8s
     found: dict[str, Any] = {
         "automountServiceAccountToken": False,
@@ -113,7 +113,7 @@ def pod_options(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def container(job: Job, place: Place) -> dict[str, Any]:
+def container(job: Job, place: PodPlace) -> dict[str, Any]:
     """Return the container that runs the agent."""
     plan = job.plan
     found: dict[str, Any] = {"name": place.container, "image": plan.launch.image, "command": command(job, place)}

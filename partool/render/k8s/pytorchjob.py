@@ -10,7 +10,7 @@ from typing import Any
 
 from partool.render.job import Job
 from partool.render.k8s.objects import Object, int32, workload_metadata
-from partool.render.k8s.pod import Place, template
+from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = (
     "A PyTorchJob knows neither exit codes nor a restart of all pods together: the kubelet starts the agents again,",
@@ -18,9 +18,9 @@ REMARKS = (
 )
 
 
-def place(job: Job) -> Place:
+def place(job: Job) -> PodPlace:
     """Return how the pods find each other; names of the container and of its port are fixed by the operator."""
-    return Place("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
+    return PodPlace("RANK", f"{job.run_id}-master-0", container="pytorch", port="pytorchjob-port")
 
 
 def objects(job: Job) -> list[Object]:

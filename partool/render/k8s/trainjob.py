@@ -12,7 +12,15 @@ from partool.render.job import Job
 from partool.render.k8s import placement
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import NODE, Object, key_variable, workload_metadata
-from partool.render.k8s.pod import Place, command, container_security, grace_s, pod_metadata, pod_options, pod_security
+from partool.render.k8s.pod import (
+    PodPlace,
+    command,
+    container_security,
+    grace_s,
+    pod_metadata,
+    pod_options,
+    pod_security,
+)
 from partool.render.k8s.resources import resources
 from partool.render.k8s.volumes import volumes
 
@@ -22,9 +30,9 @@ REMARKS = (
 )
 
 
-def place(job: Job) -> Place:
+def place(job: Job) -> PodPlace:
     """Return how the pods find each other: they are those of a JobSet with the TrainJob's name."""
-    return Place("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
+    return PodPlace("JOB_COMPLETION_INDEX", f"{job.run_id}-{NODE}-0-0.{job.run_id}")
 
 
 def objects(job: Job) -> list[Object]:

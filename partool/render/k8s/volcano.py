@@ -11,14 +11,14 @@ from typing import Any
 from partool.render.job import Job
 from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED
 from partool.render.k8s.objects import MOST_INT32, NODE, Object, int32, workload_metadata
-from partool.render.k8s.pod import Place, template
+from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = ("A Volcano Job counts every restart against maxRetry, after a failure and after a preemption alike.",)
 
 
-def place(job: Job) -> Place:
+def place(job: Job) -> PodPlace:
     """Return how the pods find each other: the plugin ``svc`` names them, the plugin ``env`` numbers them."""
-    return Place("VC_TASK_INDEX", f"{job.run_id}-{NODE}-0.{job.run_id}")
+    return PodPlace("VC_TASK_INDEX", f"{job.run_id}-{NODE}-0.{job.run_id}")
 
 
 def objects(job: Job) -> list[Object]:

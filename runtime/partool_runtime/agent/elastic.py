@@ -25,9 +25,9 @@ from partool.plan.types import Plan
 from partool_runtime.agent import numa
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, resolves_to_network
-from partool_runtime.agent.options import Options, Place
+from partool_runtime.agent.options import AgentOptions, AgentPlace
 from partool_runtime.agent.rank_logs import RankLogs
-from partool_runtime.agent.supervision import Action, Supervision
+from partool_runtime.agent.supervision import Reaction, Supervision
 from partool_runtime.agent.wire import listen_at
 from partool_runtime.errors import lasting_refusals
 from partool_runtime.stop import STOP_SIGNALS
@@ -61,7 +61,7 @@ class Hooks:
 
 def run_ranks(
     plan: Plan,
-    options: Options,
+    options: AgentOptions,
     *,
     worker: str,
     supervision: Supervision,
@@ -99,7 +99,7 @@ def run_ranks(
         spec.rdzv_handler.shutdown()
 
 
-def _set_environment(plan: Plan, place: Place, head: str) -> None:
+def _set_environment(plan: Plan, place: AgentPlace, head: str) -> None:
     """Put the ranks' variables into this process's environment, which they inherit."""
     for name in [name for name in os.environ if name in _LEFTOVER or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
@@ -152,7 +152,7 @@ class _Given(RendezvousHandler):
     their predecessors' addresses and hang (pytorch#135712).
     """
 
-    def __init__(self, place: Place, run_id: str, store: tuple[str, int]) -> None:
+    def __init__(self, place: AgentPlace, run_id: str, store: tuple[str, int]) -> None:
         self._place = place
         self._run_id = run_id
         self._there = store
@@ -243,15 +243,15 @@ class _Agent(LocalElasticAgent):
         begun = not supervision.asked or self._logs.begun
         action = supervision.observe(codes, self._clock.now(), begun=begun, at=time.time())
         running = [process.pid for process in processes.values() if process.returncode is None]
-        if action is Action.STOP:
+        if action is Reaction.STOP:
             self._saved_step = self._hooks.saved_step()
             number = self._supervision.signals[0] if self._supervision.signals else signal.SIGTERM
             for pid in running:
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
-        elif action is Action.KILL:
+        elif action is Reaction.KILL:
             for pid in running:
                 _kill_group(pid)
-        if action is not Action.FINISH:
+        if action is not Reaction.FINISH:
             return RunResult(state=WorkerState.HEALTHY)
         if supervision.killed and self._saved_step is not None:
             supervision.saved = self._hooks.saved_step() > self._saved_step

@@ -19,7 +19,7 @@ from typing import Any
 
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.node_messages import Notice, State, Timing, dump
-from partool_runtime.agent.options import Place
+from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.wire import Desk, OtherRunError, Visitor, WireError, listen
 from partool_runtime.errors import ConfigurationError
 
@@ -52,7 +52,7 @@ class Meeting:
     everything else by this one.
     """
 
-    place: Place
+    place: AgentPlace
     run: str
     plan_hash: str
     """Empty if this node's plan cannot be used: it joins to say so."""

@@ -16,7 +16,7 @@ Echo = Literal["rank0", "all", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AgentPlace:
     """Where this agent stands among the agents of a run."""
 
     nodes: int = 1
@@ -32,14 +32,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AgentOptions:
     """The command line of an agent."""
 
     plan: Path
     run_dir: Path
     resume: bool = False
     plan_hash: str | None = None
-    place: Place = Place()
+    place: AgentPlace = AgentPlace()
     echo: Echo = "rank0"
     termination_log: Path | None = None
 
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError("PT581", message, self.format_usage().strip())
 
 
-def parse(argv: Sequence[str] | None) -> Options:
+def parse(argv: Sequence[str] | None) -> AgentOptions:
     """Read the command line; raises ConfigurationError PT581 for what makes no sense."""
     parser = _Parser(prog="python -m partool_runtime.agent", description="Starts the ranks of a plan on this node.")
     parser.add_argument("plan", type=Path)
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> Options:
     parser.add_argument("--echo", choices=("rank0", "all", "none"), default="rank0", help="ranks' output to show")
     parser.add_argument("--termination-log", type=Path, metavar="FILE", help="where a failure is summed up")
     read = parser.parse_args(argv)
-    return Options(
+    return AgentOptions(
         plan=read.plan,
         run_dir=read.run_dir,
         resume=read.resume,
@@ -75,17 +75,17 @@ def parse(argv: Sequence[str] | None) -> Options:
     )
 
 
-def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> Place:
+def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> AgentPlace:
     """Return the place that three texts describe, or raise ConfigurationError PT581; nothing is guessed."""
     if nodes is None and node_rank is None and rendezvous is None:
-        return Place()
+        return AgentPlace()
     if nodes is None:
         raise ConfigurationError("PT581", "--node-rank and --rendezvous need --nodes", "--nodes N of the plan")
     count = _number("--nodes", nodes)
     if count < 1:
         raise ConfigurationError("PT581", f"--nodes is {count}, a run has at least one node", "--nodes N of the plan")
     if count == 1 and node_rank is None and rendezvous is None:
-        return Place()
+        return AgentPlace()
     if node_rank is None:
         raise ConfigurationError("PT581", f"--nodes {count} needs --node-rank", f"--node-rank 0 to {count - 1}")
     rank = _number("--node-rank", node_rank)
@@ -94,14 +94,14 @@ def place(nodes: str | None, node_rank: str | None, rendezvous: str | None) -> P
         raise ConfigurationError("PT581", message, "one agent per node, numbered from 0")
     if rendezvous is None:
         if count == 1:
-            return Place()
+            return AgentPlace()
         message, fix = f"--nodes {count} needs --rendezvous", "--rendezvous HOST:PORT, with the host of node 0"
         raise ConfigurationError("PT581", message, fix)
     host, port = _endpoint(rendezvous)
-    return Place(count, rank, host, port)
+    return AgentPlace(count, rank, host, port)
 
 
-def check_plan(plan: Plan, place: Place, plan_hash: str | None) -> None:
+def check_plan(plan: Plan, place: AgentPlace, plan_hash: str | None) -> None:
     """Raise ConfigurationError PT580, PT582 or PT506 for a plan that is not the one meant, or not for these nodes."""
     if plan_hash is not None and plan.hash != plan_hash:
         message = f"the plan is {plan.hash[:12]}, the one meant is {plan_hash[:12] or '(empty)'}"

@@ -26,7 +26,7 @@ from partool_runtime.agent import report
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.lifeline import end_with_parent
 from partool_runtime.agent.node_messages import Timing, Verdict
-from partool_runtime.agent.options import Options, check_plan, parse
+from partool_runtime.agent.options import AgentOptions, check_plan, parse
 from partool_runtime.agent.secrets import read_secrets
 from partool_runtime.agent.status import StatusKeeper
 from partool_runtime.agent.supervision import Supervision
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_agent(options)
 
 
-def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timing: Timing | None = None) -> int:
+def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", timing: Timing | None = None) -> int:
     """Start a rank per device of the plan's node, as ``python -m worker``, and see it through.
 
     Returns the exit code; messages go to standard error, the state to ``status.json``. To be called from the main
@@ -129,7 +129,7 @@ def run_agent(options: Options, *, worker: str = "partool_runtime.worker", timin
         return verdict.code
 
 
-def _run(options: Options, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
+def _run(options: AgentOptions, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may pass
@@ -173,7 +173,7 @@ def _loading_torch() -> Iterator[None]:
             del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
-def _prepare(options: Options) -> Plan | ConfigurationError:
+def _prepare(options: AgentOptions) -> Plan | ConfigurationError:
     """Read and check the plan and put its secrets into the environment.
 
     An error is raised, or with several nodes returned, so that the others can be told.
@@ -190,7 +190,7 @@ def _prepare(options: Options) -> Plan | ConfigurationError:
 
 
 def _run_alone(
-    plan: Plan | ConfigurationError, options: Options, worker: str, supervision: Supervision, keeper: StatusKeeper
+    plan: Plan | ConfigurationError, options: AgentOptions, worker: str, supervision: Supervision, keeper: StatusKeeper
 ) -> Verdict:
     """Run a plan for one node."""
     assert isinstance(plan, Plan)
@@ -224,7 +224,7 @@ def _run_alone(
     return Verdict(code, reason, text)
 
 
-def _tell(verdict: Verdict, options: Options) -> None:
+def _tell(verdict: Verdict, options: AgentOptions) -> None:
     """Say how it ended, on standard error and where Kubernetes looks for it."""
     place = options.place
     here = place.node_rank in (0, verdict.node)  # elsewhere one line says it
@@ -258,7 +258,7 @@ def _stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(options: Options) -> Iterator[None]:
+def _lock(options: AgentOptions) -> Iterator[None]:
     """Make the run's folder and hold it for this process; the kernel lets go of it however the process ends."""
     options.run_dir.mkdir(parents=True, exist_ok=True)
     run_dir, rendered = options.run_dir, options.place.several or options.plan_hash is not None

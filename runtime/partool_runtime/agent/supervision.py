@@ -16,7 +16,7 @@ KILL_TIMEOUT_S = 30.0
 """A process that waits in the kernel, for a device that hangs, outlives SIGKILL; the agent does not wait for it."""
 
 
-class Action(Enum):
+class Reaction(Enum):
     """What to do now."""
 
     WAIT = auto()
@@ -68,7 +68,7 @@ class Supervision:
 
     def observe(
         self, codes: Mapping[int, int | None], now: float, *, begun: bool = True, at: float | None = None
-    ) -> Action:
+    ) -> Reaction:
         """Take note of the ranks' exit codes and say what to do.
 
         ``begun`` is False as long as no rank can have anything to save; ``at`` is the time in seconds since 1970, if
@@ -77,7 +77,7 @@ class Supervision:
         self.codes = dict(codes)
         self.last_alive.update({rank: now if at is None else at for rank, code in codes.items() if code is None})
         if None not in codes.values():
-            return Action.FINISH
+            return Reaction.FINISH
         if self.early:
             return self._kill(now, self.killed)
         if len(self.signals) > 1 and signal.SIGINT in self.signals:
@@ -94,10 +94,10 @@ class Supervision:
             self._allow(now, self.shutdown_timeout_s, why)
             if not self._told:
                 self._told = True
-                return Action.STOP
+                return Reaction.STOP
         if self._deadline is not None and now >= self._deadline:
             return self._kill(now, self._why)
-        return Action.WAIT
+        return Reaction.WAIT
 
     @property
     def asked(self) -> bool:
@@ -137,7 +137,7 @@ class Supervision:
             self._deadline = now + seconds
             self._why = why
 
-    def _kill(self, now: float, why: str) -> Action:
+    def _kill(self, now: float, why: str) -> Reaction:
         self.killed = self.killed or why
         self._killed_at = now if self._killed_at is None else self._killed_at
-        return Action.KILL if now < self._killed_at + KILL_TIMEOUT_S else Action.FINISH
+        return Reaction.KILL if now < self._killed_at + KILL_TIMEOUT_S else Reaction.FINISH

@@ -13,7 +13,7 @@ from partool_runtime.agent.elastic import Hooks, RanksStore, run_ranks
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
-from partool_runtime.agent.options import Options
+from partool_runtime.agent.options import AgentOptions
 from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
 from partool_runtime.agent.secrets import agents_key
 from partool_runtime.agent.status import StatusKeeper
@@ -28,7 +28,7 @@ _NOT_SHARED = "a checkpoint is written by all nodes and read back only from a fo
 class Together:
     """The part of a run that is this node's; ``status`` is kept by node 0 alone."""
 
-    options: Options
+    options: AgentOptions
     timing: Timing
     worker: str
     supervision: Supervision

@@ -35,7 +35,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class WorkSizes:
     """How large the measured work is."""
 
     layers: tuple[tuple[int, int, int], ...]
@@ -52,23 +52,23 @@ class Sizes:
 _KB, _MB = 1 << 10, 1 << 20
 _CPU_LAYERS = ((1024, 512, 192), (2048, 512, 512), (1024, 1024, 1024), (1024, 2816, 1024))
 _GPU_LAYERS = ((4096, 4096, 4096), (8192, 14336, 4096), (8192, 8192, 8192), (16384, 10240, 8192))
-_CPU = Sizes(
+_CPU = WorkSizes(
     _CPU_LAYERS, ((8, 6, 256, 32), (8, 4, 256, 64), (4, 4, 256, 128), (1, 8, 1024, 64)), (32, _MB),
     (64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB), 16 * _MB,
 )  # fmt: skip
-_GPU = Sizes(
+_GPU = WorkSizes(
     _GPU_LAYERS, ((4, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 16384, 128)), (8, 64 * _MB),
     (_MB, 8 * _MB, 64 * _MB, 256 * _MB, 1024 * _MB), 64 * _MB,
 )  # fmt: skip
 CPU_SIZES = {
     "full": _CPU,
     "quick": _CPU,
-    "tiny": Sizes(((64, 64, 64),), ((1, 2, 64, 64),), (2, 64 * _KB), (4 * _KB, 64 * _KB), 64 * _KB),
+    "tiny": WorkSizes(((64, 64, 64),), ((1, 2, 64, 64),), (2, 64 * _KB), (4 * _KB, 64 * _KB), 64 * _KB),
 }
 GPU_SIZES = {
     "full": _GPU,
     "quick": replace(_GPU, sequences=_GPU.sequences[:2]),
-    "tiny": Sizes(((256, 256, 256),), ((1, 2, 128, 64),), (2, _MB), (64 * _KB, _MB), _MB, _MB),
+    "tiny": WorkSizes(((256, 256, 256),), ((1, 2, 128, 64),), (2, _MB), (64 * _KB, _MB), _MB, _MB),
 }
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +81,7 @@ _CHAIN = 100
 _TURNS = 8
 
 
-def items(sizes: Sizes, device: torch.device, world: int) -> list[Item]:
+def items(sizes: WorkSizes, device: torch.device, world: int) -> list[Item]:
     """Return all measurements for a device, the same on every rank."""
     cuda = device.type == "cuda"
     found: list[Item] = []
@@ -114,7 +114,7 @@ def _precisions(cuda: bool) -> list[str]:
     return found + ["fp8"] * (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
 
 
-def _gemms(sizes: Sizes, device: torch.device, precision: str) -> Iterator[Item]:
+def _gemms(sizes: WorkSizes, device: torch.device, precision: str) -> Iterator[Item]:
     """Yield the products of linear layers: output, gradient of the input, gradient of the weight."""
     for rows, out, width in sizes.layers:
         flops = 2.0 * rows * out * width
@@ -159,7 +159,7 @@ def _attention(shape: tuple[int, int, int, int], device: torch.device, precision
     return Item("attention", "x".join(map(str, shape)), precision, work_flops, "flop", prepare)
 
 
-def _streams(sizes: Sizes, device: torch.device) -> Iterator[Item]:
+def _streams(sizes: WorkSizes, device: torch.device) -> Iterator[Item]:
     """Yield operators on one tensor after the other: the input was written just before, the result is new and kept.
 
     That is how layers use memory. On a CPU new memory costs twice what writing to it does.
@@ -198,7 +198,7 @@ def _operators(device: torch.device) -> Work:
     return work
 
 
-def _collectives(sizes: Sizes, device: torch.device, world: int) -> Iterator[Item]:
+def _collectives(sizes: WorkSizes, device: torch.device, world: int) -> Iterator[Item]:
     for size in sizes.collective_bytes:
         part = size // 4 // world
 

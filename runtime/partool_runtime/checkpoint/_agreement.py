@@ -42,7 +42,7 @@ class _Failure:
         return CheckpointError(f"rank {self.rank}: {self.message}")
 
 
-class Ranks:
+class SavingRanks:
     """The ranks that save and load together, with a gloo group of their own that a background thread may use.
 
     Collectives of one group must be issued in the same order everywhere, so only one thread may use it at a time.

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from partool_runtime.checkpoint._pickled import Call, Name, Pairs, PickleError, read
+from partool_runtime.checkpoint._pickled import Name, Pairs, PickledCall, PickleError, read
 from partool_runtime.torch_internals.tensors import StorageInfo
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -75,7 +75,7 @@ def _count(value: Any) -> int:
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
     """Return the state of an object of one of the classes."""
-    if not isinstance(value, Call) or value.name not in (Name(_METADATA, name), _STORAGE) or value.arguments:
+    if not isinstance(value, PickledCall) or value.name not in (Name(_METADATA, name), _STORAGE) or value.arguments:
         raise PickleError(f"there is no {name} where one has to be")
     if value.name.name != name:
         raise PickleError(f"there is {value.name.name} in the place of {name}")
@@ -87,7 +87,7 @@ def _pairs(fields: dict[str, Any], name: str) -> list[tuple[Any, Any]]:
 
 
 def _size(value: Any) -> torch.Size:
-    if not isinstance(value, Call) or value.name != _SIZE or value.state is not None or len(value.arguments) > 1:
+    if not isinstance(value, PickledCall) or value.name != _SIZE or value.state is not None or len(value.arguments) > 1:
         raise PickleError("there is no size where one has to be")
     return torch.Size([_count(each) for each in _is(value.arguments[0] if value.arguments else (), tuple)])
 
@@ -110,7 +110,7 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 def _dtype(value: Any) -> torch.dtype:
     """Return the type among a tensor's properties; the others are those of every tensor that partool saves."""
-    if not isinstance(value, Call) or value.name != Name(_METADATA, "TensorProperties") or value.arguments:
+    if not isinstance(value, PickledCall) or value.name != Name(_METADATA, "TensorProperties") or value.arguments:
         raise PickleError("there are no TensorProperties where they have to be")
     state = _is(value.state, tuple)
     if not state or not isinstance(state[0], Name) or state[0] not in _TYPES:

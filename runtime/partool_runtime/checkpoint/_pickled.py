@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine (the opcodes are described in Python's ``pickletools``), which may call
 any function of any module. This reader runs the program with symbols in the place of functions: a call becomes a
-:class:`Call` with its arguments. A global that is not on the caller's list, and every opcode that such data do not
-need, ends it.
+:class:`PickledCall` with its arguments. A global that is not on the caller's list, and every opcode that such data do
+not need, ends it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Name:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class PickledCall:
     """A global with what it would be called with, and the state that the result would be given."""
 
     name: Name
@@ -49,7 +49,7 @@ class Pairs:
 
 
 def read(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return what a pickle describes, of plain values, tuples, lists, :class:`Pairs`, :class:`Name` and :class:`Call`.
+    """Return what a pickle describes: plain values, tuples, lists, :class:`Pairs`, :class:`Name`, :class:`PickledCall`.
 
     Raises :class:`PickleError`.
     """
@@ -162,10 +162,10 @@ class _Machine:
         arguments, name = self.pop(), self.pop()
         if not isinstance(name, Name) or not isinstance(arguments, tuple):
             raise PickleError("it calls what is no global")
-        self._stack.append(Call(name, arguments))
+        self._stack.append(PickledCall(name, arguments))
 
     def _build(self) -> None:
         state, target = self.pop(), self._top()
-        if not isinstance(target, Call) or target.state is not None:
+        if not isinstance(target, PickledCall) or target.state is not None:
             raise PickleError("it gives a state to what has none")
         target.state = state

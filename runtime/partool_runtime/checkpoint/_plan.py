@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from partool_runtime.checkpoint._agreement import Ranks
-from partool_runtime.pieces import Piece, Placed, Value
+from partool_runtime.checkpoint._agreement import SavingRanks
+from partool_runtime.pieces import Placed, TensorBlock, Value
 
 State = Mapping[str, Value]
 """Names to tensors, DTensors, or tensor ranks' parts of either."""
@@ -67,7 +67,7 @@ def signature(state: State) -> tuple[object, ...]:
     )
 
 
-def make_plan(state: State, ranks: Ranks) -> WritePlan:
+def make_plan(state: State, ranks: SavingRanks) -> WritePlan:
     """Agree on who writes what; a collective.
 
     Raises CheckpointError where the ranks' blocks do not make up whole tensors.
@@ -129,7 +129,7 @@ def _items(name: str, value: Placed) -> list[WriteItem]:
     ]
 
 
-def _index(name: str, piece: Piece) -> MetadataIndex:
+def _index(name: str, piece: TensorBlock) -> MetadataIndex:
     return MetadataIndex(name, torch.Size(piece.offsets))
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._manifest import (
     METADATA,
     Manifest,
@@ -54,7 +54,7 @@ def tensor_shapes(path: Path) -> Entries:
 def load_folder(
     path: Path,
     state: State,
-    ranks: Ranks | None = None,
+    ranks: SavingRanks | None = None,
     run: str = "last",
     *,
     cast: bool = False,
@@ -69,7 +69,7 @@ def load_folder(
     before the first dot), but not parts of one.
     Raises ConfigurationError PT610 (none there), PT611 (damaged, names the file), PT612 (of another model).
     """
-    ranks = ranks or Ranks(0, 1, timeout_s=0)
+    ranks = ranks or SavingRanks(0, 1, timeout_s=0)
     try:
         manifest = _checked_manifest(path, ranks)
     except ConfigurationError as error:
@@ -99,7 +99,7 @@ def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
     return found if cast or moment else value.dtype
 
 
-def _checked_manifest(path: Path, ranks: Ranks) -> Manifest:
+def _checked_manifest(path: Path, ranks: SavingRanks) -> Manifest:
     """Read every byte once before any is used; the ranks share the work."""
     manifest = ranks.on_first(lambda: read_manifest(path))
     names = sorted(manifest.files)
@@ -129,7 +129,7 @@ def _shapes(metadata: Metadata) -> Entries:
     }
 
 
-def _with_older(path: Path, error: ConfigurationError, ranks: Ranks, run: str) -> ConfigurationError:
+def _with_older(path: Path, error: ConfigurationError, ranks: SavingRanks, run: str) -> ConfigurationError:
     """Add to the error how to go on from the newest checkpoint that is intact."""
     folder = path.parent
     damaged = next((step for step in steps_in(folder) if step_folder(folder, step) == path), None)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from partool_runtime.checkpoint import _folders
-from partool_runtime.checkpoint._agreement import CheckpointError, Ranks
+from partool_runtime.checkpoint._agreement import CheckpointError, SavingRanks
 from partool_runtime.checkpoint._files import Files, HashedFileSystem
 from partool_runtime.checkpoint._manifest import Manifest, check_files, step_folder, write_manifest
 from partool_runtime.checkpoint._plan import StagedPlanner, WritePlan
@@ -27,7 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteJob:
     """One checkpoint to write."""
 
     folder: Path
@@ -61,7 +61,7 @@ Part = tuple[list[WriteResult], dict[str, tuple[int, str]]]
 """Where a rank wrote what, and its files' sizes and checksums."""
 
 
-def write(job: Job, ranks: Ranks, files: Files) -> int:
+def write(job: WriteJob, ranks: SavingRanks, files: Files) -> int:
     """Write a checkpoint and delete those that are no longer kept; a collective. Returns its size in bytes.
 
     Fails on all ranks or on none. On failure older checkpoints that are kept are as they were, and nothing half-written
@@ -83,7 +83,7 @@ def write(job: Job, ranks: Ranks, files: Files) -> int:
         raise
 
 
-def _prepare(job: Job, temporary: Path, files: Files) -> None:
+def _prepare(job: WriteJob, temporary: Path, files: Files) -> None:
     if job.prune and job.proven is not None:  # what stayed beside those that are kept until this one was proven
         _folders.retain(job.folder, job.keep, files, until=job.proven)
     free_bytes = files.free_bytes(job.folder)
@@ -93,13 +93,13 @@ def _prepare(job: Job, temporary: Path, files: Files) -> None:
     files.make_folder(temporary)
 
 
-def _write_own(job: Job, temporary: Path, writer: _Writer, file_system: HashedFileSystem) -> Part:
+def _write_own(job: WriteJob, temporary: Path, writer: _Writer, file_system: HashedFileSystem) -> Part:
     file_system.mkdir(temporary)
     results = writer.write_data(job.plan.items, StagedPlanner(job.staged)).wait()
     return results, file_system.written
 
 
-def _publish(job: Job, writer: _Writer, file_system: HashedFileSystem, parts: list[Part], files: Files) -> int:
+def _publish(job: WriteJob, writer: _Writer, file_system: HashedFileSystem, parts: list[Part], files: Files) -> int:
     temporary = writer.folder
     writer.finish(job.plan.metadata, [results for results, _ in parts])
     written = dict(file_system.written)
@@ -130,7 +130,7 @@ T = TypeVar("T")
 class _Explain:
     """Turns errors of the file system into ours, with the numbers."""
 
-    def __init__(self, job: Job, files: Files) -> None:
+    def __init__(self, job: WriteJob, files: Files) -> None:
         self._job = job
         self._files = files
 

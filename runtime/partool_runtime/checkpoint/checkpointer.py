@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from partool_runtime.checkpoint import _folders, _writing
-from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._files import Files, FolderLock
 from partool_runtime.checkpoint._manifest import newest_step, step_folder
 from partool_runtime.checkpoint._plan import State, WritePlan, make_plan, signature, stage
@@ -66,7 +66,7 @@ class Checkpointer:
         self._keep = keep
         self._mode = mode
         self._files = files or Files()
-        self._ranks = Ranks(rank, world_size, timeout_s)
+        self._ranks = SavingRanks(rank, world_size, timeout_s)
         self._lock: FolderLock | None = None
         self._plan: tuple[tuple[object, ...], WritePlan] | None = None
         self._thread: threading.Thread | None = None
@@ -97,7 +97,7 @@ class Checkpointer:
         plan = self._planned(state)
         sync = self._mode == "sync"
         staged = stage(state, plan, copy=not sync)
-        job = _writing.Job(self._folder, step, extra, plan, staged, self._keep, prune, proven)
+        job = _writing.WriteJob(self._folder, step, extra, plan, staged, self._keep, prune, proven)
         if sync:
             self._write(job, started_s, None)
         else:
@@ -147,7 +147,7 @@ class Checkpointer:
             self._plan = key, make_plan(state, self._ranks)
         return self._plan[1]
 
-    def _write(self, job: _writing.Job, started_s: float, blocked_s: float | None) -> None:
+    def _write(self, job: _writing.WriteJob, started_s: float, blocked_s: float | None) -> None:
         try:
             size_bytes = _writing.write(job, self._ranks, self._files)
         except Exception as error:  # raised by wait(), on the training thread

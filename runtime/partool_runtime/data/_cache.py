@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from partool_runtime.data._documents import Piece, pieces
+from partool_runtime.data._documents import DocumentPiece, pieces
 from partool_runtime.data._files import SourceFile
 from partool_runtime.data._shards import Shard, checksum, open_tokens
 from partool_runtime.data._tokenizers import Tokenizer, Tokens
@@ -229,11 +229,11 @@ class _Writer:
 class _Empty:
     """Hands on pieces, and notes where the first document without text is."""
 
-    def __init__(self, read: Iterator[Piece]) -> None:
+    def __init__(self, read: Iterator[DocumentPiece]) -> None:
         self._read = read
         self.first = ""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[DocumentPiece]:
         for piece in self._read:
             if not piece.data and not self.first:
                 self.first = piece.origin

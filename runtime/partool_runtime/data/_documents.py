@@ -15,7 +15,7 @@ PIECE_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentPiece:
     """Consecutive bytes of one document."""
 
     data: bytes
@@ -24,7 +24,7 @@ class Piece:
     """File, or file and line, for messages."""
 
 
-def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[Piece]:
+def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[DocumentPiece]:
     """Yield every document of text files (a file each), JSONL files (a record each) and Parquet files (a row each).
 
     A record without text is a piece of no bytes. Empty files, such as a package's ``__init__.py``, are no documents.
@@ -44,13 +44,13 @@ def pieces(files: Iterable[SourceFile], text_field: str) -> Iterator[Piece]:
             raise ConfigurationError("PT602", str(error), error.help) from error
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _text(path: Path) -> Iterator[DocumentPiece]:
     with path.open("rb") as file:
         data = file.read(PIECE_BYTES)
         while data:
             following = file.read(PIECE_BYTES)
             cut = _cut(data) if following else len(data)
-            yield Piece(data[:cut], not following, str(path))
+            yield DocumentPiece(data[:cut], not following, str(path))
             data = data[cut:] + following
 
 
@@ -67,7 +67,7 @@ def _cut(data: bytes) -> int:
     return len(data)
 
 
-def _jsonl(path: Path, text_field: str) -> Iterator[Piece]:
+def _jsonl(path: Path, text_field: str) -> Iterator[DocumentPiece]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -75,9 +75,9 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Piece]:
             origin = f"{path}:{number}"
             text = text_of(line, text_field, origin)
             # Lone surrogates are legal in JSON; the bytes tokenizer takes them as they are.
-            yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)
+            yield DocumentPiece(text.encode("utf-8", errors="surrogatepass"), True, origin)
 
 
-def _parquet(path: Path, text_field: str) -> Iterator[Piece]:
+def _parquet(path: Path, text_field: str) -> Iterator[DocumentPiece]:
     for text, origin in parquet_texts(path, text_field):
-        yield Piece(text.encode("utf-8", errors="surrogatepass"), True, origin)
+        yield DocumentPiece(text.encode("utf-8", errors="surrogatepass"), True, origin)

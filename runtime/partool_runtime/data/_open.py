@@ -21,7 +21,7 @@ from partool_runtime.data._files import SourceFile, find_files
 from partool_runtime.data._shards import Corpus, Shard, check_offsets, checksum, map_array, open_tokens
 from partool_runtime.data._split import split
 from partool_runtime.data._tokenizers import Tokenizer, open_tokenizer
-from partool_runtime.data.batches import Batches, Deal
+from partool_runtime.data.batches import Batches, SampleDeal
 from partool_runtime.errors import ConfigurationError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -84,7 +84,7 @@ def open_data(
     corpus = Corpus(shards, plan.model.vocab)
     training, data = plan.training, plan.data
     train, validation = split(corpus, training.sequence_length, data.validation, pack=data.pack)
-    deal = Deal(
+    deal = SampleDeal(
         global_batch=training.global_batch,
         micro_batch=plan.layout.micro_batch,
         dp_rank=dp_rank,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from partool_runtime.data._documents import Piece
+from partool_runtime.data._documents import DocumentPiece
 from partool_runtime.errors import ConfigurationError
 
 Tokens = npt.NDArray[Any]
@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     separator: int | None
     """Token that ends every document."""
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
         """Yield the tokens of each piece in order, and whether it ends its document."""
 
 
@@ -41,7 +41,7 @@ class BytesTokenizer:
     vocab = 256
     separator: int | None = 0
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
         """Yield every piece's bytes."""
         for piece in pieces:
             yield np.frombuffer(piece.data, dtype=np.uint8), piece.ends_document
@@ -85,9 +85,9 @@ class FolderTokenizer:
                 return int(found)
         return None
 
-    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Tokens, bool]]:
+    def encode(self, pieces: Iterable[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
         """Yield every piece's tokens; pieces are encoded many at a time, which the library spreads over threads."""
-        batch: list[Piece] = []
+        batch: list[DocumentPiece] = []
         size = 0
         for piece in pieces:
             batch.append(piece)
@@ -97,7 +97,7 @@ class FolderTokenizer:
                 batch, size = [], 0
         yield from self._encode_batch(batch)
 
-    def _encode_batch(self, batch: list[Piece]) -> Iterator[tuple[Tokens, bool]]:
+    def _encode_batch(self, batch: list[DocumentPiece]) -> Iterator[tuple[Tokens, bool]]:
         texts = [_decode(piece) for piece in batch]
         encodings = self._fast.encode_batch_fast(texts, add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
@@ -109,7 +109,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     return BytesTokenizer() if name == "bytes" else FolderTokenizer(Path(name))
 
 
-def _decode(piece: Piece) -> str:
+def _decode(piece: DocumentPiece) -> str:
     try:
         return piece.data.decode("utf-8")
     except UnicodeDecodeError as error:

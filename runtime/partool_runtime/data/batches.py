@@ -35,7 +35,7 @@ def on_device(documents_BL: torch.Tensor | None, device: torch.device) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class SampleDeal:
     """How a step's samples are dealt to ranks."""
 
     global_batch: int
@@ -73,7 +73,7 @@ class Batches:
         self,
         train: Samples,
         validation: Samples,
-        deal: Deal,
+        deal: SampleDeal,
         *,
         vocab: int,
         fingerprint: str,

@@ -7,7 +7,7 @@ from torch import nn
 
 from partool.plan.types import Plan
 from partool_kernels.select import Answer, NothingWorksError, Selector
-from partool_kernels.select.attention import Attend, Heads, attention, newer
+from partool_kernels.select.attention import Attend, HeadSizes, attention, newer
 from partool_kernels.select.here import selector
 from partool_runtime.model.attention import AttentionLayout, SelfAttention, Tokens, attend
 from partool_runtime.precision import COMPUTE_DTYPE
@@ -61,7 +61,7 @@ def put(model: nn.Module, plan: Plan, device: torch.device, measured_by: Selecto
         queries, keys = (matrix.weight.shape[0] // module.head_dim for matrix in (module.q, module.k))
         if queries == 0 or queries % max(keys, 1):
             continue
-        heads = Heads(plan.layout.micro_batch, queries, keys, plan.training.sequence_length, module.head_dim)
+        heads = HeadSizes(plan.layout.micro_batch, queries, keys, plan.training.sequence_length, module.head_dim)
         dtype = COMPUTE_DTYPE[plan.training.precision]
         try:
             by, answer = attention(measured_by, heads, dtype, device, also=also)

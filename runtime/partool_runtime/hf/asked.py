@@ -17,7 +17,7 @@ from partool_runtime.model.attention import AttentionLayout, visible
 _TOKENS = 4
 
 
-class Asked(NamedTuple):
+class AttentionAsked(NamedTuple):
     """What a layer's attention computes."""
 
     window: int | None
@@ -30,7 +30,7 @@ class UnknownAttentionError(Exception):
     """The model's attention is none that is known here; the text says why."""
 
 
-def asked(causal: nn.Module, layers: int) -> list[Asked]:
+def asked(causal: nn.Module, layers: int) -> list[AttentionAsked]:
     """Return what each layer's attention computes; raises :class:`UnknownAttentionError`.
 
     The base model runs with stand-ins for its layers, which note what they are given; then each layer runs on the meta
@@ -51,7 +51,7 @@ def asked(causal: nn.Module, layers: int) -> list[Asked]:
 class _AnswerError(Exception):
     """Carries what a layer asked for out of its forward pass."""
 
-    def __init__(self, found: Asked | None, why: str = "") -> None:
+    def __init__(self, found: AttentionAsked | None, why: str = "") -> None:
         super().__init__(why)
         self.found, self.why = found, why
 
@@ -127,7 +127,7 @@ def _check_mask(described: Mapping[str, Any]) -> None:
         raise UnknownAttentionError("its masks are not only causal, with or without a window")
 
 
-def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Asked:
+def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> AttentionAsked:
     try:
         with torch.no_grad(), KeepWide():
             layer(*_on_meta(arguments), **_on_meta(options))
@@ -161,7 +161,7 @@ def _answer(
         raise _AnswerError(None, f"a layer with a mask of a window of {seen.window} asks for one of {told}")
     if k_BKSD.shape[1] != v_BKSD.shape[1] or q_BNSD.shape[1] % k_BKSD.shape[1] or q_BNSD.shape[2] != k_BKSD.shape[2]:
         raise _AnswerError(None, "its heads of queries do not share those of keys evenly")
-    raise _AnswerError(Asked(seen.window, float(dropout)))
+    raise _AnswerError(AttentionAsked(seen.window, float(dropout)))
 
 
 def _on_meta(value: Any) -> Any:

@@ -13,7 +13,7 @@ from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """Where a parameter lies in a Hugging Face state dict; ``{i}`` stands for the layer."""
 
     name: str
@@ -38,7 +38,7 @@ class Family:
     architecture: str
     prefix: str
     """Of all names but the head's; a folder saved from the bare model lacks it."""
-    places: dict[str, Place]
+    places: dict[str, ParameterPlace]
     """By our names, ``{i}`` for the layer, without the endings ``.weight`` and ``.bias``."""
     conditions: tuple[Condition, ...]
     ignored: tuple[str, ...] = ()
@@ -46,36 +46,36 @@ class Family:
 
 
 _LLAMA_PLACES = {
-    "embed": Place("model.embed_tokens"),
-    "layers.{i}.attention_norm": Place("model.layers.{i}.input_layernorm"),
-    "layers.{i}.attention.q": Place("model.layers.{i}.self_attn.q_proj"),
-    "layers.{i}.attention.k": Place("model.layers.{i}.self_attn.k_proj"),
-    "layers.{i}.attention.v": Place("model.layers.{i}.self_attn.v_proj"),
-    "layers.{i}.attention.o": Place("model.layers.{i}.self_attn.o_proj"),
-    "layers.{i}.ffn_norm": Place("model.layers.{i}.post_attention_layernorm"),
-    "layers.{i}.ffn.gate": Place("model.layers.{i}.mlp.gate_proj"),
-    "layers.{i}.ffn.up": Place("model.layers.{i}.mlp.up_proj"),
-    "layers.{i}.ffn.down": Place("model.layers.{i}.mlp.down_proj"),
-    "final_norm": Place("model.norm"),
-    "head": Place("lm_head"),
+    "embed": ParameterPlace("model.embed_tokens"),
+    "layers.{i}.attention_norm": ParameterPlace("model.layers.{i}.input_layernorm"),
+    "layers.{i}.attention.q": ParameterPlace("model.layers.{i}.self_attn.q_proj"),
+    "layers.{i}.attention.k": ParameterPlace("model.layers.{i}.self_attn.k_proj"),
+    "layers.{i}.attention.v": ParameterPlace("model.layers.{i}.self_attn.v_proj"),
+    "layers.{i}.attention.o": ParameterPlace("model.layers.{i}.self_attn.o_proj"),
+    "layers.{i}.ffn_norm": ParameterPlace("model.layers.{i}.post_attention_layernorm"),
+    "layers.{i}.ffn.gate": ParameterPlace("model.layers.{i}.mlp.gate_proj"),
+    "layers.{i}.ffn.up": ParameterPlace("model.layers.{i}.mlp.up_proj"),
+    "layers.{i}.ffn.down": ParameterPlace("model.layers.{i}.mlp.down_proj"),
+    "final_norm": ParameterPlace("model.norm"),
+    "head": ParameterPlace("lm_head"),
 }
 _QK_NORM_PLACES = {
-    "layers.{i}.attention.q_norm": Place("model.layers.{i}.self_attn.q_norm"),
-    "layers.{i}.attention.k_norm": Place("model.layers.{i}.self_attn.k_norm"),
+    "layers.{i}.attention.q_norm": ParameterPlace("model.layers.{i}.self_attn.q_norm"),
+    "layers.{i}.attention.k_norm": ParameterPlace("model.layers.{i}.self_attn.k_norm"),
 }
 _GPT2_PLACES = {
-    "embed": Place("transformer.wte"),
-    "position": Place("transformer.wpe"),
-    "layers.{i}.attention_norm": Place("transformer.h.{i}.ln_1"),
-    "layers.{i}.attention.q": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="q"),
-    "layers.{i}.attention.k": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="k"),
-    "layers.{i}.attention.v": Place("transformer.h.{i}.attn.c_attn", transposed=True, part="v"),
-    "layers.{i}.attention.o": Place("transformer.h.{i}.attn.c_proj", transposed=True),
-    "layers.{i}.ffn_norm": Place("transformer.h.{i}.ln_2"),
-    "layers.{i}.ffn.up": Place("transformer.h.{i}.mlp.c_fc", transposed=True),
-    "layers.{i}.ffn.down": Place("transformer.h.{i}.mlp.c_proj", transposed=True),
-    "final_norm": Place("transformer.ln_f"),
-    "head": Place("lm_head"),
+    "embed": ParameterPlace("transformer.wte"),
+    "position": ParameterPlace("transformer.wpe"),
+    "layers.{i}.attention_norm": ParameterPlace("transformer.h.{i}.ln_1"),
+    "layers.{i}.attention.q": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="q"),
+    "layers.{i}.attention.k": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="k"),
+    "layers.{i}.attention.v": ParameterPlace("transformer.h.{i}.attn.c_attn", transposed=True, part="v"),
+    "layers.{i}.attention.o": ParameterPlace("transformer.h.{i}.attn.c_proj", transposed=True),
+    "layers.{i}.ffn_norm": ParameterPlace("transformer.h.{i}.ln_2"),
+    "layers.{i}.ffn.up": ParameterPlace("transformer.h.{i}.mlp.c_fc", transposed=True),
+    "layers.{i}.ffn.down": ParameterPlace("transformer.h.{i}.mlp.c_proj", transposed=True),
+    "final_norm": ParameterPlace("transformer.ln_f"),
+    "head": ParameterPlace("lm_head"),
 }
 
 _ROPE_RMSNORM_GATED = (
@@ -196,7 +196,7 @@ def family_of(config: ModelConfig) -> Family:
     )
 
 
-def place_of(family: Family, name: str) -> Place | None:
+def place_of(family: Family, name: str) -> ParameterPlace | None:
     """Return where a parameter (``layers.3.attention.q.weight``) lies, layer and ending filled in; None if nowhere."""
     stem, _, ending = name.rpartition(".")
     layer = ""
@@ -208,4 +208,4 @@ def place_of(family: Family, name: str) -> Place | None:
         return None
     # Only matrices are transposed: biases and norms have one dimension, GPT-2's embeddings are not Conv1D.
     transposed = place.transposed and ending == "weight"
-    return Place(f"{place.name.replace('{i}', layer)}.{ending}", transposed, place.part)
+    return ParameterPlace(f"{place.name.replace('{i}', layer)}.{ending}", transposed, place.part)

@@ -12,7 +12,7 @@ import torch
 
 from partool.spec.model import ModelConfig
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.families import FAMILIES, Family, Place, family_of, place_of
+from partool_runtime.hf.families import FAMILIES, Family, ParameterPlace, family_of, place_of
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -68,13 +68,13 @@ class HfFolder:
             message = f"the weights in {self.path} do not fit the model:\n  " + "\n  ".join(shown)
             raise ConfigurationError("PT621", message, "Take the model from the folder: model.config: <folder>.")
 
-    def _place(self, name: str) -> Place | None:
+    def _place(self, name: str) -> ParameterPlace | None:
         place = place_of(self.family, name)
         if place is None or not self._strip:
             return place
         return place._replace(name=place.name.removeprefix(self.family.prefix))
 
-    def _shape(self, place: Place) -> tuple[int, ...]:
+    def _shape(self, place: ParameterPlace) -> tuple[int, ...]:
         shape = list(self._handles[place.name].get_slice(place.name).get_shape())
         if place.transposed:
             shape.reverse()

@@ -19,20 +19,20 @@ import torch
 from partool_kernels.host import Pool, Rule
 from partool_runtime.offload.buckets import Bucket, Member
 from partool_runtime.offload.buffers import Buffers
-from partool_runtime.offload.figures import Figures
+from partool_runtime.offload.figures import HostFigures
 from partool_runtime.offload.lanes import Lanes
 from partool_runtime.offload.leaving import Leaving
-from partool_runtime.offload.passes import Arriving, BucketPasses, Speculation, Target
+from partool_runtime.offload.passes import Arriving, BucketPasses, Speculation, WeightsTarget
 from partool_runtime.offload.resident import Resident
 from partool_runtime.offload.store import Store
 from partool_runtime.offload.undo import Undo
 from partool_runtime.offload.verdicts import Verdicts
 from partool_runtime.offload.worker import Worker
 
-__all__ = ["Buffers", "Engine", "Target"]
+__all__ = ["Buffers", "HostEngine", "WeightsTarget"]
 
 
-class Engine:
+class HostEngine:
     """Owns a rank's host optimizer: buckets, buffers, and the thread that works on them.
 
     Between :meth:`begin` and :meth:`sums` gradients arrive; then :meth:`settle` ends the step. A step that is begun
@@ -46,7 +46,7 @@ class Engine:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, WeightsTarget],
         store: Store,
         *,
         lanes: Lanes,
@@ -61,7 +61,7 @@ class Engine:
         self._lanes, self._pool, self._buffers = lanes, pool, buffers
         self._speculation: Speculation = speculation
         self.verdicts = Verdicts()
-        self.figures = Figures()
+        self.figures = HostFigures()
         undoes = speculation == "undo"
         self._undo = Undo(buckets, undo_bytes, store.dtypes, pool=pool, mode=mode) if undoes else None
         self._passes = BucketPasses(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Figures:
+class HostFigures:
     """Of one rank, since it began."""
 
     bytes_down: int = 0

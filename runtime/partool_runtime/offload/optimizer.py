@@ -14,7 +14,7 @@ from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
 from partool_runtime.offload.buckets import BLOCK, Bucket, fill_buckets, places
 from partool_runtime.offload.disk import DiskStore
-from partool_runtime.offload.engine import Buffers, Engine, Target
+from partool_runtime.offload.engine import Buffers, HostEngine, WeightsTarget
 from partool_runtime.offload.lanes import open_lanes
 from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
@@ -52,7 +52,7 @@ class HostSetting:
 
     @property
     def speculation(self) -> Speculation:
-        """When masters and moments change; see :class:`partool_runtime.offload.engine.Engine`."""
+        """When masters and moments change; see :class:`partool_runtime.offload.engine.HostEngine`."""
         asked = self.work.speculate
         return "undo" if asked == "undo" else "deferred" if asked else "none"
 
@@ -109,7 +109,7 @@ class HostOptimizer:
             accumulates=setting.accumulates,
             mode=setting.mode,
         )
-        self._engine = Engine(
+        self._engine = HostEngine(
             buckets,
             {name: target for name, target in targets.items() if name not in staying},
             self._store,
@@ -126,9 +126,9 @@ class HostOptimizer:
         self.updates = 0
         """See ``Optimizer``."""
 
-    def _target(self, name: str) -> Target:
+    def _target(self, name: str) -> WeightsTarget:
         weights = local(self._parameters[name]).detach().view(-1)
-        return Target(weights, self._groups.of[name], in_host=self._shards is not None)
+        return WeightsTarget(weights, self._groups.of[name], in_host=self._shards is not None)
 
     def begin(self, lr: float, scale: float) -> None:
         """See ``Optimizer``."""

@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-from partool_kernels.host import Part, Pass, Pool, Rule, Sums, accumulate, sums, update
+from partool_kernels.host import Part, Pool, Rule, Sums, UpdatePass, accumulate, sums, update
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.buffers import Buffers
-from partool_runtime.offload.figures import Figures
+from partool_runtime.offload.figures import HostFigures
 from partool_runtime.offload.lanes import Lane, Mark
 from partool_runtime.offload.store import Store
 from partool_runtime.offload.undo import Undo
@@ -27,7 +27,7 @@ Speculation = Literal["none", "deferred", "undo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WeightsTarget:
     """Where the weights of a parameter's shard are read by compute."""
 
     weights: torch.Tensor
@@ -68,14 +68,14 @@ class BucketPasses:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        targets: Mapping[str, Target],
+        targets: Mapping[str, WeightsTarget],
         store: Store,
         *,
         up: Lane,
         pool: Pool,
         buffers: Buffers,
         undo: Undo | None,
-        figures: Figures,
+        figures: HostFigures,
         mode: Mode,
     ) -> None:
         self._targets, self._store, self._up = targets, store, up
@@ -143,7 +143,7 @@ class BucketPasses:
             self.sums[member.name, member.start] = (squares, finite)
         step.gradients, step.pending, step.ahead = gradients, None, ahead
 
-    def _ahead(self, bucket: Bucket, step: Pass) -> Sums | None:
+    def _ahead(self, bucket: Bucket, step: UpdatePass) -> Sums | None:
         """Make a whole step that can be undone; None if there is no room for the copy it takes."""
         assert self._undo is not None
         with self._store.open(bucket.index, write=True) as state:
@@ -206,8 +206,8 @@ class BucketPasses:
         self,
         bucket: Bucket,
         state: Sequence[torch.Tensor],
-        commit: Pass | None,
-        step: Pass | None,
+        commit: UpdatePass | None,
+        step: UpdatePass | None,
         *,
         keep: bool,
         wants_sums: bool = False,
@@ -244,5 +244,5 @@ class BucketPasses:
         return parts
 
 
-def _pass(bucket: Bucket, flat: torch.Tensor, rules: Sequence[Rule]) -> Pass:
-    return Pass([flat[m.offset : m.offset + m.elements] for m in bucket.members], rules)
+def _pass(bucket: Bucket, flat: torch.Tensor, rules: Sequence[Rule]) -> UpdatePass:
+    return UpdatePass([flat[m.offset : m.offset + m.elements] for m in bucket.members], rules)

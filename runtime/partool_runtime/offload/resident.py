@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from partool_kernels.host import Part, Pass, Pool, Rule, accumulate, reference, sums, update
+from partool_kernels.host import Part, Pool, Rule, UpdatePass, accumulate, reference, sums, update
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.lanes import Lanes, Mark
-from partool_runtime.offload.passes import Target
+from partool_runtime.offload.passes import WeightsTarget
 from partool_runtime.torch_internals.tensors import fused_adamw
 
 
@@ -48,7 +48,7 @@ class Resident:
 
     def __init__(
         self,
-        targets: Mapping[str, Target],
+        targets: Mapping[str, WeightsTarget],
         dtypes: Sequence[torch.dtype],
         *,
         lanes: Lanes,
@@ -135,10 +135,10 @@ class Resident:
             total.add_(gradient)
 
     def _step(
-        self, target: Target, state: tuple[torch.Tensor, ...], gradient: torch.Tensor, rules: Sequence[Rule]
+        self, target: WeightsTarget, state: tuple[torch.Tensor, ...], gradient: torch.Tensor, rules: Sequence[Rule]
     ) -> None:
         master, *moments = state
-        part, taken = Part(master, tuple(moments), target.group), Pass([gradient], rules)
+        part, taken = Part(master, tuple(moments), target.group), UpdatePass([gradient], rules)
         rule = rules[target.group]
         if master.device.type == "cpu":
             update([part], step=taken, weights=[target.weights], pool=self._pool, mode=self._mode)

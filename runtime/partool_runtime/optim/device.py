@@ -10,9 +10,9 @@ from torch import nn
 
 from partool.spec.training import OptimizerSpec
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
-from partool_kernels.host import Part, Pass, Pool, Rule, update
+from partool_kernels.host import Part, Pool, Rule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
-from partool_runtime.optim.groups import Group, grouped
+from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.optim.steps import Shards, step
 from partool_runtime.torch_internals.tensors import local
 
@@ -128,7 +128,7 @@ class DeviceOptimizer:
             for (place, _), weight, *moments in zip(names, shards.weights, *shards.moments, strict=True)
         ]
         gradients = [gradient.contiguous().view(-1) for gradient in shards.gradients]
-        update(parts, step=Pass(gradients, rules), pool=self._pool, mode="native")
+        update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
     def _in_one_launch(self, places: tuple[int, ...], rules: list[Rule]) -> bool:
         """Let partool's kernel step groups that are alike but for the decay, and tell whether it could."""
@@ -155,9 +155,9 @@ class DeviceOptimizer:
         )
 
 
-def _alike(groups: Mapping[int, Group]) -> list[tuple[int, ...]]:
+def _alike(groups: Mapping[int, ParameterGroup]) -> list[tuple[int, ...]]:
     """Return the places of groups that one launch can update: all the same, but some of them without decay."""
-    found: dict[Group, dict[float, list[int]]] = {}
+    found: dict[ParameterGroup, dict[float, list[int]]] = {}
     for place, group in groups.items():
         found.setdefault(replace(group, weight_decay=0.0), {}).setdefault(group.weight_decay, []).append(place)
     launches = []

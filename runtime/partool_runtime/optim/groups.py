@@ -12,7 +12,7 @@ from partool_kernels.host import MOMENTS, Kind, Rule
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Settings that some parameters share; see :class:`partool_kernels.host.Rule`."""
 
     lr_factor: float
@@ -24,11 +24,11 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ParameterGroups:
     """All groups of a spec, the same and in the same order on all ranks, and which of them each parameter is in."""
 
     kind: Kind
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     of: Mapping[str, int]
     """By the parameter's name: its group's place in ``groups``, and so in :meth:`rules`."""
 
@@ -44,26 +44,26 @@ class Groups:
         ]
 
 
-def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> Groups:
+def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> ParameterGroups:
     """Return the groups of parameters, which are given by name with the number of their dimensions.
 
     The first pattern that matches a name counts; its settings replace the optimizer's. Where neither says otherwise,
     weights of two dimensions or more decay, norms and biases do not. A rank's part of a parameter has as many
     dimensions as the whole.
     """
-    places: dict[Group, int] = {}
+    places: dict[ParameterGroup, int] = {}
     by_pattern = {
         (pattern, matrix): places.setdefault(_group(spec, settings, matrix=matrix), len(places))
         for pattern, settings in (*spec.groups.items(), (None, OptimizerGroup()))
         for matrix in (True, False)
     }
     of = {name: by_pattern[group_of(name, spec.groups), count >= 2] for name, count in dimensions.items()}
-    return Groups(cast(Kind, spec.name), tuple(places), of)
+    return ParameterGroups(cast(Kind, spec.name), tuple(places), of)
 
 
-def _group(spec: OptimizerSpec, settings: OptimizerGroup, *, matrix: bool) -> Group:
+def _group(spec: OptimizerSpec, settings: OptimizerGroup, *, matrix: bool) -> ParameterGroup:
     beta1, beta2 = spec.betas if settings.betas is None else settings.betas
     if spec.name == "sgd":
         beta1 = spec.momentum if settings.momentum is None else settings.momentum
     decay = (spec.weight_decay if matrix else 0.0) if settings.weight_decay is None else settings.weight_decay
-    return Group(settings.lr_factor, beta1, beta2, spec.eps if settings.eps is None else settings.eps, decay)
+    return ParameterGroup(settings.lr_factor, beta1, beta2, spec.eps if settings.eps is None else settings.eps, decay)

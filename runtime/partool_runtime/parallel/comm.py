@@ -35,7 +35,7 @@ def maximum_over(value: int, group: dist.ProcessGroup, device: torch.device) -> 
 
 
 @dataclass(slots=True)
-class Traffic:
+class CollectiveTraffic:
     """What collectives of one kind moved."""
 
     calls: int = 0
@@ -101,21 +101,23 @@ class CommCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._traffic: dict[tuple[str, tuple[int, ...], str], Traffic] = defaultdict(Traffic)
+        self._traffic: dict[tuple[str, tuple[int, ...], str], CollectiveTraffic] = defaultdict(CollectiveTraffic)
 
-    def snapshot(self, among: Collection[int] | None = None, described: str | None = None) -> dict[str, Traffic]:
+    def snapshot(
+        self, among: Collection[int] | None = None, described: str | None = None
+    ) -> dict[str, CollectiveTraffic]:
         """Return what was counted so far, by kind: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, send.
 
         With ``among`` only that of groups whose ranks (of the world) are all in it, with ``described`` of groups that
         were opened with this description.
         """
-        found: dict[str, Traffic] = {}
+        found: dict[str, CollectiveTraffic] = {}
         for (kind, ranks, description), traffic in self._traffic.items():
             if among is not None and not set(ranks) <= set(among):
                 continue
             if described is not None and description != described:
                 continue
-            total = found.setdefault(kind, Traffic())
+            total = found.setdefault(kind, CollectiveTraffic())
             total.calls += traffic.calls
             total.payload_bytes += traffic.payload_bytes
             total.sent_bytes += traffic.sent_bytes

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.terminal import open_console, visible
-from partool_runtime.telemetry._figures import Figures, duration, line, pairs
+from partool_runtime.telemetry._figures import TrainingFigures, duration, line, pairs
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
@@ -31,10 +31,10 @@ _MOST_POINTS = 1024
 class Display(Protocol):
     """What the recorder tells the console."""
 
-    def log(self, figures: Figures) -> None:
+    def log(self, figures: TrainingFigures) -> None:
         """Show a log step."""
 
-    def tick(self, figures: Figures) -> None:
+    def tick(self, figures: TrainingFigures) -> None:
         """Show progress between log steps."""
 
     def validation(self, step: int, loss: float) -> None:
@@ -64,11 +64,11 @@ class Lines:
         self._total_steps = total_steps
         self._console = console
 
-    def log(self, figures: Figures) -> None:
+    def log(self, figures: TrainingFigures) -> None:
         """Print the figures."""
         self.message(line(figures))
 
-    def tick(self, figures: Figures) -> None:
+    def tick(self, figures: TrainingFigures) -> None:
         """Print nothing."""
 
     def validation(self, step: int, loss: float) -> None:
@@ -98,19 +98,19 @@ class LivePanel:
         self._now = now
         self._begin = now()
         self._refreshed = -1.0
-        self._figures = Figures(0, total_steps)
+        self._figures = TrainingFigures(0, total_steps)
         self._curve = Curve()
         self._validation: tuple[int, float] | None = None
         self._console = console
         self._live = Live(self, console=console, auto_refresh=False, redirect_stderr=False)
         self._live.start(refresh=True)
 
-    def log(self, figures: Figures) -> None:
+    def log(self, figures: TrainingFigures) -> None:
         """Take over the figures and redraw."""
         self._take(figures)
         self._refresh()
 
-    def tick(self, figures: Figures) -> None:
+    def tick(self, figures: TrainingFigures) -> None:
         """Take over the figures, or where they were not read the progress, and redraw if some time has passed."""
         self._take(figures if figures.loss is not None else _progress(self._figures, figures))
         if self._now() - self._refreshed >= _MIN_REFRESH_S:
@@ -166,7 +166,7 @@ class LivePanel:
         bars = _BARS if encoding.startswith("utf") else _ASCII_BARS
         return sparkline(self._curve.points, max(8, min(self._console.width - 12, 72)), bars)
 
-    def _take(self, figures: Figures) -> None:
+    def _take(self, figures: TrainingFigures) -> None:
         if figures.loss is not None and figures.step > self._figures.step:
             self._curve.add(figures.loss)
         self._figures = figures
@@ -196,7 +196,7 @@ class Curve:
             self._steps_per_point *= 2
 
 
-def _progress(old: Figures, new: Figures) -> Figures:
+def _progress(old: TrainingFigures, new: TrainingFigures) -> TrainingFigures:
     return replace(old, step=new.step, eta_s=new.eta_s)
 
 

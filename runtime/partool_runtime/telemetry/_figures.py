@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TrainingFigures:
     """The latest state of the training, over all ranks unless said."""
 
     step: int
@@ -24,14 +24,14 @@ class Figures:
     skipped: bool = False
 
 
-def line(figures: Figures) -> str:
+def line(figures: TrainingFigures) -> str:
     """Return the figures in one line; those that are not known are left out."""
     width = len(str(figures.total_steps))
     parts = [f"step {figures.step:>{width}}/{figures.total_steps}", *(f"{k} {v}" for k, v in pairs(figures))]
     return "  ".join(parts) + ("  skipped: gradient not finite" if figures.skipped else "")
 
 
-def pairs(figures: Figures) -> list[tuple[str, str]]:
+def pairs(figures: TrainingFigures) -> list[tuple[str, str]]:
     """Return the figures that are known, as (name, text)."""
     f = figures
     known = [

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 
 from partool_runtime.telemetry._console import Display
-from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._figures import TrainingFigures
 
 
 class LastingDisplay:
@@ -16,11 +16,11 @@ class LastingDisplay:
     def __init__(self, display: Display) -> None:
         self._display: Display | None = display
 
-    def log(self, figures: Figures) -> None:
+    def log(self, figures: TrainingFigures) -> None:
         """Show a log step."""
         self._try(lambda display: display.log(figures))
 
-    def tick(self, figures: Figures) -> None:
+    def tick(self, figures: TrainingFigures) -> None:
         """Show progress between log steps."""
         self._try(lambda display: display.tick(figures))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from partool.layout.sequence import tokens
 from partool.plan.types import Plan
-from partool_runtime.parallel.comm import SEQUENCE, CommCounter, Traffic
+from partool_runtime.parallel.comm import SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
 from partool_runtime.telemetry.summary import Measurement, Measures
@@ -31,7 +31,7 @@ class StepSampler:
         self._spans = spans
         tensor = plan.layout.mesh.tp  # innermost: neighbouring ranks share matrices
         self._tensor_ranks = range(rank - rank % tensor, rank - rank % tensor + tensor)
-        self._tensor_traffic: dict[str, Traffic] = {}
+        self._tensor_traffic: dict[str, CollectiveTraffic] = {}
         self._shares_sequences = plan.layout.mesh.cp > 1
         self._possible = plan.layout.compile == "none"
         share = plan.shares[rank // tensor % plan.layout.mesh.cp]
@@ -70,7 +70,7 @@ class StepSampler:
         sent = {term: Measurement(value, how) for term, value in self._sent_bytes(self._counter.snapshot()).items()}
         return Measures(memory={**saved, **probed}, traffic=sent)
 
-    def _sent_bytes(self, traffic: dict[str, Traffic]) -> dict[str, int]:
+    def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:
         """Return what was sent, by term."""
         tensor = {kind: entry.sent_bytes for kind, entry in self._tensor_traffic.items()}
         assert self._counter is not None

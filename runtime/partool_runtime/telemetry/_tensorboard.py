@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._figures import TrainingFigures
 
 
 class TensorBoard:
@@ -26,7 +26,7 @@ class TensorBoard:
             ) from None
         self._writer: Any = SummaryWriter(log_dir=str(run_dir / "tensorboard"), max_queue=20, flush_secs=30)
 
-    def log(self, figures: Figures) -> None:
+    def log(self, figures: TrainingFigures) -> None:
         """Write a log step."""
         scalars = {
             "train/loss": figures.loss,

@@ -25,7 +25,7 @@ from partool_runtime.telemetry._closing import close_run
 from partool_runtime.telemetry._collectives import EXCHANGES, BlockingCollectives
 from partool_runtime.telemetry._console import Display, open_display
 from partool_runtime.telemetry._events import EventWriter
-from partool_runtime.telemetry._figures import Figures
+from partool_runtime.telemetry._figures import TrainingFigures
 from partool_runtime.telemetry._lasting import LastingDisplay
 from partool_runtime.telemetry._memory import peak_bytes, resident_bytes
 from partool_runtime.telemetry._pipeline import BUBBLE, PipelineSteps, Ran
@@ -98,7 +98,7 @@ class Recorder:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._slow = SlowWatch(plan)
         self._interval: tuple[int, float] = (0, 0.0)
-        self._figures = Figures(0, self._total_steps)
+        self._figures = TrainingFigures(0, self._total_steps)
         self._attempt_steps = 0
         self._steady = True
         self._closed = False
@@ -337,7 +337,7 @@ class Recorder:
         if self._rank == 0 and len(recent) >= least and (said := self._slow.look(median_terms(recent))):
             self.warning(said)
 
-    def _latest(self, item: _Step, values: dict[str, float | None]) -> Figures:
+    def _latest(self, item: _Step, values: dict[str, float | None]) -> TrainingFigures:
         tokens, seconds = self._interval
         typical = statistics.median(self._recent) if self._recent else None
         flops, peak = self._plan.prediction.time.model_flops, self._plan.devices.peak_flops

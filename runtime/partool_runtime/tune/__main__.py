@@ -71,7 +71,7 @@ def _tune(requests: list[Request] | None, arguments: argparse.Namespace) -> int:
     from partool_runtime.tune.journal import Journal
     from partool_runtime.tune.machine import NoMachineError, this_machine
     from partool_runtime.tune.requests import placed
-    from partool_runtime.tune.run import Options, tune
+    from partool_runtime.tune.run import TuneOptions, tune
     from partool_runtime.tune.search import BrokenDeviceError, Tools
 
     try:
@@ -84,7 +84,7 @@ def _tune(requests: list[Request] | None, arguments: argparse.Namespace) -> int:
     journal = Journal(arguments.out)
     tools = Tools(machine, registry, journal, processes=_processes(arguments), progress=_progress)
     try:
-        if tune(work, tools, Options(arguments.out, arguments.budget, arguments.again), _tell):
+        if tune(work, tools, TuneOptions(arguments.out, arguments.budget, arguments.again), _tell):
             journal.finish()
     except BrokenDeviceError as error:
         return _fail(str(error), _FAULTED)

@@ -8,14 +8,14 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from partool_kernels.compiled import Compiled
-from partool_kernels.proof import Job, Proof
+from partool_kernels.proof import Proof, ProofJob
 from partool_kernels.registry import KERNELS, Config, Request
 from partool_kernels.registry.feasible import obstacle
 from partool_kernels.registry.look_up import Registry
 
 MOST = 64
 """Configurations of a large grid that are timed before the search goes on beside the best of them."""
-Prove = Callable[[Iterable[Job], int], Iterator[Proof]]
+Prove = Callable[[Iterable[ProofJob], int], Iterator[Proof]]
 
 
 class Filtered(NamedTuple):
@@ -65,7 +65,7 @@ def runnable(request: Request, configs: Iterable[Config], prove: Prove, processe
     for config in configs:
         hindrance = obstacle(request, config)
         if hindrance is None:
-            jobs.append(Job(request, config, None if config == rule else 0))
+            jobs.append(ProofJob(request, config, None if config == rule else 0))
         else:
             refused[config] = hindrance
     for proof in prove(jobs, processes):

@@ -28,7 +28,7 @@ _LEAST_S = 2.0
 
 
 @dataclass(frozen=True)
-class Options:
+class TuneOptions:
     """How much is measured, and where to."""
 
     out: Path
@@ -38,7 +38,7 @@ class Options:
     """Whether what has been measured already, on this device with this Triton and this code, is measured once more."""
 
 
-def tune(requests: Sequence[Request], tools: Tools, options: Options, tell: Callable[[Event], None]) -> bool:
+def tune(requests: Sequence[Request], tools: Tools, options: TuneOptions, tell: Callable[[Event], None]) -> bool:
     """Measure requests in their order and write their entries; returns whether all were, or the budget was over.
 
     Every request has an equal share of the time that is left. ``tell`` is called with what happens.
@@ -62,7 +62,7 @@ def tune(requests: Sequence[Request], tools: Tools, options: Options, tell: Call
     return True
 
 
-def _one(request: Request, tools: Tools, within: tuple[Options, float], tell: Callable[[Event], None]) -> None:
+def _one(request: Request, tools: Tools, within: tuple[TuneOptions, float], tell: Callable[[Event], None]) -> None:
     options, until = within
     try:
         entry = tune_one(request, tools, until)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from partool_runtime.model import AnyDecoder
-from partool_runtime.pieces import Piece, pieces
+from partool_runtime.pieces import TensorBlock, pieces
 from partool_runtime.weights.draw import BlockSource, block_rows
 
 _COPY_ELEMENTS = 2**20
@@ -30,7 +30,7 @@ def targets(model: AnyDecoder, masters: Mapping[str, torch.Tensor] | None) -> di
     return {name: (masters or {}).get(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def _fill_piece(piece: Piece, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
+def _fill_piece(piece: TensorBlock, name: str, shape: tuple[int, ...], source: BlockSource) -> None:
     """Copy a block of a parameter of the whole shape ``shape``, so many rows at a time."""
     target, offsets = piece.tensor, piece.offsets
     if not shape:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from partool_runtime.checkpoint import load_folder, newest_step, step_folder, tensor_shapes
-from partool_runtime.checkpoint._agreement import Ranks
+from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import AnyDecoder
 from partool_runtime.pieces import placed
@@ -32,7 +32,7 @@ def load_model(model: AnyDecoder, path: Path, masters: Mapping[str, torch.Tensor
         _MODEL + name: placed(tensor.detach(), model.placements.get(name))
         for name, tensor in targets(model, masters).items()
     }
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
+    ranks = SavingRanks(dist.get_rank(), dist.get_world_size(), _TIMEOUT_S) if dist.is_initialized() else None
     try:
         load_folder(folder, state, ranks, cast=True)
     finally:

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2]))
 from layouts import new_layout
 
-from partool.cost.case import RECOMPUTE, Job
+from partool.cost.case import RECOMPUTE, TrainingJob
 from partool.cost.stacks import Stack
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, Mesh
@@ -44,7 +44,7 @@ class Case:
     source: str
     sweep: tuple[str, ...]
     """Rows of one sweep differ only in their configuration."""
-    options: tuple[tuple[Job, Layout], ...]
+    options: tuple[tuple[TrainingJob, Layout], ...]
     """One reading, or several where the row leaves something open."""
 
 
@@ -104,7 +104,9 @@ class Reading:
     accumulation: int
 
 
-def _options(cells: Cells, model: ModelConfig, devices: Devices, precision: str) -> Iterator[tuple[Job, Layout]]:
+def _options(
+    cells: Cells, model: ModelConfig, devices: Devices, precision: str
+) -> Iterator[tuple[TrainingJob, Layout]]:
     stack = stack_of(cells)
     usual = next((size for name, size in _DEFAULT_LENGTH.items() if name in cells.lower("source")), 4096)
     length = cells.count("seq_len") or usual
@@ -113,7 +115,7 @@ def _options(cells: Cells, model: ModelConfig, devices: Devices, precision: str)
         mesh = layout.mesh
         batch = layout.micro_batch * layout.derived.accumulation * mesh.dp
         vocab = -(-model.vocab // (128 * mesh.tp)) * 128 * mesh.tp if "megatron" in stack.name else None
-        yield Job(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
+        yield TrainingJob(model, devices, length, batch, precision, stack, padded_vocab=vocab), layout  # type: ignore[arg-type]
 
 
 def _readings(cells: Cells, stack: Stack, devices: Devices, length: int) -> Iterator[Reading]:

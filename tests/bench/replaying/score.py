@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from partool.cost.case import Job
+from partool.cost.case import TrainingJob
 from partool.cost.memory.peak import predict_memory, rank_memories
 from partool.cost.time.predict import predict_time
 from partool.plan.layout import Layout
@@ -23,7 +23,7 @@ class Result:
     """One predicted row."""
 
     case: Case
-    job: Job
+    job: TrainingJob
     layout: Layout
     predicted: float
     measured: float | None
@@ -58,7 +58,7 @@ def time_result(case: Case) -> Result | None:
     return best[2] if best else None
 
 
-def _over(job: Job, layout: Layout) -> float:
+def _over(job: TrainingJob, layout: Layout) -> float:
     """Return by how much a reading lies above what a run that was published can have needed, in capacities."""
     found = predict_memory(job, layout, 0.0)
     used = found.total_bytes / max(found.capacity_bytes, 1)

@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Traffic:
+class DiskTraffic:
     """What went to and from the disk so far."""
 
     read_bytes: int = 0

@@ -16,7 +16,7 @@ from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.disk import problems
 from partool_runtime.offload.disk.claims import Claim
 from partool_runtime.offload.disk.file import IO_BYTES, Block, Calls, StateFile
-from partool_runtime.offload.disk.memory import Slot, Stretch, Traffic, lay_out, make_slots
+from partool_runtime.offload.disk.memory import DiskTraffic, Slot, Stretch, lay_out, make_slots
 
 THREADS = 8
 """Transfers under way at once; they wait for the disk, and take cores only for checksums."""
@@ -63,7 +63,7 @@ class DiskStore:
             raise
         self.notes = problems.notes(folder, what, self._file.direct, self._claim.dead)
         """Sentences for the run's log."""
-        self.traffic = Traffic()
+        self.traffic = DiskTraffic()
         self._resident: dict[int, Slot] = {}
         self._expected: list[int] = []
         self._changed = threading.Condition()

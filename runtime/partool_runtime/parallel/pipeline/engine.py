@@ -19,7 +19,7 @@ _Ready = tuple[Program, Calls, int]
 """A rank's program, what does its steps, and how many messages per peer are posted ahead."""
 
 
-class Engine:
+class PipelineEngine:
     """One rank of a pipeline whose stages stay and whose activations travel.
 
     ``stages`` are this rank's, by number. ``sync`` prepares and follows up on compute actions, ``watch`` is told of

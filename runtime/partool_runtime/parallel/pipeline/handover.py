@@ -20,7 +20,7 @@ Key = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Held:
+class KeptPass:
     """What is kept of a forward pass until the backward pass: not the output, which is free once it has been sent."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
@@ -41,7 +41,7 @@ class Kept:
     """Inputs of forward and backward passes that have been made here or received, by stage and micro-batch."""
     outbox: dict[Action, torch.Tensor] = field(default_factory=dict)
     """What waits to be sent, by its send."""
-    held: dict[Key, Held] = field(default_factory=dict)
+    held: dict[Key, KeptPass] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +127,9 @@ class Handover:
         kept.ready |= {("F", stage, batch): message("F", batch) for batch in work.inputs}
         kept.ready |= {("B", stage, batch): message("B", batch) for batch in work.gradients}
         for batch in work.held:
-            kept.held[stage, batch] = Held(message("F", batch) if stage else None, None)
+            kept.held[stage, batch] = KeptPass(message("F", batch) if stage else None, None)
         for batch in work.halfway:
-            kept.held[stage, batch] = Held(None, None)
+            kept.held[stage, batch] = KeptPass(None, None)
 
 
 def _state(module: nn.Module) -> Iterable[torch.Tensor]:

@@ -20,7 +20,7 @@ from partool_runtime.hf.stages import HfParts, HfStage
 from partool_runtime.mesh import COLLECTIVE_TIMEOUT, Ranks
 from partool_runtime.model import DecoderParts, StageModule
 from partool_runtime.parallel.comm import sum_over
-from partool_runtime.parallel.pipeline.engine import Engine
+from partool_runtime.parallel.pipeline.engine import PipelineEngine
 from partool_runtime.parallel.pipeline.sync import PipelineSync, Timer, Unit
 from partool_runtime.parallel.pipeline.types import Boundary, Done
 from partool_runtime.parallel.pipeline.wires import Wires, open_groups
@@ -90,7 +90,7 @@ class PipelinePasses:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: PipelineEngine,
         wires: Wires,
         sync: PipelineSync,
         ranks: Ranks,
@@ -209,5 +209,5 @@ def pipeline_passes(
     stages = {number: DecoderStage(module, ranks.device) for number, module in parts.stages.items()}
     tied = TiedGradients.between(parts, schedule, ranks) if plan.model.tied_embeddings else None
     tensor = TensorGradients.of(parts, plan, ranks)
-    engine = Engine(schedule, stages, wires, sync=sync)
+    engine = PipelineEngine(schedule, stages, wires, sync=sync)
     return PipelinePasses(engine, wires, sync, ranks, tied=tied, tensor=tensor, report=report)

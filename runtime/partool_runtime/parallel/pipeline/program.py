@@ -21,7 +21,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProgramStep:
     """One action of this rank."""
 
     action: Action
@@ -46,7 +46,7 @@ class Step:
 class Program:
     """Everything about a rank's list that is the same in each step."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     inbound: dict[int, tuple[Action, ...]]
     """Receives by sender, in the order of the wire."""
     unclaimed: tuple[tuple[Action, Arrival], ...]
@@ -76,7 +76,7 @@ def compile_program(schedule: Schedule, rank: int, split: Halved) -> Program:
     )
 
 
-def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, Arrival], split: Halved) -> Step:
+def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, Arrival], split: Halved) -> ProgramStep:
     kind, stage, batch = action
     if kind in COMPUTE:
         needs = Action("RECV_F" if kind == "F" else "RECV_B", stage, batch)
@@ -86,7 +86,7 @@ def _step(schedule: Schedule, rank: int, action: Action, arrivals: dict[Action, 
     else:
         arrival = arrivals.get(action)
         neighbour, _ = peer(schedule, rank, action)
-    return Step(
+    return ProgramStep(
         action,
         stage,
         batch,

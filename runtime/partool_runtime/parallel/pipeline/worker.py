@@ -14,12 +14,12 @@ from partool.schedule import Action, cell
 from partool_runtime import deferral
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.parallel.pipeline.clock import clock_for, received
-from partool_runtime.parallel.pipeline.handover import Held, Kept
-from partool_runtime.parallel.pipeline.program import Program, Step
+from partool_runtime.parallel.pipeline.handover import Kept, KeptPass
+from partool_runtime.parallel.pipeline.program import Program, ProgramStep
 from partool_runtime.parallel.pipeline.types import Done, Stage, StageSync, Watch
 from partool_runtime.parallel.pipeline.wires import TransferError, Wires
 
-Calls = tuple[tuple[Callable[[Step], None], Step], ...]
+Calls = tuple[tuple[Callable[[ProgramStep], None], ProgramStep], ...]
 """Which method of a worker does which step."""
 _UNDIVIDED = nullcontext()
 
@@ -77,7 +77,7 @@ class Worker:
 
     def calls(self, program: Program) -> Calls:
         """Return what does each step of a program, looked up once."""
-        by_kind: dict[str, Callable[[Step], None]] = {
+        by_kind: dict[str, Callable[[ProgramStep], None]] = {
             "F": self._infer,
             "B": self._backward,
             "I": self._input_gradient,
@@ -90,7 +90,7 @@ class Worker:
         train = by_kind | {"F": self._train}
         return tuple(((train if step.trained else by_kind)[step.action.kind], step) for step in program.steps)
 
-    def again(self, step: Step) -> None:
+    def again(self, step: ProgramStep) -> None:
         """Do the forward pass of a backward action again whose graph stayed on another rank."""
         held = self.kept.held.get((step.stage, step.batch))
         if held is None or held.edge is not None or step.action.kind == "W":
@@ -104,7 +104,7 @@ class Worker:
 
     # One function per kind of action.
 
-    def _infer(self, step: Step) -> None:
+    def _infer(self, step: ProgramStep) -> None:
         x_BSH = None if step.first else self._take("F", step)
         start = self._enter(step)
         with torch.no_grad():
@@ -112,14 +112,14 @@ class Worker:
         self._leave(step, start)
         self._hand_on(step, y_BSH)
 
-    def _train(self, step: Step) -> None:
+    def _train(self, step: ProgramStep) -> None:
         x_BSH = None if step.first else self._take("F", step)
         start = self._enter(step)
         y_BSH = self._hold(step, x_BSH)
         self._leave(step, start)
         self._hand_on(step, y_BSH)
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: ProgramStep) -> None:
         held = self.kept.held[step.stage, step.batch]
         grad_BSH = self._take("B", step) if held.scale is None else held.scale
         start = self._enter(step)
@@ -129,7 +129,7 @@ class Worker:
         self._leave(step, start)
         self._hand_back(step, held)
 
-    def _input_gradient(self, step: Step) -> None:
+    def _input_gradient(self, step: ProgramStep) -> None:
         held = self.kept.held[step.stage, step.batch]
         grad_BSH = self._take("B", step) if held.scale is None else held.scale
         start = self._enter(step)
@@ -141,25 +141,25 @@ class Worker:
         self._hand_back(step, held)
         held.x_BSH = held.edge = None
 
-    def _weight_gradient(self, step: Step) -> None:
+    def _weight_gradient(self, step: ProgramStep) -> None:
         start = self._enter(step)
         for work in self.kept.held.pop((step.stage, step.batch)).put_off:
             work()
         self._leave(step, start)
 
-    def _send(self, step: Step) -> None:
+    def _send(self, step: ProgramStep) -> None:
         self.wires.send(self.kept.outbox.pop(step.action), step.neighbour, step.action)
         if self.watch is not None:
             now_s = time.perf_counter()
             self.watch(Done(step.action, now_s, now_s))
 
-    def _expect(self, step: Step) -> None:
+    def _expect(self, step: ProgramStep) -> None:
         assert step.arrival is not None
         self.wires.expect(*step.arrival)
 
     # What goes into compute and comes out of it.
 
-    def _hold(self, step: Step, x_BSH: torch.Tensor | None) -> torch.Tensor:
+    def _hold(self, step: ProgramStep, x_BSH: torch.Tensor | None) -> torch.Tensor:
         """Run a stage forward and hold what its backward pass needs; return the output without its graph."""
         if x_BSH is not None:
             x_BSH.requires_grad_(step.passes_back)
@@ -167,11 +167,11 @@ class Worker:
             y_BSH = self.stages[step.stage](x_BSH, self._micro[step.batch])
         scale = self._weight.to(y_BSH.dtype) if step.last else None
         held = self.kept.held
-        held[step.stage, step.batch] = Held(x_BSH, get_gradient_edge(y_BSH), scale)
+        held[step.stage, step.batch] = KeptPass(x_BSH, get_gradient_edge(y_BSH), scale)
         self.peak_live = max(self.peak_live, len(held))
         return y_BSH.detach()
 
-    def _take(self, kind: Literal["F", "B"], step: Step) -> torch.Tensor:
+    def _take(self, kind: Literal["F", "B"], step: ProgramStep) -> torch.Tensor:
         if step.arrival is None:
             return self.kept.ready.pop((kind, step.stage, step.batch))
         if self.watch is None:
@@ -179,20 +179,20 @@ class Worker:
         x_BSH, self._waited_s = received(self.wires, step.arrival, self.watch)
         return x_BSH
 
-    def _hand_on(self, step: Step, y_BSH: torch.Tensor) -> None:
+    def _hand_on(self, step: ProgramStep, y_BSH: torch.Tensor) -> None:
         if step.last:
             self.loss += y_BSH
         else:
             self._pass(step, "F", step.stage + 1, y_BSH)
 
-    def _hand_back(self, step: Step, held: Held) -> None:
+    def _hand_back(self, step: ProgramStep, held: KeptPass) -> None:
         x_BSH = held.x_BSH
         if x_BSH is None or not step.passes_back:
             return
         grad_BSH, x_BSH.grad = x_BSH.grad, None
         self._pass(step, "B", step.stage - 1, torch.zeros_like(x_BSH) if grad_BSH is None else grad_BSH)
 
-    def _pass(self, step: Step, kind: Literal["F", "B"], stage: int, x_BSH: torch.Tensor) -> None:
+    def _pass(self, step: ProgramStep, kind: Literal["F", "B"], stage: int, x_BSH: torch.Tensor) -> None:
         """Give an activation or a gradient to a neighbouring stage."""
         if step.neighbour == self.wires.rank:
             self.kept.ready[kind, stage, step.batch] = x_BSH
@@ -203,12 +203,12 @@ class Worker:
         send = Action("SEND_F" if kind == "F" else "SEND_B", step.stage, step.batch)
         self.kept.outbox[send] = x_BSH.contiguous()
 
-    def _enter(self, step: Step) -> Any:
+    def _enter(self, step: ProgramStep) -> Any:
         if self._sync is not None:
             self._sync.before(step.action)
         return None if self.watch is None else self._clock.mark()
 
-    def _leave(self, step: Step, start: Any) -> None:
+    def _leave(self, step: ProgramStep, start: Any) -> None:
         if self.watch is not None:
             self._clock.done(step.action, start, self._waited_s, self.watch)
             self._waited_s = 0.0

@@ -27,7 +27,7 @@ from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.torch_internals.collectives import start_exchange
 
 
-class Way(NamedTuple):
+class Turning(NamedTuple):
     """How this rank's tokens change from one cut of the grid to the other."""
 
     group_name: str
@@ -43,9 +43,9 @@ class Way(NamedTuple):
     gets: int
 
     @property
-    def back(self) -> Way:
+    def back(self) -> Turning:
         """The opposite way."""
-        return Way(self.group_name, self.arriving_S, self.received, self.gets, self.leaving_S, self.sent, self.held)
+        return Turning(self.group_name, self.arriving_S, self.received, self.gets, self.leaving_S, self.sent, self.held)
 
 
 class Turner:
@@ -54,7 +54,7 @@ class Turner:
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: int, tensor: int = 1) -> None:
         """``rank`` is the place in ``group``, of ``ranks`` that share sequences times ``tensor``, the latter within."""
         self._group_name, self._rank, self._ranks, self._tensor = group.group_name, rank, ranks, tensor
-        self._ways: dict[tuple[tuple[int, int], torch.device], Way] = {}
+        self._ways: dict[tuple[tuple[int, int], torch.device], Turning] = {}
 
     @classmethod
     def open(cls, team: SequenceTeam, layout: Layout) -> Turner:
@@ -86,13 +86,13 @@ class Turner:
         out: torch.Tensor = _Turned.apply(x_BSH, way)  # type: ignore[no-untyped-call]
         return out
 
-    def _way(self, grid: tuple[int, int], device: torch.device) -> Way:
+    def _way(self, grid: tuple[int, int], device: torch.device) -> Turning:
         """Return the way from whole columns to whole rows."""
         columns, rows = (held(grid, self._ranks, axis, self._tensor) for axis in ("column", "row"))
         leaving, sent = _matched(columns[self._rank], rows)
         arriving, received = _matched(rows[self._rank], columns)
         sizes = [self._share(cut) for cut in (columns, rows)]
-        return Way(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
+        return Turning(self._group_name, leaving.to(device), sent, sizes[0], arriving.to(device), received, sizes[1])
 
     def _share(self, cut: Sequence[Spans]) -> int:
         """Return the tokens this rank holds; the first of its tensor ranks has no fewer than another."""
@@ -115,7 +115,7 @@ class _Turned(torch.autograd.Function):
     """The hidden state of other tokens; backward the opposite way."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, way: Way) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
         ctx.way = way  # type: ignore[attr-defined]
         return _traded(x_BSH, way)
 
@@ -125,7 +125,7 @@ class _Turned(torch.autograd.Function):
         return _traded(grad_BSH, ctx.way.back), None
 
 
-def _traded(x_BSH: torch.Tensor, way: Way) -> torch.Tensor:
+def _traded(x_BSH: torch.Tensor, way: Turning) -> torch.Tensor:
     """Send tokens to the ranks that hold them from now on; what fills up a share is zero."""
     # Tokens first, so that those of one rank lie together.
     leaving_SBH = x_BSH.transpose(0, 1).index_select(0, way.leaving_S)

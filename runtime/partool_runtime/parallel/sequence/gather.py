@@ -18,7 +18,7 @@ from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
-from partool_runtime.parallel.sequence.keys import Form
+from partool_runtime.parallel.sequence.keys import KeysForm
 from partool_runtime.parallel.sequence.op import ExchangeAttend, waiting
 from partool_runtime.parallel.sequence.types import SequenceTeam
 from partool_runtime.torch_internals.collectives import gather_into, scatter_sum_into
@@ -47,7 +47,7 @@ class Gather:
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
-        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
         seen.meet(k_BKSD, v_BKSD, Meeting(self._own, self._own, layout, documents_BL))
         with waiting():
@@ -65,7 +65,7 @@ class Gather:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; gradients of all keys are summed and scattered at the end."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
-        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
         gradient = torch.zeros_like(whole, dtype=wide(whole.dtype))
         first, size = self._team.rank * self._most, k_BKSD.shape[2]
@@ -81,7 +81,7 @@ class Gather:
             scatter_sum_into(mine, gradient, self._team.group)
         return back.dq_BNQD, *form.pair(mine[:size])
 
-    def _gather(self, form: Form) -> tuple[torch.Tensor, dist.Work]:
+    def _gather(self, form: KeysForm) -> tuple[torch.Tensor, dist.Work]:
         """Begin to gather; returns room for what ranks hold, each with as many rows as the one that holds most."""
         mine = form.packed()
         if mine.shape[0] < self._most:

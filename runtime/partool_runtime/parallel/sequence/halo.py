@@ -15,7 +15,7 @@ from partool.layout.sequence import Spans, bounds, tokens
 from partool_runtime.model.attention import AttentionLayout
 from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.kernels import wide
-from partool_runtime.parallel.sequence.keys import Form, picked, rows
+from partool_runtime.parallel.sequence.keys import KeysForm, picked, rows
 from partool_runtime.parallel.sequence.op import Post, send
 from partool_runtime.parallel.sequence.types import Exchange, SequenceTeam
 
@@ -68,7 +68,7 @@ class Halo:
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
-        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
         post, others = self._exchange(own, layout)
         seen.meet(*form.pair(own), Meeting(self._own, self._own, layout, documents_BL))
@@ -85,7 +85,7 @@ class Halo:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; gradients of others' keys go home while those of its own are computed."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
-        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
         post, others = self._exchange(own, layout)
         of_others, ours = (torch.zeros_like(block, dtype=wide(block.dtype)) for block in (others, own))

@@ -12,7 +12,7 @@ import torch
 from partool.layout.sequence import Spans
 
 
-class Form:
+class KeysForm:
     """How keys and values of some heads lie in a buffer."""
 
     def __init__(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor) -> None:

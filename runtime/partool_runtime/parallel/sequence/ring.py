@@ -17,19 +17,19 @@ from partool_runtime.model.blocks import Meeting, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
-from partool_runtime.parallel.sequence.keys import Form
+from partool_runtime.parallel.sequence.keys import KeysForm
 from partool_runtime.parallel.sequence.op import ExchangeAttend, Post, send
 from partool_runtime.parallel.sequence.types import SequenceTeam
 
 
 def put(blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
     """Let layers attend in a ring of the team, those with windows to what they see of other ranks' tokens."""
-    attend = ExchangeAttend(WithHalo(team, Ring(team)))
+    attend = ExchangeAttend(WithHalo(team, KeyRing(team)))
     for block in blocks:
         block.attention.core = attend
 
 
-class Ring:
+class KeyRing:
     """An :class:`Exchange` of the ranks of a team, in their order."""
 
     def __init__(self, team: SequenceTeam) -> None:
@@ -44,7 +44,7 @@ class Ring:
         documents_BL: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; while a block is computed, the next one comes."""
-        seen, form = Seen(q_BNSD), Form(k_BKSD, v_BKSD)
+        seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         block = form.packed()
         for step in range(self._team.ranks):
             post, following = self._pass_on(step, block, form)
@@ -63,7 +63,7 @@ class Ring:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See :class:`Exchange`; gradients travel one step behind their keys."""
         q_BNSD, k_BKSD, v_BKSD, out_BNSD, lse_BNS = saved
-        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), Form(k_BKSD, v_BKSD)
+        back, form = Returned(q_BNSD, grad_BNSD, out_BNSD, lse_BNS), KeysForm(k_BKSD, v_BKSD)
         block = form.packed()
         ours = came = torch.zeros_like(block, dtype=wide(block.dtype))
         home = torch.zeros_like(ours)
@@ -92,19 +92,21 @@ class Ring:
         shares = self._team.shares
         return Meeting(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
-    def _coming(self, step: int, form: Form, dtype: torch.dtype) -> torch.Tensor:
+    def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
         """Return room for what comes from the rank before for a step, none if nothing does."""
         source = self._source(step)
         comes = step < self._team.ranks and step <= self._reach[source]
         return form.room(self._team.sizes[source] if comes else 0, dtype)
 
-    def _pass_on(self, step: int, block: torch.Tensor, form: Form) -> tuple[Post, torch.Tensor]:
+    def _pass_on(self, step: int, block: torch.Tensor, form: KeysForm) -> tuple[Post, torch.Tensor]:
         """Begin to pass a block on to the next rank, if one further on needs it; returns the next block too."""
         following = self._coming(step + 1, form, block.dtype)
         goes = step < self._reach[self._source(step)]
         return self._send([(1, block)] if goes else [], [(-1, following)]), following
 
-    def _follow(self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: Form) -> tuple[Post, torch.Tensor]:
+    def _follow(
+        self, step: int, gradient: torch.Tensor, home: torch.Tensor, form: KeysForm
+    ) -> tuple[Post, torch.Tensor]:
         """Begin to send a block's gradient after it, or home; returns what comes for the next block too.
 
         All ranks exchange this after the block of the same step: messages of two ranks are told apart by their order.

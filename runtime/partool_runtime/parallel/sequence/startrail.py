@@ -39,7 +39,7 @@ def attend_in(team: SequenceTeam, trails: Trails) -> ExchangeAttend:
     return ExchangeAttend(WithHalo(team, StarTrail(team, trails)))
 
 
-class Piece(NamedTuple):
+class ShareRows(NamedTuple):
     """A stretch of a block of tokens: rows of one member's share."""
 
     place: int
@@ -58,7 +58,7 @@ class TeamBlock:
         pieces = []
         for member, spans in enumerate(shares):
             past = list(accumulate((stop - start for start, stop in spans), initial=0))
-            pieces += [Piece(start, member, *row) for (start, _), row in zip(spans, pairwise(past), strict=True)]
+            pieces += [ShareRows(start, member, *row) for (start, _), row in zip(spans, pairwise(past), strict=True)]
         self._pieces = sorted(pieces)
         self.spans: Spans = tuple((piece.place, piece.place + piece.past - piece.first) for piece in self._pieces)
 
@@ -76,7 +76,7 @@ class TeamBlock:
         """Return the tokens of each member, of those of all."""
         found: list[list[torch.Tensor]] = [[] for _ in self.sizes]
         row = 0
-        rows: dict[Piece, int] = {}
+        rows: dict[ShareRows, int] = {}
         for piece in self._pieces:
             rows[piece] = row
             row += piece.past - piece.first

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from partool_kernels.cross_entropy.op import Terms, inner_scale, scaled
-from partool_kernels.linear_cross_entropy.chunks import How, Inputs, Needs, losses_and_gradients, or_nan
+from partool_kernels.linear_cross_entropy.chunks import How, Inputs, WantedGradients, losses_and_gradients, or_nan
 from partool_kernels.registry.chunking import chunk_rows
 from partool_runtime import deferral
 from partool_runtime.model.loss import CHUNK_LOGITS, IGNORED, LossKernels
@@ -162,7 +162,7 @@ class _EarlyLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         whole_BSH = hidden if how.team.length is None else tokens(start_tokens(hidden, how.team), how.team)
         hidden_TH, labels_T = whole_BSH.flatten(0, 1), how.labels.flatten()
-        needs = Needs(*(how.graph and needed for needed in ctx.needs_input_grad[:3]))
+        needs = WantedGradients(*(how.graph and needed for needed in ctx.needs_input_grad[:3]))
         found = losses_and_gradients(
             Inputs(hidden_TH, weight_VH, bias_V, labels_T),
             How(

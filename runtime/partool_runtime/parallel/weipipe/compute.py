@@ -34,7 +34,7 @@ class RingModel(Protocol):
         """Maps ``(x_BSH, labels_BS)`` to the sum of token losses. May share parameters with ``first``."""
 
 
-class Graph(NamedTuple):
+class PendingBackward(NamedTuple):
     """A stage's forward pass whose backward pass comes next."""
 
     x_BSH: torch.Tensor | None  # noqa: N815
@@ -62,7 +62,7 @@ class Computation:
         self._chunks, self._dtype, self._trained_from = chunks, dtype, trained_from
         self._top = len(chunks) - 1
         self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[tuple[int, int], PendingBackward] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         """Of the output of the stage that is next in a micro-batch's backward pass."""
         self._put_off: dict[tuple[int, int], PutOff] = {}
@@ -121,7 +121,7 @@ class Computation:
         if into is not None:
             self._chunks[action.stage].collect(leaves, into)
 
-    def _graph(self, stage: int, batch: int, flat: torch.Tensor, halved: bool) -> Graph:
+    def _graph(self, stage: int, batch: int, flat: torch.Tensor, halved: bool) -> PendingBackward:
         leaves = self._chunks[stage].leaves(flat)
         splitting: AbstractContextManager[None] = deferral.splitting() if halved else nullcontext()
         with torch.enable_grad(), splitting:
@@ -131,7 +131,7 @@ class Computation:
             out = functional_call(self._stages[stage], dict(leaves), (x_BSH, *self._documents(batch)))
             if stage == self._top:
                 out = self._loss(out, batch)
-        return Graph(x_BSH if stage else None, leaves, out)
+        return PendingBackward(x_BSH if stage else None, leaves, out)
 
     def _input(self, stage: int, batch: int) -> torch.Tensor:
         if stage:

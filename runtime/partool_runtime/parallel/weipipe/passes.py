@@ -19,9 +19,9 @@ from partool_runtime.parallel.pipeline.clock import clock_for
 from partool_runtime.parallel.pipeline.types import Watch, split_linears
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.compute import Computation, RingModel
-from partool_runtime.parallel.weipipe.program import Compute, Move, Step, compile_program
-from partool_runtime.parallel.weipipe.ring import Ring
-from partool_runtime.parallel.weipipe.shifts import Buffer, Gradients, Pool, Weights, Wire
+from partool_runtime.parallel.weipipe.program import Compute, ShiftGroup, Step, compile_program
+from partool_runtime.parallel.weipipe.ring import PipelineRing
+from partool_runtime.parallel.weipipe.shifts import Buffer, Gradients, LentBuffers, TravellingWeights, Wire
 from partool_runtime.stepping import Timer
 
 
@@ -41,7 +41,7 @@ class WeiPipePasses:
         self,
         schedule: Schedule,
         model: RingModel,
-        ring: Ring,
+        ring: PipelineRing,
         dtype: torch.dtype,
         *,
         replicas: dist.ProcessGroup | None = None,
@@ -74,7 +74,9 @@ class WeiPipePasses:
         self._wire = Wire(ring, timeout_s, self._device)
         held = max(room(one, ring.rank).weights for one in (schedule, self._forward_only(ring.size)))
         longest = max(chunk.weight_elements for chunk in self._chunks)
-        self._weights = Weights(self._wire, self._chunks, self._own, Pool(held, longest, dtype, example.device))
+        self._weights = TravellingWeights(
+            self._wire, self._chunks, self._own, LentBuffers(held, longest, dtype, example.device)
+        )
         self._gradients = Gradients(self._wire, self._chunks, self._home)
         self._halved = any(step.action.kind == "I" for step in self._program if isinstance(step, Compute))
         if self._halved:
@@ -170,7 +172,7 @@ class WeiPipePasses:
             self._clock.begin()
         ended_s = time.perf_counter()
         for step in program:
-            if isinstance(step, Move):
+            if isinstance(step, ShiftGroup):
                 self._weights.move(step.shifts, step.releases)
             elif isinstance(step, Compute):
                 ended_s = self._compute(step, computation, timer, ended_s)
@@ -233,7 +235,7 @@ def _distinct(model: RingModel) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def _check(schedule: Schedule, model: RingModel, ring: Ring) -> None:
+def _check(schedule: Schedule, model: RingModel, ring: PipelineRing) -> None:
     if schedule.ranks != ring.size:
         raise ValueError(f"the schedule is for {schedule.ranks} ranks, the ring has {ring.size}")
     if schedule.stages != len(model.stages):

@@ -11,7 +11,7 @@ _WEIGHTS = frozenset({"SEND_FW", "RECV_FW", "SEND_BW", "RECV_BW"})
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ShiftGroup:
     """Shifts of weights of one turn with no other action between them, each with its peer."""
 
     shifts: tuple[tuple[Action, int], ...]
@@ -38,7 +38,7 @@ class Shift:
     peer: int
 
 
-Step = Move | Compute | Shift
+Step = ShiftGroup | Compute | Shift
 
 
 def compile_program(schedule: Schedule, rank: int) -> tuple[Step, ...]:
@@ -71,10 +71,10 @@ def _comes_before(one: Action, other: Action) -> bool:
     return one.kind.startswith("RECV") and one.micro_batch < other.micro_batch
 
 
-def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -> Move:
+def _move(schedule: Schedule, rank: int, run: list[int], last: frozenset[int]) -> ShiftGroup:
     actions = schedule.lists[rank]
     shifts = tuple((actions[at], peer(schedule, rank, actions[at])[0]) for at in run)
-    return Move(shifts, frozenset(actions[at].stage for at in run if at in last))
+    return ShiftGroup(shifts, frozenset(actions[at].stage for at in run if at in last))
 
 
 def _last_readers(schedule: Schedule, rank: int) -> frozenset[int]:

@@ -13,7 +13,7 @@ Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class PipelineRing:
     """The ring that a rank is in. Ranks count from 0 in each of the groups, which hold the same ranks.
 
     What may wait for different things has a communicator of its own: on one, a GPU works transfers off in the order in
@@ -42,16 +42,16 @@ class Ring:
         return self.everyone.size()
 
 
-def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> Ring:
+def open_ring(rings: Sequence[Sequence[int]], *, timeout_s: float = TIMEOUT_S) -> PipelineRing:
     """Return the ring of this rank. Every rank of the world calls this with the same lists of global ranks.
 
     ``timeout_s`` is that of the passes; the backend itself gives up later, so that the error can say what waits.
     """
-    mine: Ring | None = None
+    mine: PipelineRing | None = None
     for ranks in rings:
         groups = [dist.new_group(list(ranks), timeout=backend_limit(timeout_s)) for _ in range(5)]
         if dist.get_rank() in ranks:
-            mine = Ring(*groups)
+            mine = PipelineRing(*groups)
     if mine is None:
         raise ValueError(f"rank {dist.get_rank()} is in none of the rings {rings}")
     return mine

@@ -18,7 +18,7 @@ from partool_runtime.parallel.pipeline.types import Done
 from partool_runtime.parallel.pipeline.wires import TransferError
 from partool_runtime.parallel.weipipe.chunks import Chunk
 from partool_runtime.parallel.weipipe.lanes import Lane, Ticket
-from partool_runtime.parallel.weipipe.ring import Group, Ring
+from partool_runtime.parallel.weipipe.ring import Group, PipelineRing
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Buffer:
     """The job that adds it to a sum. On a GPU the buffer is free for the host before the device has read it."""
 
 
-class Pool:
+class LentBuffers:
     """Buffers that are lent and given back, oldest first."""
 
     def __init__(self, count: int, elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Pool:
 class Wire:
     """Sends and receives of one rank, with what went wrong told by action and peer; counts what it sends."""
 
-    def __init__(self, ring: Ring, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, ring: PipelineRing, timeout_s: float, device: torch.device) -> None:
         self.ring, self.timeout_s = ring, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._ordered: list[tuple[dist.Work, Action, int]] | None = [] if device.type == "cuda" else None
@@ -121,10 +121,10 @@ class Wire:
         return f"nothing moved for {self.timeout_s:g} s"
 
 
-class Weights:
+class TravellingWeights:
     """Stages' weights on their way over this rank: received ahead, passed on at once, kept until nothing reads them."""
 
-    def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: Pool) -> None:
+    def __init__(self, wire: Wire, chunks: Sequence[Chunk], own: Mapping[int, Buffer], pool: LentBuffers) -> None:
         self._wire, self._chunks, self._own, self._pool = wire, chunks, own, pool
         self._lane = Lane("partool-weights", next(iter(own.values())).flat.device)
         self._coming: dict[int, Ticket[dict[int, Buffer]]] = {}
@@ -208,7 +208,7 @@ class Gradients:
         self._wire, self._chunks, self._home = wire, chunks, home
         example = next(iter(home.values()))
         most = max(chunk.gradient_elements for chunk in chunks)
-        self._pool = Pool(GRADIENT_COPIES - 1, most, example.dtype, example.device)
+        self._pool = LentBuffers(GRADIENT_COPIES - 1, most, example.dtype, example.device)
         self._inbox = torch.empty(most, dtype=example.dtype, device=example.device)
         self._lane = Lane("partool-gradients", example.device)
         self._jobs: deque[Ticket[None]] = deque()
