@@ -15,6 +15,8 @@ from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of, tasks_of
 from partool.launch.target import Level
+from partool.plan.outline import older
+from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
@@ -68,6 +70,8 @@ def order(
     path: Path, plan: Plan, overrides: list[str], array: list[str], *, at_once: int | None, previous: Run | None = None
 ) -> Order:
     """Return the job for a cluster, rendered; ends the command where it cannot be one."""
+    if previous:
+        _refuse_older(previous)
     tasks = tasks_of(previous) if previous else ()
     if tasks and previous is not None:
         _as_before(path, previous, array)
@@ -128,6 +132,14 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
             fail("PT587", message, "an array's tasks differ in model, data, training and layout only", 1)
         found.append(task)
     return tuple(found)
+
+
+def _refuse_older(previous: Run) -> None:
+    """End the command where the plans of an array's tasks are of an older version."""
+    found = next(filter(None, map(older, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
+    if found is not None:
+        help = "an array's tasks go on with the plans that they have: launch its spec with --array once more"
+        fail("PT503", found[0], help, 1)
 
 
 def _as_before(path: Path, previous: Run, array: list[str]) -> None:

@@ -10,7 +10,8 @@ from partool.plan.layout import Layout
 from partool.plan.types import Plan
 from partool.spec.parallel import Offload, ParallelSpec, ScheduleFile
 
-_HOW = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads", "dir", "buffers", "pinned_gib")
+_OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
+_OF_FILES = ("dir", "buffers")
 """Fields of ``parallel.offload`` that say how, not what: where the spec leaves them open they follow from the rest."""
 
 
@@ -52,9 +53,10 @@ def _data(layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {"zero": data.zero}
     if data.zero and layout.mesh.dp > 1:
         found["shard"] = data.shard
-    if data.zero and data.shard > 1:
+    several = data.shard * layout.sequence.degree > 1
+    if data.zero and several:
         found["gather"] = data.gather
-    if data.zero == 3 and data.shard > 1:
+    if data.zero == 3 and several:
         found |= {"prefetch": data.prefetch, "persistent": data.persistent}
     return found | ({"leaves": list(data.leaves)} if data.leaves else {})
 
@@ -108,5 +110,8 @@ def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
     if offload.optimizer != "none":
         found["gpu_fraction"] = offload.gpu_fraction
     found |= {"parameters": offload.parameters, "activations": offload.activations}
-    said = {name: getattr(asked, name) for name in _HOW}
+    names: tuple[str, ...] = _OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
+    names += _OF_FILES if "nvme" in (offload.optimizer, offload.parameters) else ()
+    names += ("pinned_gib",) if offload.active else ()
+    said = {name: getattr(asked, name) for name in names}
     return found | {name: value for name, value in said.items() if value not in ("auto", None)}

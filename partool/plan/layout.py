@@ -46,6 +46,7 @@ from partool.spec.parallel import (
 )
 from partool.spec.patterns import FilePath, Sha256
 from partool.spec.training import Fused
+from partool.strategies.schedules import SCHEDULES
 
 MIB, GIB = 2**20, 2**30
 
@@ -271,6 +272,13 @@ class Layout(Record):
             return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
         if 2 * pipeline.waves != (pipeline.chunks if pipeline.schedule == "hanayo" else 0):
             return f"layout.pipeline.waves is {pipeline.waves}, with {pipeline.chunks} chunks of {pipeline.schedule}"
+        if pipeline.schedule not in (*SCHEDULES, "file"):
+            return f"layout.pipeline.schedule is {pipeline.schedule}, which no schedule is called"
+        offload = self.offload
+        if (offload.optimizer == "none") != (offload.gpu_fraction == 1.0):
+            return f"layout.offload.gpu_fraction is {offload.gpu_fraction:g} with optimizer: {offload.optimizer}"
+        if "nvme" in (offload.optimizer, offload.parameters) and not offload.dir:
+            return "layout.offload names no dir for what goes to files"
         if len(self.recompute) != sum(pipeline.layers):
             return f"layout.recompute names {len(self.recompute)} layers, layout.pipeline.layers {sum(pipeline.layers)}"
         return ""
@@ -283,8 +291,9 @@ class Layout(Record):
         update: dict[str, Any] = {}
         for name, value in changes.items():
             section, _, field = name.partition(".")
-            whole: BaseModel = update.get(section, getattr(self, section))
-            if field and field not in type(whole).model_fields:
+            whole: BaseModel | None = update.get(section, getattr(self, section, None))
+            fields = type(whole).model_fields if isinstance(whole, BaseModel) else {}
+            if section not in Layout.model_fields or (field and field not in fields):
                 raise AttributeError(f"a layout has no {name}")
-            update[section] = whole.model_copy(update={field: value}) if field else value
+            update[section] = whole.model_copy(update={field: value}) if field and whole is not None else value
         return self.model_copy(update=update)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from partool.plan.run import SPEC_FILE
+from partool.plan.run import LOGS, SPEC_FILE, STATUS_FILE
 from partool.plan.types import PLAN_VERSION
 from partool.spec.launch import LaunchSpec
 
@@ -52,10 +52,11 @@ def older(file: Path) -> tuple[str, str] | None:
     if version >= PLAN_VERSION:
         return None
     message = f"{file} is a plan of version {version}, and this partool reads version {PLAN_VERSION}"
-    copy, run = file.parent / SPEC_FILE, file.parent.name
-    if not copy.is_file():
+    copy, run = file.parent / SPEC_FILE, file.parent
+    if not any((run / name).exists() for name in (STATUS_FILE, LOGS, SPEC_FILE)):
         return message, "make it again from its spec: partool plan SPEC --out FILE"
+    where = f"{copy} is a copy of that spec" if copy.is_file() else f"{file} holds that spec under `spec`"
     return message, (
-        f"plan its spec anew, and the run goes on from its checkpoint: partool launch SPEC --resume {run}; {copy} is a "
-        "copy of that spec, whose relative paths begin at the folder of the original"
+        f"plan its spec anew, and the run goes on from its checkpoint: partool launch SPEC --resume {run.name}; "
+        f"{where}, whose relative paths begin at the folder of the original"
     )

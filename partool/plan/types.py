@@ -243,7 +243,7 @@ class Plan(Record):
         """What an edited plan says in two ways: the ranks, their groups, or the layers; empty: nothing."""
         ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
         if ranks != there:
-            return f"layout.mesh is of {ranks} ranks, devices of {there}"
+            return f"the degrees of layout make {ranks} ranks, devices are {there}"
         layers, named = self.model.layers, sum(self.layout.pipeline.layers)
         if named != layers:
             return f"layout.pipeline.layers names {named} layers, the model has {layers}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,7 +16,10 @@ from pydantic import BaseModel
 from partool.cost.case import INSIDES, ORDERS, OVERLAPS, RECOMPUTE, SCHEDULES
 from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import Order
+from partool.plan.as_spec import own_yaml
 from partool.plan.layout import Layout, Mesh, OffloadLayout
+from partool.planner import PlanResult, make_plan
+from partool.spec import load_text
 from partool.spec.parallel import ParallelSpec, ScheduleFile, Tier
 from partool.strategies import schedules, sequence
 
@@ -127,6 +131,13 @@ CONTRADICTIONS = {
     "waves": ({"pipeline.waves": 1}, "layout.pipeline.waves is 1"),
     "no waves": ({"pipeline.schedule": "hanayo"}, "layout.pipeline.waves is 0"),
     "recompute": ({"recompute": ("none",)}, "layout.recompute names 1 layers"),
+    "schedule": ({"pipeline.schedule": "unheard"}, "layout.pipeline.schedule is unheard"),
+    "a share of nothing": ({"offload.gpu_fraction": 0.0}, "layout.offload.gpu_fraction is 0 with optimizer: none"),
+    "all of it stays": ({"offload.optimizer": "cpu"}, "layout.offload.gpu_fraction is 1 with optimizer: cpu"),
+    "no folder": (
+        {"offload.optimizer": "nvme", "offload.gpu_fraction": 0.0},
+        "layout.offload names no dir",
+    ),
 }
 
 
@@ -137,7 +148,7 @@ def test_what_is_said_in_two_ways_must_agree(changes: dict[str, Any], words: str
 
 
 def test_a_field_that_is_none_cannot_be_changed() -> None:
-    for name in ("zero", "data.stage", "offload.host"):
+    for name in ("zero", "mesh", "contradiction", "data.stage", "offload.host", "micro_batch.x"):
         with pytest.raises(AttributeError):
             plain().changed({name: 1})
 
@@ -156,3 +167,37 @@ def test_records_agree_with_what_layouts_name() -> None:
     assert set(SCHEDULES) == {*schedules.SCHEDULES, "file"}
     assert ScheduleFile.model_fields.keys() == {"file"}
     assert laid(plain(), schedule="hanayo", chunks=2).pipeline.waves == 1
+
+
+BASE = "model: {layers: 2, hidden: 64, heads: 4, vocab: 256}\ndata: python-stdlib\n"
+GPUS = "hardware: {accelerator: h100-sxm, per_node: 2}\n"
+SPECS = {
+    "words about an update that does not leave": (GPUS, "{offload: {speculate: undo, undo_gib: 1, threads: 4}}"),
+    "types of what stays": (GPUS, "{offload: {optimizer: auto, moments: bf16, gradients: fp32, dir: /tmp}}"),
+    "gathers of ranks that share sequences": (
+        "hardware: {accelerator: cpu, per_node: 2}\n",
+        "{sequence: {method: ring, degree: 2}, data: {zero: 3, prefetch: 3, gather: sequential, persistent: 1000}}",
+    ),
+    "nearly all of it stays": (GPUS, "{offload: {optimizer: cpu, gpu_fraction: 0.9999999}}"),
+    "a part stays": (GPUS, "{offload: {optimizer: cpu, gpu_fraction: 0.3, threads: 2}}"),
+}
+
+
+@pytest.mark.parametrize(("machines", "parallel"), SPECS.values(), ids=SPECS)
+def test_what_is_printed_leaves_the_layout_and_no_finding(machines: str, parallel: str, tmp_path: Path) -> None:
+    def planned(section: str) -> PlanResult:
+        spec = load_text(BASE + machines + section).spec
+        assert spec is not None
+        return make_plan(spec, base_dir=tmp_path, default_name="pasted")
+
+    first = planned(f"parallel: {parallel}\n")
+    assert first.plan is not None
+    for text in (own_yaml(first.plan), own_yaml(first.plan, flow=True)):
+        again = planned(text)
+        assert again.plan is not None
+        assert again.plan.layout == first.plan.layout
+        assert again.plan.prediction.time.step_time_s == first.plan.prediction.time.step_time_s
+        assert not {one.code for one in again.diagnostics} - {one.code for one in first.diagnostics}
+    assert not first.plan.contradiction
+    for other in first.plan.alternatives:
+        assert planned(other.change).plan is not None

@@ -35,7 +35,7 @@ def resolved(problem: Problem, row: Layouts) -> DataLayout:
     """Return how the ranks of a row share the state; fields that have no meaning in it are as they are by default."""
     zero, shard, chosen = cast("ZeroStage", int(row.zero)), int(row.shards), problem.controls
     named = leaves(problem) if row.dp > 1 else ()
-    if zero == 0 or shard == 1:
+    if zero == 0 or shard * row.cp == 1:
         return DataLayout(zero=zero, shard=shard, leaves=named)
     if zero < 3:
         return DataLayout(zero=zero, shard=shard, gather=chosen.gather, leaves=named)
@@ -82,7 +82,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
     """Find controls that are pinned where the planner chose a layout in which they have nothing to control."""
-    data, shared = problem.spec.parallel.data, layout.mesh.dp_shard > 1
+    data, shared = problem.spec.parallel.data, _sharing(layout) > 1
     if data.zero not in ("auto", 3):
         return  # told already
     chosen = f"ZeRO-{layout.data.zero}" if shared else "no ranks that share parameters"
@@ -93,6 +93,11 @@ def unused(problem: Problem, layout: Layout) -> Iterator[Diagnostic]:
     if data.gather == "sequential" and not (layout.data.zero > 0 and shared):
         message = f"gather: sequential, but the plan has {chosen}, and gathers nothing"
         yield Diagnostic("PT460", message, severity="warning", path=(*_PATH, "gather"), help="drop it, or use zero: 3")
+
+
+def _sharing(layout: Layout) -> int:
+    """Return the ranks that share one copy of the parameters; those of one sequence do, too."""
+    return layout.data.shard * layout.sequence.degree
 
 
 def _leaves(problem: Problem, patterns: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -133,10 +138,10 @@ def _some(problem: Problem, names: set[str]) -> str:
 
 def sentences(problem: Problem, layout: Layout) -> Iterator[str]:
     """Say how parameters are gathered and why, where they are."""
-    data, mesh = problem.spec.parallel.data, layout.mesh
-    if layout.data.zero > 0 and mesh.dp_shard > 1:
+    data = problem.spec.parallel.data
+    if layout.data.zero > 0 and _sharing(layout) > 1:
         yield _gather(problem, layout)
-    if layout.data.zero == 3 and mesh.dp_shard > 1:
+    if layout.data.zero == 3 and _sharing(layout) > 1:
         if layout.data.gather != "coalesced" or layout.data.prefetch != 1 or data.prefetch != "auto":
             yield _prefetch(problem, layout)
         if layout.data.persistent or data.persistent != "auto":

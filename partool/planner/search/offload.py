@@ -117,7 +117,7 @@ def refined(priced: Priced) -> Priced:
     for share in (least, *_SHARES):
         if not layout.offload.gpu_fraction < share <= min(least, _MOST):
             continue
-        row = replace(encode(layout), gpu_fraction=share)
+        row = replace(encode(layout), gpu_fraction=round(share, 6))
         other = Priced(problem, layout.model_copy(update={"offload": resolved(problem, row)}))
         if not other.fits or other.safe < priced.safe:
             continue

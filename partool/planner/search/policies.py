@@ -68,7 +68,7 @@ def policies_of(problem: Problem) -> Policies:
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     # Parameters that have to leave take the optimizer's state with them.
     follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
-    stays = sorted((float(fraction) for fraction in fractions), reverse=True)
+    stays = sorted((round(float(fraction), 6) for fraction in fractions), reverse=True)
     optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=may)
     activations = _open(offload.activations, 0, [1], may=may)
     parameters = _open(offload.parameters, 0, [1], may=may and parallel.data.zero in ("auto", 3))
