@@ -15,7 +15,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import hash_of, job_of, tasks_of
 from partool.launch.target import Level
-from partool.plan.outline import older
+from partool.plan.outline import other_version
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
@@ -136,7 +136,7 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
 
 def _refuse_older(previous: Run) -> None:
     """End the command where the plans of an array's tasks are of an older version."""
-    found = next(filter(None, map(older, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
+    found = next(filter(None, map(other_version, sorted(previous.path.glob(f"task-*/{PLAN_FILE}")))), None)
     if found is not None:
         help = "an array's tasks go on with the plans that they have: launch its spec with --array once more"
         fail("PT503", found[0], help, 1)

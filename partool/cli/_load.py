@@ -17,7 +17,7 @@ from partool.catalog.transformers_process import allow_code
 from partool.cli._runs import fail
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.text import render_text, summary, wants_colour
-from partool.plan.outline import older
+from partool.plan.outline import other_version
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.spec.patterns import PATTERNS
@@ -199,7 +199,7 @@ def read_plan_or_exit(path: Path, overrides: list[str] | None = None) -> Plan:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
         reason = plan.contradiction
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if found := older(path):
+        if found := other_version(path):
             fail("PT503", *found, 1)
         reason = _first(error) if isinstance(error, ValidationError) else str(error)
     if reason:

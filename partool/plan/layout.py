@@ -270,10 +270,11 @@ class Layout(Record):
         if len(pipeline.layers) != pipeline.stages * pipeline.chunks:
             named, there = len(pipeline.layers), pipeline.stages * pipeline.chunks
             return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
-        if 2 * pipeline.waves != (pipeline.chunks if pipeline.schedule == "hanayo" else 0):
-            return f"layout.pipeline.waves is {pipeline.waves}, with {pipeline.chunks} chunks of {pipeline.schedule}"
         if pipeline.schedule not in (*SCHEDULES, "file"):
             return f"layout.pipeline.schedule is {pipeline.schedule}, which no schedule is called"
+        if 2 * pipeline.waves != (pipeline.chunks if pipeline.schedule == "hanayo" else 0):
+            right = "half of chunks" if pipeline.schedule == "hanayo" else f"0 with schedule: {pipeline.schedule}"
+            return f"layout.pipeline.waves is {pipeline.waves}, and must be {right}"
         offload = self.offload
         if (offload.optimizer == "none") != (offload.gpu_fraction == 1.0):
             return f"layout.offload.gpu_fraction is {offload.gpu_fraction:g} with optimizer: {offload.optimizer}"

@@ -43,16 +43,18 @@ def outline(file: Path) -> Outline:
     return Outline.model_validate_json(file.read_text(encoding="utf-8"))
 
 
-def older(file: Path) -> tuple[str, str] | None:
-    """Return what to say of a plan of an older version, and how its training goes on; None if it is of this one."""
+def other_version(file: Path) -> tuple[str, str] | None:
+    """Return what to say of a plan of another version, and how its training goes on; None if it is of this one."""
     try:
         version = outline(file).plan_version
     except (OSError, ValueError):
         return None
-    if version >= PLAN_VERSION:
+    if version == PLAN_VERSION:
         return None
     message = f"{file} is a plan of version {version}, and this partool reads version {PLAN_VERSION}"
     copy, run = file.parent / SPEC_FILE, file.parent
+    if version > PLAN_VERSION:
+        return message, "use the partool that made it, or a newer one: pip install --upgrade partool"
     if not any((run / name).exists() for name in (STATUS_FILE, LOGS, SPEC_FILE)):
         return message, "make it again from its spec: partool plan SPEC --out FILE"
     where = f"{copy} is a copy of that spec" if copy.is_file() else f"{file} holds that spec under `spec`"

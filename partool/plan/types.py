@@ -14,6 +14,7 @@ from partool.layout.startrail import Trails
 from partool.layout.tensor import Partition
 from partool.plan.layout import Layout
 from partool.plan.record import Record
+from partool.plan.schedule import refuses
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import ModelConfig, Weights
@@ -251,8 +252,11 @@ class Plan(Record):
             _ = self.asked
         except ValidationError as error:
             item = error.errors(include_url=False)[0]
-            return f"spec.parallel is no section of a spec: {'.'.join(map(str, item['loc']))}: {item['msg']}"
-        return self.layout.contradiction
+            return f"{'.'.join(map(str, ('spec.parallel', *item['loc'])))}: {item['msg']}"
+        if found := self.layout.contradiction:
+            return found
+        why = refuses(self.layout, self.layout.derived.accumulation)
+        return f"layout.pipeline: {why}" if why else ""
 
     @property
     def asked(self) -> ParallelSpec:

@@ -103,7 +103,7 @@ def render_layout(plan: Plan, console: Console) -> None:
         table.add_row(str(index), str(index % mesh.pp), f"{start} to {stop - 1}", str(stop - start), kinds)
     _show(console, "Stages", table)
     console.print()
-    console.print("Use this layout: in the spec, write")
+    console.print("Use this layout: in the place of the spec's section parallel, write")
     console.print(own_yaml(plan), end="", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from partool.plan.outline import older
+from partool.plan.outline import other_version
 from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Generation, Plan
@@ -100,7 +100,7 @@ def _read_plan(run_dir: Path) -> Plan:
     except OSError as error:
         raise ConfigurationError("PT620", f"{run_dir} is no run: {error}") from error
     except ValidationError as error:
-        if found := older(file):
+        if found := other_version(file):
             raise ConfigurationError("PT620", *found) from None
         raise ConfigurationError("PT620", f"{file} is no plan of this version: {error}") from error
 

@@ -21,7 +21,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from partool.plan.outline import older
+from partool.plan.outline import other_version
 from partool.plan.run import starting_file
 from partool.plan.types import Plan
 from partool_runtime.agent import numa
@@ -69,7 +69,7 @@ def load_plan(path: Path) -> Plan:
     try:
         plan = Plan.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError) as error:
-        if found := older(path):
+        if found := other_version(path):
             raise ConfigurationError("PT503", *found) from None
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         fix = "make it again: partool plan SPEC --out FILE"

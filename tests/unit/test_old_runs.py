@@ -12,7 +12,7 @@ from socket import gethostname
 import pytest
 
 from partool.cli.main import run
-from partool.plan.outline import older, outline
+from partool.plan.outline import other_version, outline
 from partool.plan.run import process_start, read_status, write_status
 from partool.plan.types import PLAN_VERSION, Plan
 from partool_runtime.errors import ConfigurationError
@@ -91,7 +91,7 @@ def test_ranks_say_the_same(folder: Path) -> None:
 def test_a_plan_without_its_run_is_to_be_made_again(folder: Path, tmp_path: Path) -> None:
     alone = tmp_path / "plan.json"
     shutil.copy(folder / "plan.json", alone)
-    found = older(alone)
+    found = other_version(alone)
     assert found is not None
     assert found[1] == "make it again from its spec: partool plan SPEC --out FILE"
     assert (outline(alone).ranks, outline(alone).training.steps) == (2, 4)
@@ -99,4 +99,12 @@ def test_a_plan_without_its_run_is_to_be_made_again(folder: Path, tmp_path: Path
         Plan.from_json(alone.read_text())
     data = json.loads(alone.read_text()) | {"plan_version": PLAN_VERSION}
     alone.write_text(json.dumps(data))
-    assert older(alone) is None  # malformed in another way, which is said as such
+    assert other_version(alone) is None  # malformed in another way, which is said as such
+
+
+def test_a_plan_of_a_later_version_asks_for_its_partool(folder: Path) -> None:
+    file = folder / "plan.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"plan_version": PLAN_VERSION + 1}))
+    found = other_version(file)
+    assert found is not None
+    assert "use the partool that made it" in found[1]

@@ -129,7 +129,7 @@ CONTRADICTIONS = {
     "teams": ({"sequence.degree": 2, "sequence.teams": 2}, "layout.sequence.teams makes groups of 4 ranks among 2"),
     "stages": ({"pipeline.layers": (4,)}, "layout.pipeline.layers names 1 stages"),
     "waves": ({"pipeline.waves": 1}, "layout.pipeline.waves is 1"),
-    "no waves": ({"pipeline.schedule": "hanayo"}, "layout.pipeline.waves is 0"),
+    "no waves": ({"pipeline.schedule": "hanayo", "pipeline.chunks": 2, "pipeline.layers": (1, 1, 1, 1)}, "waves is 0"),
     "recompute": ({"recompute": ("none",)}, "layout.recompute names 1 layers"),
     "schedule": ({"pipeline.schedule": "unheard"}, "layout.pipeline.schedule is unheard"),
     "a share of nothing": ({"offload.gpu_fraction": 0.0}, "layout.offload.gpu_fraction is 0 with optimizer: none"),

@@ -146,6 +146,7 @@ def test_units() -> None:
         (("prediction", "memory", "total_bytes"), 10**400), (("prediction", "time", "step_time_s"), float("nan")),
         (("devices", "nodes"), 7), (("layout", "pipeline", "layers"), [1]), (("layout", "recompute"), []),
         (("layout", "pipeline", "waves"), 1), (("layout", "tensor", "shape"), [1, 2]),
+        (("spec", "parallel"), [1]),
     ],
 )  # fmt: skip
 def test_numbers_of_an_edited_plan_are_refused(
