@@ -18,7 +18,7 @@ from partool_runtime.offload import HostMemory
 from partool_runtime.offload.disk.file import Block
 from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
-from partool_runtime.offload.shelves import DiskShelf
+from partool_runtime.offload.shards import DiskShelf
 
 SIZES_BYTES = [9000, *[4096] * 5]
 """A root, which is fetched first and not again, and layers: more units than are held in memory."""

@@ -20,7 +20,7 @@ from partool.plan.as_spec import own_yaml
 from partool.plan.terms import HOST_TERMS
 from partool.plan.types import Plan
 from partool.planner import PlanResult, make_plan
-from partool.planner.explain.words import summary
+from partool.planner.explain.summary import summary
 from partool.planner.search import queries
 from partool.planner.search.queries import largest
 from partool.planner.search.solve import harder_ones

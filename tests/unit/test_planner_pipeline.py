@@ -21,7 +21,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import placement_of, schedule_of
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.planner.explain.words import why_lost
+from partool.planner.explain.summary import why_lost
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job

@@ -17,7 +17,7 @@ from partool.catalog.models import resolve_model
 from partool.planner.checks.table import check
 from partool.planner.explain import changes
 from partool.planner.explain import reasons as explain
-from partool.planner.explain.words import TIE
+from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem, Work, divisors
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.layouts import layout_of, simplicity

@@ -11,7 +11,7 @@ import pytest
 from partool.plan.as_spec import own_yaml
 from partool.plan.types import Plan
 from partool.planner import make_plan
-from partool.planner.explain.words import summary
+from partool.planner.explain.summary import summary
 from partool.planner.make import resolve
 from partool.planner.problem import Problem
 from partool.planner.search.space import build

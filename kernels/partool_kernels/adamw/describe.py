@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
-from partool_kernels.registry.words import TRITON_TYPE, bytes_of
 
 _NUMBERS = ("kept", "beta1", "rest1", "beta2", "rest2", "step_size", "root", "eps", "scale")
 """Arguments that change from step to step, in the kernel's order."""

@@ -16,7 +16,7 @@ import torch
 
 from partool_kernels.device import KernelCall, choose, launch_options, on, uses_triton
 from partool_kernels.registry import Config
-from partool_kernels.registry.words import TRITON_TYPE
+from partool_kernels.registry.dtypes import TRITON_TYPE
 
 _COLUMNS = 7
 """Numbers per tensor in the table that the kernel reads."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
-from partool_kernels.registry.words import TRITON_TYPE, bytes_of
 
 _VOCABULARIES = (32000, 128256, 262144)
 """Llama 2's, Llama 3's and Gemma 3's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool_kernels.registry.architectures import ARCHITECTURES
+from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
-from partool_kernels.registry.words import TRITON_TYPE, bytes_of
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e4m3fnuz": 240.0}
 """Largest number by type: OCP's, "OCP 8-bit Floating Point Specification"; AMD's before it, which gfx942 multiplies."""

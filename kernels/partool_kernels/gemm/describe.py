@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool_kernels.registry.architectures import ARCHITECTURES
+from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
-from partool_kernels.registry.words import TRITON_TYPE, bytes_of
 
 FORMS = ("nn", "nt", "tn", "tt")
 """How A and B lie in memory: n, their rows one after another; t, their columns. B of a forward pass is t."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from partool_kernels.gemm.describe import is_amd, precision_of, shared_bytes
+from partool_kernels.registry.dtypes import TRITON_TYPE, bytes_of
 from partool_kernels.registry.types import Config, Kernel, Request, Signature
-from partool_kernels.registry.words import TRITON_TYPE, bytes_of
 
 _TILES = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64), (128, 128), (128, 256))
 

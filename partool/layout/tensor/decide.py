@@ -14,10 +14,10 @@ from partool.diagnostics.record import Diagnostic
 from partool.layout.tensor.choice import LINEAR, CutChoice, ModuleGroup, Subject, Unclear, groups
 from partool.layout.tensor.cutting import collapse, collapsed_name
 from partool.layout.tensor.infer import RULE, infer, infer_norm, set_summed_outputs
-from partool.layout.tensor.lay import CannotLayError, lay
 from partool.layout.tensor.pairs import check_experts, check_pairs
 from partool.layout.tensor.patterns import PATH, Patterns, matching, unmatched, wanted
 from partool.layout.tensor.plans import planned
+from partool.layout.tensor.ranges import CannotLayError, lay
 from partool.layout.tensor.structure import Structure, StructureModule
 from partool.layout.tensor.types import Partition, Style
 

@@ -10,7 +10,7 @@ import numpy as np
 from partool.cost.case import SCHEDULES
 from partool.diagnostics.record import Diagnostic
 from partool.plan.types import CandidateRow
-from partool.planner.explain.words import summary, why_lost
+from partool.planner.explain.summary import summary, why_lost
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced

@@ -10,7 +10,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table
 from partool.diagnostics.record import Diagnostic
 from partool.planner.checks.table import check
-from partool.planner.explain.words import GIB, summary
+from partool.planner.explain.summary import GIB, summary
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search
 from partool.planner.search.price import Priced, host_limit

@@ -15,8 +15,8 @@ from partool.plan.types import Alternative
 from partool.planner.explain.candidates import kind
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
+from partool.planner.explain.summary import GIB, TIE, recompute, summary, why_lost
 from partool.planner.explain.tensor import tensor_reasons
-from partool.planner.explain.words import GIB, TIE, recompute, summary, why_lost
 from partool.planner.kernels import fused
 from partool.planner.search import gathers, offload, tiles
 from partool.planner.search.branch_and_bound import SLACK, firsts

@@ -10,7 +10,7 @@ import numpy as np
 from partool.cost.codec import decode, encode, lists_of
 from partool.layout.sequence import deal_heads, even
 from partool.plan.layout import Layout
-from partool.planner.explain.words import GIB, TIE
+from partool.planner.explain.summary import GIB, TIE
 from partool.planner.problem import Problem
 from partool.planner.search.price import Priced
 from partool.planner.search.sequence_forms import seconds

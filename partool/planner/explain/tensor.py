@@ -8,7 +8,7 @@ from partool.cost.codec import encode
 from partool.cost.traffic.tensor import halves_passes
 from partool.layout.tensor import head_ranges
 from partool.plan.layout import Layout
-from partool.planner.explain.words import GIB
+from partool.planner.explain.summary import GIB
 from partool.planner.problem import Problem, divisors
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced

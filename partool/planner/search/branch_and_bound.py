@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partool.planner.explain.words import TIE
+from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of, simplicity
 from partool.planner.search.price import Priced, bounds_s, host_limit, room

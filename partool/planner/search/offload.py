@@ -16,7 +16,7 @@ from partool.cost.memory import host_state
 from partool.cost.time.bound import hidden_share
 from partool.cost.time.predict import predict_time
 from partool.plan.layout import GIB, MIB, OffloadLayout
-from partool.planner.explain.words import TIE
+from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from partool.plan.types import SearchSummary
-from partool.planner.explain.words import TIE
+from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.branch_and_bound import Search, SearchResult, firsts
 from partool.planner.search.gathers import under_pressure

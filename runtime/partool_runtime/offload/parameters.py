@@ -15,7 +15,7 @@ from torch import nn
 from partool.plan.layout import OffloadLayout
 from partool_runtime.offload.lanes import Lanes, Mark, open_lanes
 from partool_runtime.offload.memory import HostMemory
-from partool_runtime.offload.shelves import DiskShelf, MemoryShelf, Shelf
+from partool_runtime.offload.shards import DiskShelf, MemoryShelf, Shelf
 from partool_runtime.torch_internals.unit_shards import UnitShards, unit_shards
 
 _ALIGNED_BYTES = 256

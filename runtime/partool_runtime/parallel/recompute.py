@@ -17,7 +17,7 @@ from partool_runtime.hf.attention import taken
 from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.operator import ATTEND
-from partool_runtime.parallel import again
+from partool_runtime.parallel import second_pass
 from partool_runtime.torch_internals.collectives import exchanging_operators, summing_operators
 
 _aten = torch.ops.aten
@@ -110,7 +110,7 @@ _CONTEXTS: dict[Recompute, Callable[[], Any] | None] = {
 
 def _policy(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # The results of a network's tiles would add up to those of the whole sequence.
-    save = operator in kept and not again.is_tile()
+    save = operator in kept and not second_pass.is_tile()
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -127,7 +127,7 @@ class _LayerAgain:
 
     def __enter__(self) -> None:
         self._stack.enter_context(self._inner)
-        self._stack.enter_context(again.layer_again())
+        self._stack.enter_context(second_pass.layer_again())
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)

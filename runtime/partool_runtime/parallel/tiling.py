@@ -21,7 +21,7 @@ from partool_runtime.hf.numerics import stay_wide
 from partool_runtime.losses import set_loss
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.norm import wide_dtype
-from partool_runtime.parallel import again
+from partool_runtime.parallel import second_pass
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -76,7 +76,7 @@ class _Tiles:
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Map ``[B, S, H]`` to ``[B, S, H]``."""
         out_BSH = torch.empty_like(x_BSH)
-        with again.tile():
+        with second_pass.tile():
             for part in self.parts(x_BSH):
                 out_BSH[:, part] = self.body(x_BSH[:, part])
         return out_BSH
@@ -89,7 +89,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x_BSH: torch.Tensor, tiles: _Tiles, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_BSH)
         ctx.tiles = tiles  # type: ignore[attr-defined]
-        if again.is_layer_again() and tiles.last:
+        if second_pass.is_layer_again() and tiles.last:
             # Only a residual sum follows, whose result is the layer's: nothing is kept of either.
             return torch.empty_like(x_BSH)
         return tiles.forward(x_BSH)
@@ -105,7 +105,7 @@ class _Tiled(torch.autograd.Function):
         sums = [torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype)) for parameter in trained]
         for part in tiles.parts(x_BSH):
             x_BTH = x_BSH[:, part].detach().requires_grad_(needs_x)
-            with torch.enable_grad(), deferral.undivided(), again.tile(unread=tiles.last):
+            with torch.enable_grad(), deferral.undivided(), second_pass.tile(unread=tiles.last):
                 out_BTH = tiles.body(x_BTH)
             inputs = [x_BTH, *trained] if needs_x else trained
             found = list(torch.autograd.grad(out_BTH, inputs, grad_BSH[:, part], allow_unused=True))

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from partool_runtime.parallel import again
+from partool_runtime.parallel import second_pass
 from partool_runtime.torch_internals.collectives import finished, start_gather, start_scatter_sum, start_sum
 
 
@@ -117,7 +117,7 @@ class _Left(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, team: Team, fresh: bool) -> torch.Tensor:
         ctx.team = team  # type: ignore[attr-defined]
-        if team.length is None and again.is_unread():
+        if team.length is None and second_pass.is_unread():
             return x.view_as(x)
         return finished(start_leaving(x, team, fresh=fresh))
 
