@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes, outermost first: the order of :class:`partool.plan.types.Mesh`."""
+"""Mesh axes, outermost first: the order of :class:`partool.plan.layout.Mesh`."""
 
 
 class RowRange(NamedTuple):

@@ -8,24 +8,18 @@ import yaml
 
 from partool.plan.layout import Layout
 from partool.plan.types import Plan
+from partool.spec.offload_checks import OF_THE_OPTIMIZER
 from partool.spec.parallel import Offload, ParallelSpec, ScheduleFile
 
-_OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
-_OF_FILES = ("dir", "buffers")
-"""Fields of ``parallel.offload`` that say how, not what: where the spec leaves them open they follow from the rest."""
+
+def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
+    """Return the section of :func:`as_spec` as YAML that ends in a newline."""
+    return yaml.safe_dump({"parallel": as_spec(layout, asked)}, default_flow_style=None, sort_keys=False, width=100)
 
 
-def as_yaml(layout: Layout, asked: ParallelSpec, *, flow: bool = False) -> str:
-    """Return the section of :func:`as_spec` as YAML that ends in a newline; ``flow``: on one line."""
-    section = as_spec(layout, asked)
-    if not flow:
-        return yaml.safe_dump({"parallel": section}, default_flow_style=None, sort_keys=False, width=100)
-    return f"parallel: {yaml.safe_dump(section, default_flow_style=True, sort_keys=False, width=10**9)}"
-
-
-def own_yaml(plan: Plan, *, flow: bool = False) -> str:
+def own_yaml(plan: Plan) -> str:
     """Return the section that leaves a plan's own layout, as :func:`as_yaml` does."""
-    return as_yaml(plan.layout, plan.asked, flow=flow)
+    return as_yaml(plan.layout, plan.asked)
 
 
 def as_spec(layout: Layout, asked: ParallelSpec) -> dict[str, Any]:
@@ -110,8 +104,9 @@ def _offload(layout: Layout, asked: Offload) -> dict[str, Any]:
     if offload.optimizer != "none":
         found["gpu_fraction"] = offload.gpu_fraction
     found |= {"parameters": offload.parameters, "activations": offload.activations}
-    names: tuple[str, ...] = _OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
-    names += _OF_FILES if "nvme" in (offload.optimizer, offload.parameters) else ()
+    # What says how, not what: where the spec leaves it open it follows from the rest.
+    names: tuple[str, ...] = OF_THE_OPTIMIZER if offload.optimizer != "none" else ()
+    names += ("dir", "buffers") if "nvme" in (offload.optimizer, offload.parameters) else ()
     names += ("pinned_gib",) if offload.active else ()
     said = {name: getattr(asked, name) for name in names}
     return found | {name: value for name, value in said.items() if value not in ("auto", None)}

@@ -17,6 +17,8 @@ from pydantic import BaseModel, Field
 from partool.layout.sequence import Order
 from partool.plan.record import Record
 from partool.spec.numbers import (
+    GIB,
+    MIB,
     Cores,
     Elements,
     Experts,
@@ -47,8 +49,6 @@ from partool.spec.parallel import (
 from partool.spec.patterns import FilePath, Sha256
 from partool.spec.training import Fused
 from partool.strategies.schedules import SCHEDULES
-
-MIB, GIB = 2**20, 2**30
 
 
 class Mesh(NamedTuple):
@@ -92,7 +92,7 @@ class PipelineLayout(Record):
     stages: Layers = 1
     """Ranks of a pipeline."""
     schedule: str = "1f1b"
-    """Name in :data:`partool.schedule.SCHEDULES`, or ``file``: the lists in ``derived.schedule_text``."""
+    """Name in :data:`partool.strategies.schedules.SCHEDULES`, or ``file``: the lists in ``derived.schedule_text``."""
     chunks: Layers = 1
     """Chunks of layers per rank (virtual stages of interleaved schedules; two per wave of Hanayo)."""
     waves: LayersOrNone = 0

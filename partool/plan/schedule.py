@@ -35,6 +35,12 @@ def sealed(layout: Layout) -> Layout:
     return layout.changed({"derived.schedule_hash": found})
 
 
+def sizes_of(layout: Layout) -> tuple[str, int, int, int, int]:
+    """Return the schedule's name, its ranks, micro-batches, chunks per rank and bound of what is in flight."""
+    pipeline = layout.pipeline
+    return pipeline.schedule, pipeline.stages, layout.derived.accumulation, pipeline.chunks, pipeline.in_flight
+
+
 def refuses(layout: Layout, micro_batches: int) -> str | None:
     """Return why the schedule of a layout cannot have another number of micro-batches, None if it can."""
     if layout.mesh.pp == 1:
@@ -75,10 +81,4 @@ def _placement(name: str, ranks: int, stages: int) -> tuple[int, ...]:
 def _made(layout: Layout) -> Schedule:
     if layout.pipeline.schedule == "file":
         return read(layout.derived.schedule_text)
-    return generate(
-        layout.pipeline.schedule,
-        layout.mesh.pp,
-        layout.derived.accumulation,
-        layout.pipeline.chunks,
-        layout.pipeline.in_flight,
-    )
+    return generate(*sizes_of(layout))

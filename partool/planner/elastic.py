@@ -20,9 +20,9 @@ from partool.planner.problem import divisors
 from partool.planner.search.price import host_room
 from partool.planner.search.runnable import gaps, task_of
 from partool.spec.hardware import Devices, LimitsSpec
+from partool.spec.numbers import GIB
 from partool.strategies.optimizers import OPTIMIZERS
 
-_GIB = 2**30
 _PATH = ("launch", "min_nodes")
 
 
@@ -161,12 +161,12 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
 def _lacking(plan: Plan, job: TrainingJob, layout: Layout, memory: MemoryPrediction) -> str:
     """Return which memory is too small, with the numbers; empty where all is well."""
     if memory.total_bytes > memory.capacity_bytes:
-        need, have = memory.total_bytes / _GIB, memory.capacity_bytes / _GIB
-        before = plan.prediction.memory.total_bytes / _GIB
+        need, have = memory.total_bytes / GIB, memory.capacity_bytes / GIB
+        before = plan.prediction.memory.total_bytes / GIB
         return f"{need:.1f} GiB per rank would be needed ({before:.1f} now), of {have:.1f}: fewer ranks share the state"
     if not layout.offload.active:
         return ""
-    need, have = host_bytes(job, layout) / _GIB, host_room(job.devices) / _GIB
+    need, have = host_bytes(job, layout) / GIB, host_room(job.devices) / GIB
     return f"{need:.0f} GiB of host memory per node would be needed, of {have:.0f}" if need > have else ""
 
 

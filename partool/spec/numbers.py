@@ -22,6 +22,8 @@ def duration_s(text: str) -> float | None:
     return float(match[1]) * _UNITS_S[match[2]] or None
 
 
+MIB, GIB = 2**20, 2**30
+
 MOST_DEVICES = 500_000
 """Twice the largest cluster that anyone has named in 2026; beyond it a slip of the keyboard is likelier."""
 

@@ -9,7 +9,7 @@ from partool.spec.spec import Spec
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "offload")
-_OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
+OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib", "threads")
 """Fields about the host's update, of no meaning where the optimizer stays on the device."""
 
 
@@ -79,7 +79,7 @@ def _update(spec: Spec) -> Iterator[Diagnostic]:
     """Find settings of an update on the host that does not take place, and copies that nobody makes."""
     offload = spec.parallel.offload
     if offload.optimizer == "none":
-        for name in _OF_THE_OPTIMIZER:
+        for name in OF_THE_OPTIMIZER:
             if (value := getattr(offload, name)) != "auto" and value is not False:
                 text = str(value).lower() if isinstance(value, bool) else value
                 message = f"{name}: {text} is about an update on the host, and the optimizer stays on the device"

@@ -58,7 +58,7 @@ def test_names_nesting_and_choices_are_those_of_the_spec() -> None:
     assert {name for name in resolved if not name.startswith("derived.")} == asked.keys()
     for name in asked.keys() - RESOLVED_ONLY:
         choices, own = leaves(asked[name]), leaves(resolved[name])
-        assert choices == own, name
+        assert choices and choices == own, name
         assert "auto" not in get_args(resolved[name]), name
 
 
@@ -192,12 +192,11 @@ def test_what_is_printed_leaves_the_layout_and_no_finding(machines: str, paralle
 
     first = planned(f"parallel: {parallel}\n")
     assert first.plan is not None
-    for text in (own_yaml(first.plan), own_yaml(first.plan, flow=True)):
-        again = planned(text)
-        assert again.plan is not None
-        assert again.plan.layout == first.plan.layout
-        assert again.plan.prediction.time.step_time_s == first.plan.prediction.time.step_time_s
-        assert not {one.code for one in again.diagnostics} - {one.code for one in first.diagnostics}
+    again = planned(own_yaml(first.plan))
+    assert again.plan is not None
+    assert again.plan.layout == first.plan.layout
+    assert again.plan.prediction.time.step_time_s == first.plan.prediction.time.step_time_s
+    assert not {one.code for one in again.diagnostics} - {one.code for one in first.diagnostics}
     assert not first.plan.contradiction
     for other in first.plan.alternatives:
         assert planned(other.change).plan is not None

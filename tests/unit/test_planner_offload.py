@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,8 +119,8 @@ def test_parameters_take_the_optimizer_with_them(text: str, tier: str) -> None:
 def test_the_plan_is_what_its_own_words_ask_for() -> None:
     """A layout as a section of a spec gives the layout again; it can be priced from the layout alone."""
     first = planned(ONE_GPU, offloaded("optimizer: nvme, dir: /nvme, activations: none"))
-    text = own_yaml(first, flow=True).removeprefix("parallel: ").rstrip()
-    again = planned(ONE_GPU, f"parallel={text}")
+    section = yaml.safe_load(own_yaml(first))["parallel"]
+    again = planned(ONE_GPU, f"parallel={json.dumps(section)}")
     assert again.layout == first.layout
     found = first.layout.offload
     assert (found.optimizer, found.speculate, found.buffers) == ("nvme", True, 4)

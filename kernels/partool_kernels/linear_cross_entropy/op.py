@@ -65,7 +65,7 @@ def _operator(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
     *, needs_hidden: bool, needs_weight: bool, needs_bias: bool, z_loss: float, cap: float, rows: int, kernels: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Return the sum of the losses, and the gradients that are needed as :class:`Found` has them; empty: not needed."""
+    """Return the sum of the losses, and gradients as :class:`LossAndGradients` has them; empty where not needed."""
     inputs = Inputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1))
     needs = WantedGradients(needs_hidden, needs_weight, needs_bias)
     found = losses_and_gradients(inputs, How(Terms(z_loss, cap), rows, kernels), needs)

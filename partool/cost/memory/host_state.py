@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost.case import Column, Layouts, Mask, TrainingJob
-from partool.plan.layout import GIB, MIB
+from partool.spec.numbers import GIB, MIB
 
 BUFFERS = 4
 """Buckets of a state on disks in host memory: one is stepped, one read, one written, one to spare."""

@@ -36,8 +36,8 @@ from partool.cost.time.pipeline import held_by_ranks, moves_weights, ring_by_ran
 from partool.plan.layout import Layout
 from partool.plan.terms import HOST_TERMS, MEMORY_TERMS
 from partool.plan.types import MemoryPrediction, RankMemory
+from partool.spec.numbers import GIB, MIB
 
-MIB, GIB = 2**20, 2**30
 FRAMEWORK_BYTES = {"cpu": 290 * MIB, "cuda": int(1.2 * GIB), "rocm": int(1.5 * GIB)}
 """Interpreter and libraries on a CPU rank (resident set of a torch 2.13 process with gloo before its first step);
 device context and library workspaces on an accelerator (0.5 to 1.3 GiB seen by nvidia-smi, more where large ones are

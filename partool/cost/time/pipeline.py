@@ -18,7 +18,7 @@ from partool.cost.codec import encode
 from partool.cost.memory.rank_parameters import WeightRing
 from partool.cost.tensor_shares import share_columns
 from partool.plan.layout import Layout
-from partool.plan.schedule import placement_of, read, schedule_of
+from partool.plan.schedule import placement_of, read, schedule_of, sizes_of
 from partool.schedule import Schedule, StageTimes, in_flight, makespan
 from partool.schedule import span_s as span_of_lists_s
 from partool.schedule.simulate import peak_held
@@ -74,13 +74,7 @@ def held_by_ranks(layout: Layout) -> tuple[int, ...]:
         return (1,)
     if layout.pipeline.schedule == "file":
         return _held(layout.derived.schedule_text)
-    return in_flight(
-        layout.pipeline.schedule,
-        layout.mesh.pp,
-        layout.derived.accumulation,
-        layout.pipeline.chunks,
-        layout.pipeline.in_flight,
-    )
+    return in_flight(*sizes_of(layout))
 
 
 @lru_cache(maxsize=4)

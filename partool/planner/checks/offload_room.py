@@ -12,11 +12,11 @@ from partool.cost.memory import host_state
 from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout
 from partool.planner.checks.launching import trains_here
-from partool.planner.explain.summary import GIB
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.offload import owned, sharing
 from partool.planner.search.price import Priced
+from partool.spec.numbers import GIB
 from partool.spec.parallel import Offload
 
 _OFFLOAD = ("parallel", "offload")

@@ -15,7 +15,7 @@ from partool.plan.types import Alternative
 from partool.planner.explain.candidates import kind
 from partool.planner.explain.pipeline import pipeline_reasons, pipelined
 from partool.planner.explain.sequence import sequence_reasons
-from partool.planner.explain.summary import GIB, TIE, recompute, summary, why_lost
+from partool.planner.explain.summary import TIE, recompute, summary, why_lost
 from partool.planner.explain.tensor import tensor_reasons
 from partool.planner.kernels import fused
 from partool.planner.search import gathers, offload, tiles
@@ -23,6 +23,7 @@ from partool.planner.search.branch_and_bound import SLACK, firsts
 from partool.planner.search.price import Priced
 from partool.planner.search.runnable import runnable
 from partool.planner.search.solve import Solution
+from partool.spec.numbers import GIB
 
 _ALTERNATIVES = 4
 _LOOKED_AT = 5

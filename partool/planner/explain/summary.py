@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from partool.plan.layout import Layout
 from partool.planner.search.price import Priced
+from partool.spec.numbers import GIB
 
-GIB = 2**30
 TIE = 1e-3
 """Layouts whose step times differ by less than this are equally fast; the simpler one is taken."""
 

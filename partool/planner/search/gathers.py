@@ -18,10 +18,10 @@ from partool.layout.parameters import parameters
 from partool.plan.layout import DataLayout, Layout
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
+from partool.spec.numbers import MIB
 from partool.spec.parallel import ZeroStage
 
 _PATH = ("parallel", "data")
-MIB = 2**20
 _CONTAINERS = ("ModuleList", "ModuleDict")
 
 

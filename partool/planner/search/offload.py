@@ -15,11 +15,12 @@ from partool.cost.codec import encode
 from partool.cost.memory import host_state
 from partool.cost.time.bound import hidden_share
 from partool.cost.time.predict import predict_time
-from partool.plan.layout import GIB, MIB, OffloadLayout
+from partool.plan.layout import OffloadLayout
 from partool.planner.explain.summary import TIE
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced
+from partool.spec.numbers import GIB, MIB
 
 _CORES_KEPT = 2
 """Of a rank's cores: for training's own thread and the data loader."""

@@ -15,11 +15,12 @@ from partool.cost.memory.fit import fit_probability
 from partool.cost.memory.peak import Memory, host_bytes, peak_memory, predict_memory
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time
-from partool.plan.layout import GIB, Layout
+from partool.plan.layout import Layout
 from partool.plan.types import MemoryPrediction, TimePrediction
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.spec.hardware import Devices
+from partool.spec.numbers import GIB
 
 HOST_SHARE = 0.9
 """Of a node's memory that training may fill; the rest is the system's, its file cache and the data loader's."""

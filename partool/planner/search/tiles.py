@@ -15,10 +15,10 @@ from partool.diagnostics.record import Diagnostic
 from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
+from partool.spec.numbers import MIB
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _TILES = ("parallel", "tiles")
-MIB = 2**20
 LOGITS_AT_ONCE = 2**26
 """Of a loss that is told nothing, in the runtime."""
 

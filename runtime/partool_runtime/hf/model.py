@@ -144,7 +144,7 @@ class HfDecoder(HfPart):
         return self.head.weight is self.embed.weight
 
     def groups(self) -> list[list[nn.Module]]:
-        """Return the units of sharding and gathering, as :meth:`partool_runtime.model.Decoder.groups` does."""
+        """Return the units of sharding and gathering, as :meth:`partool_runtime.model.decoder.Decoder.groups` does."""
         children = list(self.base.named_children())
         names = [name for name, _ in children]
         before = [module for _, module in children[: names.index(self._blocks)] if has_parameters(module)]

@@ -60,7 +60,7 @@ def waiting() -> AbstractContextManager[None]:
 
 
 class ExchangeAttend:
-    """An :class:`Attend` that is an :class:`Exchange`, and one operator to everything else."""
+    """Attention that is an :class:`Exchange`, and one operator to everything else."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
