@@ -58,7 +58,8 @@ def test_names_nesting_and_choices_are_those_of_the_spec() -> None:
     assert {name for name in resolved if not name.startswith("derived.")} == asked.keys()
     for name in asked.keys() - RESOLVED_ONLY:
         choices, own = leaves(asked[name]), leaves(resolved[name])
-        assert choices and choices == own, name
+        assert choices, name
+        assert choices == own, name
         assert "auto" not in get_args(resolved[name]), name
 
 
