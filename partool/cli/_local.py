@@ -10,7 +10,7 @@ import typer
 from partool.cli._runs import fail
 from partool.launch.checkpoints import checkpoint_folder, complete, set_aside_after
 from partool.launch.describe import display, last_step
-from partool.launch.local import LocalTarget, stops_held_back
+from partool.launch.local.target import LocalTarget, stops_held_back
 from partool.launch.store import Run, RunStore
 from partool.launch.target import LaunchError
 from partool.plan.terminal import say

@@ -59,7 +59,7 @@ def command(
 
 def _measured(quick: bool, ranks: int | None, keep_partial: bool) -> Profile:
     from partool.launch.calibrate import INTERRUPTED, MeasureError, measure
-    from partool.launch.local import LocalTarget
+    from partool.launch.local.target import LocalTarget
     from partool.launch.target import LaunchError
 
     try:

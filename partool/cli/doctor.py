@@ -73,11 +73,11 @@ def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[
 
 def _checks(name: str, plan: Plan | None, script: str | None, crds: Path | None) -> Iterator[Check]:
     if name == "slurm":
-        from partool.launch.doctor_slurm import checks as of_slurm
+        from partool.launch.slurm.doctor import checks as of_slurm
 
         yield from of_slurm(plan, script)
     elif name == "k8s":
-        from partool.launch.doctor_k8s import checks as of_kubernetes
+        from partool.launch.k8s.doctor import checks as of_kubernetes
 
         yield from of_kubernetes(plan, crds)
     else:

@@ -49,7 +49,7 @@ def command(
     if plan.launch.target == "local" and (array or at_once):
         raise typer.BadParameter("--array and --at-once are for clusters: give --target slurm")
     if plan.launch.target == "local":
-        from partool.launch.local import LocalTarget
+        from partool.launch.local.target import LocalTarget
 
         text = LocalTarget().describe(plan, None, resume=False)
         files = {"commands.txt": text + "\n", "plan.json": plan.to_json()}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from partool.cli._runs import find_run_or_exit
-from partool.launch.local import LocalTarget
+from partool.launch.local.target import LocalTarget
 from partool.plan.terminal import open_console
 from partool.report.top import RunView
 

@@ -11,9 +11,9 @@ from partool.launch.target import ClusterTarget, LaunchError, Target
 from partool.plan.run import RunStatus
 
 TARGETS = {
-    "local": "partool.launch.local:LocalTarget",
-    "slurm": "partool.launch.slurm:SlurmTarget",
-    "k8s": "partool.launch.k8s:K8sTarget",
+    "local": "partool.launch.local.target:LocalTarget",
+    "slurm": "partool.launch.slurm.target:SlurmTarget",
+    "k8s": "partool.launch.k8s.target:K8sTarget",
 }
 """Name → ``module:class``, imported only when it is used."""
 

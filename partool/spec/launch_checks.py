@@ -10,9 +10,10 @@ import posixpath
 from collections.abc import Callable, Iterator
 
 from partool.diagnostics.record import Diagnostic
-from partool.spec import _launch_env, _launch_slurm
+from partool.spec import _launch_env
 from partool.spec.launch import LABEL_DOMAIN, K8sSpec, LaunchSpec
 from partool.spec.launch_units import quantity
+from partool.spec.targets.slurm import rules as _launch_slurm
 
 _PATH = ("launch", "k8s")
 _OWN_KEYS = (

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from partool.launch import local
+from partool.launch.local import target as local
 from partool.launch.store import Run
 from partool.plan.types import Plan
 

@@ -13,8 +13,8 @@ from k8s_http import serving
 from k8s_server import Cluster, now
 from launch_helpers import make_plan
 
-from partool.launch.k8s import K8sTarget
-from partool.launch.k8s_status import KINDS
+from partool.launch.k8s.status import KINDS
+from partool.launch.k8s.target import K8sTarget
 from partool.launch.store import Run, RunStore
 from partool.launch.submit import submit_new
 from partool.plan.types import Plan

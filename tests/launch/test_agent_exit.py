@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import AgentRun, make_plan
 
-from partool.launch.local import LocalTarget
+from partool.launch.local.target import LocalTarget
 from partool.launch.store import Run
 from partool.launch.target import LogQuery
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from launch_helpers import HERE, AgentRun, make_plan, ranks_environment, wait_until
 
-from partool.launch.local import LocalTarget
+from partool.launch.local.target import LocalTarget
 from partool.launch.store import Run, RunStore
 
 pytestmark = pytest.mark.timeout(120)

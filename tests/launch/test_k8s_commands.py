@@ -13,8 +13,9 @@ import yaml
 from k8s_case import Case, case, condition, plan_of
 from test_launch_commands import invoke
 
-from partool.launch import k8s_client, k8s_streams
-from partool.launch.k8s_status import KINDS
+from partool.launch.k8s import client as k8s_client
+from partool.launch.k8s import streams as k8s_streams
+from partool.launch.k8s.status import KINDS
 from partool.launch.store import Run
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,9 +11,10 @@ import pytest
 from k8s_case import Case, case, plan_of
 from k8s_server import Cluster, clone
 
-from partool.launch import doctor_k8s, k8s_client
-from partool.launch.k8s_validate import cached_crds
-from partool.launch.k8s_validate.crd_cache import definitions
+from partool.launch.k8s import client as k8s_client
+from partool.launch.k8s import doctor as doctor_k8s
+from partool.launch.k8s.validate import cached_crds
+from partool.launch.k8s.validate.crd_cache import definitions
 from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.spec.launch import LaunchSpec

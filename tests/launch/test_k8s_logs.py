@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from k8s_case import Case, case, condition, plan_of
 
-from partool.launch import k8s_client, k8s_logs, k8s_streams
+from partool.launch.k8s import client as k8s_client
+from partool.launch.k8s import logs as k8s_logs
+from partool.launch.k8s import streams as k8s_streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogQuery, NoLogsError
 

@@ -13,11 +13,11 @@ import pytest
 from k8s_case import SECRET, Case, case, condition, job_of, manifest, plan_of
 from k8s_server import status_of
 
-from partool.launch import k8s_client
-from partool.launch.k8s import K8sTarget
-from partool.launch.k8s_client import Client
-from partool.launch.k8s_resources import CONFIG_MAPS, PODS
-from partool.launch.k8s_status import KINDS, attempt_of, node_of, telling
+from partool.launch.k8s import client as k8s_client
+from partool.launch.k8s.client import Client
+from partool.launch.k8s.resources import CONFIG_MAPS, PODS
+from partool.launch.k8s.status import KINDS, attempt_of, node_of, telling
+from partool.launch.k8s.target import K8sTarget
 from partool.launch.store import Run
 from partool.launch.submit import submit_again
 from partool.launch.target import LaunchError

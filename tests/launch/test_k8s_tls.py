@@ -14,8 +14,8 @@ import yaml
 from k8s_http import Handler
 from k8s_server import Cluster
 
-from partool.launch.k8s_client import Client
-from partool.launch.k8s_resources import CONFIG_MAPS
+from partool.launch.k8s.client import Client
+from partool.launch.k8s.resources import CONFIG_MAPS
 from partool.launch.target import LaunchError
 
 pytestmark = [

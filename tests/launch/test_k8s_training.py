@@ -25,7 +25,7 @@ from launch_helpers import processes_of, ranks_environment, trainable_plan, wait
 from test_kill_resume import losses
 from test_launch_commands import invoke
 
-from partool.launch import k8s_streams
+from partool.launch.k8s import streams as k8s_streams
 from partool.launch.store import Run
 from partool.plan.types import Plan
 

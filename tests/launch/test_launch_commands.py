@@ -119,7 +119,7 @@ def test_cancel_signals_the_agent_or_says_why_not(run: Run, monkeypatch: pytest.
     assert "PT508" in invoke("cancel", "dummy").stderr
     alive = RunStore().create("alive")  # by this very process
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr("partool.launch.local.os.kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr("partool.launch.local.target.os.kill", lambda pid, number: sent.append((pid, number)))
     assert invoke("cancel", "alive").exit_code == 0
     assert invoke("cancel", alive.id, "--now").exit_code == 0
     assert sent == [(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)]
@@ -128,7 +128,7 @@ def test_cancel_signals_the_agent_or_says_why_not(run: Run, monkeypatch: pytest.
 def test_cancel_leaves_other_machines_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     RunStore().create("far")
     monkeypatch.setattr("socket.gethostname", lambda: "here")  # the run was made on the machine's real name
-    monkeypatch.setattr("partool.launch.local.os.kill", lambda pid, number: pytest.fail("a signal was sent"))
+    monkeypatch.setattr("partool.launch.local.target.os.kill", lambda pid, number: pytest.fail("a signal was sent"))
     answer = invoke("cancel", "far")
     assert answer.exit_code == 3
     assert "PT514" in answer.stderr
@@ -172,7 +172,7 @@ def test_an_earlier_step_sets_later_checkpoints_aside(run: Run, monkeypatch: pyt
         seen.append(sorted(entry.name for entry in folder.iterdir()))
         return 0
 
-    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", launch)
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", launch)
     assert invoke("launch", run.id, "--resume", "--step", "10").exit_code == 0
     wanted = ["step-00000010", "step-00000020.aside", "step-00000030.aside", "step-00000030.aside2"]
     assert seen == [[*wanted, "step-00000099.tmp"]]
@@ -196,7 +196,7 @@ def test_setting_aside_begins_with_the_newest(run: Run, monkeypatch: pytest.Monk
 
 
 def test_a_refused_plan_does_not_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **__: 78)
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", lambda *_, **__: 78)
     before = run.plan_file.read_text()
     answer = invoke("launch", plan_file(kernels=make_plan().kernels.model_copy(update={"mode": "torch"})), "--resume")
     assert answer.exit_code == 78
@@ -245,7 +245,7 @@ def test_a_running_run_is_not_resumed() -> None:
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partool.launch.local.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("partool.launch.local.target.importlib.util.find_spec", lambda name: None)
     answer = invoke("launch", plan_file())
     assert answer.exit_code == 3
     assert "error[PT501]" in answer.stderr
@@ -261,7 +261,7 @@ def test_exit_codes_of_launch(monkeypatch: pytest.MonkeyPatch, code: int | None,
         seen.append((run.id, resume, detach, read_status(run.path).state))
         return code
 
-    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", launch)
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", launch)
     assert invoke("launch", plan_file(), "--detach").exit_code == wanted
     created = RunStore().find("dummy")
     assert seen == [(created.id, False, True, "starting")]
@@ -269,7 +269,9 @@ def test_exit_codes_of_launch(monkeypatch: pytest.MonkeyPatch, code: int | None,
 
 
 def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **options: 0 if options["resume"] else 1)
+    monkeypatch.setattr(
+        "partool.launch.local.target.LocalTarget.launch", lambda *_, **options: 0 if options["resume"] else 1
+    )
     more = make_plan().training.model_copy(update={"steps": 2000})
     before = run.plan_file.read_text()
     assert invoke("launch", plan_file(training=more), "--resume").exit_code == 0
@@ -281,7 +283,7 @@ def test_resume_goes_on_in_the_same_folder_with_a_new_plan(run: Run, monkeypatch
 
 
 def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("partool.launch.local.LocalTarget.launch", lambda *_, **options: 0)
+    monkeypatch.setattr("partool.launch.local.target.LocalTarget.launch", lambda *_, **options: 0)
     assert "partool: there is no checkpoint, so it begins anew\n" in invoke("launch", run.id, "--resume").stderr
     for step in (4, 10):
         (run.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)

@@ -15,7 +15,7 @@ from launch_helpers import make_plan
 from partool.cli import export
 from partool.cost.traced import refresh
 from partool.launch import calibrate, doctor, tune
-from partool.launch.local import LocalTarget
+from partool.launch.local.target import LocalTarget
 from partool.launch.store import RunStore
 from partool.render import Job, render
 

@@ -241,7 +241,7 @@ def test_an_answer_that_is_lost(
     login: Login, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, submits: bool
 ) -> None:
     """sbatch hangs after, or before, the controller has taken the job: it is adopted, or nothing is left."""
-    from partool.launch import slurm as target
+    from partool.launch.slurm import target
     from partool.launch.submit import job_of, submit_new
     from partool.launch.target import LaunchError
     from partool.render import render

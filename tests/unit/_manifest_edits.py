@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from _k8s_case import k8s_job
 
-from partool.launch.k8s_validate.manifest import Manifest
-from partool.launch.k8s_validate.reading import load_documents, manifest_of
+from partool.launch.k8s.validate.manifest import Manifest
+from partool.launch.k8s.validate.reading import load_documents, manifest_of
 from partool.render.render import render
 
 CRDS = Path(os.environ.get("PARTOOL_TEST_CRDS") or Path(__file__).parents[3] / "shared" / "crds")

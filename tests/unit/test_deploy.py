@@ -18,8 +18,8 @@ import yaml
 
 from partool.cli.main import COMMANDS
 from partool.diagnostics.record import Diagnostic
-from partool.launch.doctor_k8s import _permissions
-from partool.launch.k8s_resources import Resource
+from partool.launch.k8s.doctor import _permissions
+from partool.launch.k8s.resources import Resource
 from partool.planner import make_plan
 from partool.render.dockerfile import dockerfile
 from partool.spec import load_text

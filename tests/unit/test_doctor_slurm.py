@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from _launch_case import launch_plan
 
-from partool.launch import doctor_slurm
-from partool.launch.doctor_slurm import checks, cluster_checks, folder_check, parse_config
-from partool.launch.doctor_slurm_plan import nodes_check, parse_nodes, partition_checks, rights_check
-from partool.launch.slurm_text import parse_record
+from partool.launch.slurm import doctor as doctor_slurm
+from partool.launch.slurm.doctor import checks, cluster_checks, folder_check, parse_config
+from partool.launch.slurm.doctor_plan import nodes_check, parse_nodes, partition_checks, rights_check
+from partool.launch.slurm.text import parse_record
 
 CONFIG = """\
 Configuration data as of 2026-11-21T10:52:47

@@ -8,10 +8,10 @@ import pytest
 from _k8s_case import EVERY_KIND, k8s_job
 from _manifest_edits import CRDS, GONE, documents, edited, rendered
 
-from partool.launch.k8s_validate import own_rules, validate_offline
-from partool.launch.k8s_validate.forms import parse_quantity
-from partool.launch.k8s_validate.manifest import Manifest
-from partool.launch.k8s_validate.reading import manifest_of
+from partool.launch.k8s.validate import own_rules, validate_offline
+from partool.launch.k8s.validate.forms import parse_quantity
+from partool.launch.k8s.validate.manifest import Manifest
+from partool.launch.k8s.validate.reading import manifest_of
 from partool.render.render import render
 
 CODES = {f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": (code, rule) for code, rule in own_rules.RULES}
@@ -330,7 +330,7 @@ def test_rules_need_no_package() -> None:
     code = (
         "import sys\n"
         "for name in ('kubernetes', 'kubernetes_validate', 'jsonschema', 'celpy'): sys.modules[name] = None\n"
-        "from partool.launch.k8s_validate import validate_offline\n"
+        "from partool.launch.k8s.validate import validate_offline\n"
         "levels = validate_offline(sys.stdin.read())\n"
         "print([(level.ran, len(level.findings)) for level in levels], levels[1].note)\n"
     )

@@ -9,8 +9,8 @@ import pytest
 from _k8s_case import ACCELERATORS, EVERY_KIND
 from _manifest_edits import CRDS, Mutation, documents, mutations, needs_crds, rendered
 
-from partool.launch.k8s_validate import validate_manifest, validate_offline
-from partool.launch.k8s_validate.reading import manifest_of
+from partool.launch.k8s.validate import validate_manifest, validate_offline
+from partool.launch.k8s.validate.reading import manifest_of
 
 FAULTS = {"job": 532, "jobset": 530, "pytorchjob": 770, "trainjob": 429, "volcano": 455}
 """Kind → how many faults are made of it."""

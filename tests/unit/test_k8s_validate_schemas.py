@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from _manifest_edits import CRDS, GONE, edited, needs_crds, rendered
 
-from partool.launch.k8s_validate import cached_crds, cel, store_crds, validate_manifest, validate_offline
-from partool.launch.k8s_validate.crd_cache import definitions
-from partool.launch.k8s_validate.reading import manifest_of
-from partool.launch.k8s_validate.structural import strict, with_defaults
+from partool.launch.k8s.validate import cached_crds, cel, store_crds, validate_manifest, validate_offline
+from partool.launch.k8s.validate.crd_cache import definitions
+from partool.launch.k8s.validate.reading import manifest_of
+from partool.launch.k8s.validate.structural import strict, with_defaults
 
 needs_celpy = pytest.mark.skipif(importlib.util.find_spec("celpy") is None, reason="cel-python is not installed")
 needs_core = pytest.mark.skipif(

@@ -24,7 +24,7 @@ from partool.planner.checks.launching import check_launch
 from partool.render import findings, render
 from partool.render.dockerfile import dockerfile
 from partool.render.shell import UnsafeValueError, quote
-from partool.render.slurm_lint import lint
+from partool.render.slurm.lint import lint
 from partool.spec.launch import LaunchSpec
 from partool.spec.spec import Spec
 

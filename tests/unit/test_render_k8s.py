@@ -28,7 +28,7 @@ from _k8s_case import (
 )
 from _launch_case import launch_job
 
-from partool.launch.k8s_validate import validate_offline
+from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import Plan
 from partool.render import Job
 from partool.render.k8s import findings, render

@@ -9,7 +9,7 @@ from _k8s_case import EVERY_KIND, an_environment, containers, documents, k8s_job
 from _launch_case import launch_job
 
 from partool.catalog.lookup import table
-from partool.launch.k8s_validate import validate_offline
+from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import CandidateRow, Plan
 from partool.render.k8s import render
 from partool.spec.training import CheckpointSpec

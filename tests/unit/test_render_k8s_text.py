@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from partool.launch.k8s_validate import validate_offline
+from partool.launch.k8s.validate import validate_offline
 from partool.plan.types import Variable
 from partool.render.k8s import findings, render
 from partool.render.k8s.manifest import text

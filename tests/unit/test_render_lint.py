@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from partool.diagnostics.rules import RULES as TEXTS
-from partool.render import slurm_lint
-from partool.render.slurm_lint import lint
+from partool.render.slurm import lint as slurm_lint
+from partool.render.slurm.lint import lint
 
 TORCHRUN = "torchrun --nnodes=2 --nproc-per-node=8 train.py"
 

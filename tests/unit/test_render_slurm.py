@@ -18,7 +18,7 @@ from partool.plan.types import Plan
 from partool.planner.checks.launching import environment
 from partool.render import Job, findings, render
 from partool.render.shell import UnsafeValueError, quote
-from partool.render.slurm_lint import lint
+from partool.render.slurm.lint import lint
 
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
 PYTHON = "/opt/train/bin/python"

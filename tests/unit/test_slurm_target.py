@@ -12,8 +12,9 @@ from _launch_case import launch_plan
 from test_slurm_text import row
 
 from partool.cli._runs import show_lines
-from partool.launch import slurm_client, slurm_logs
-from partool.launch.slurm import SlurmTarget
+from partool.launch.slurm import client as slurm_client
+from partool.launch.slurm import logs as slurm_logs
+from partool.launch.slurm.target import SlurmTarget
 from partool.launch.store import Run, Submission
 from partool.launch.submit import submit_new
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from _launch_case import launch_plan
 
-from partool.launch.slurm_refusal import estimate, refusal
-from partool.launch.slurm_status import merged, run_status
-from partool.launch.slurm_text import (
+from partool.launch.slurm.refusal import estimate, refusal
+from partool.launch.slurm.status import merged, run_status
+from partool.launch.slurm.text import (
     COLUMNS,
     ExitCode,
     SlurmJob,

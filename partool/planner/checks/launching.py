@@ -16,8 +16,8 @@ from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
 from partool.spec.launch_units import lead_s, quantity, time_s
-from partool.spec.site_profile import Merged, from_folder, with_site_profile
 from partool.spec.spec import Spec
+from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile
 
 _LEAST_SHARED_BYTES = 1 << 30
 """Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""

@@ -1,0 +1,277 @@
+"""The Kubernetes API as far as a launcher needs it, over the connection that the ``kubernetes`` package sets up.
+
+Documents are plain dictionaries in both directions, so every kind is handled alike, installed types included, and what
+is rendered is sent as it is. Paths and answers: https://kubernetes.io/docs/reference/using-api/api-concepts/
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from partool.launch.k8s import errors as k8s_errors
+from partool.launch.k8s.config import Connection, connect
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import PODS, Resource, resource_of
+from partool.launch.target import LaunchError
+
+Document = dict[str, Any]
+"""An object of the API."""
+
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 30.0
+_PATIENCE_S = 20.0
+"""No call is begun anew after so long."""
+_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+_TRANSIENT = frozenset({429, 500, 502, 503, 504})
+_PAGE = 500
+_WATCH_S = 240
+"""Servers end a watch after 5 to 10 minutes anyway."""
+
+
+class BrokenOffError(LaunchError):
+    """A connection ended in the middle of an answer."""
+
+    def __init__(self, host: str, error: BaseException) -> None:
+        known = k8s_errors.unreachable(host, error)
+        super().__init__(known.code, known.message, known.help, known.exit_code)
+
+
+class Client:
+    """A cluster, and the namespace that is meant where none is named."""
+
+    def __init__(self, context: str | None = None, namespace: str | None = None) -> None:
+        self._connection: Connection = connect(context)
+        self.namespace = namespace or self._connection.namespace
+        self.context = self._connection.context
+        """Name in the kubeconfig; empty in a pod of the cluster."""
+        self.warnings: list[str] = []
+        """What the server warned of, in ``Warning`` headers (RFC 7234): outdated versions, unwise values."""
+
+    def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Document | None:
+        """Return an object; None if there is none of that name."""
+        try:
+            return self._json("get", resource, name, namespace=namespace)
+        except ApiError as error:
+            if error.status == 404 and not error.unknown_kind:
+                return None
+            raise
+
+    def exists(self, resource: Resource, name: str) -> bool:
+        """Return whether there is an object of a name; its content, which may be secret, is not asked for."""
+        path = resource.path(self.namespace, name)
+        accept = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+        try:
+            self._send("get", path, {}, accept=accept)
+        except ApiError as error:
+            if error.status == 404 and not error.unknown_kind:
+                return False
+            raise
+        return True
+
+    def create(self, document: Document, *, manager: str = "partool", dry_run: bool = False) -> Document:
+        """Create an object and return it as the server holds it; unknown fields are refused, not dropped.
+
+        Raises ApiError; with ``retried`` the object may be there because an earlier answer was lost.
+        """
+        query = {"fieldManager": manager, "fieldValidation": "Strict"} | ({"dryRun": "All"} if dry_run else {})
+        return self._json("create", resource_of(document), query=query, body=document)
+
+    def patch(self, resource: Resource, name: str, change: Document, *, namespace: str | None = None) -> Document:
+        """Merge a change into an object (RFC 7386) and return it."""
+        return self._json("patch", resource, name, namespace=namespace, body=change)
+
+    def delete(self, resource: Resource, name: str, *, uid: str | None = None, namespace: str | None = None) -> bool:
+        """Delete an object, its dependents first; returns False if it was not there (or, by uid, is another now)."""
+        options: Document = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        try:
+            self._json("delete", resource, name, namespace=namespace, body=options)
+        except ApiError as error:
+            if error.status == 404 or (error.status == 409 and uid is not None):
+                return False
+            raise
+        return True
+
+    def kill_pods(self, selector: str, *, namespace: str | None = None) -> None:
+        """Delete pods without the time they have for stopping."""
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
+        query = {"labelSelector": selector}
+        self._json("deletecollection", PODS, namespace=namespace, query=query, body=options)
+
+    def select(self, resource: Resource, *, namespace: str | None = None, **selectors: str) -> list[Document]:
+        """Return the objects that ``labelSelector`` and ``fieldSelector`` choose."""
+        return self.select_with_version(resource, namespace=namespace, **selectors)[0]
+
+    def select_with_version(
+        self, resource: Resource, *, namespace: str | None = None, **selectors: str
+    ) -> tuple[list[Document], str]:
+        """Return the objects, and the version from which a watch goes on; begins anew where pages have expired."""
+        while True:
+            items: list[Document] = []
+            query = {"limit": str(_PAGE), **selectors}
+            try:
+                while True:
+                    page = self._json("list", resource, namespace=namespace, query=query)
+                    items += page.get("items") or []
+                    query["continue"] = page["metadata"].get("continue", "")
+                    if not query["continue"]:
+                        return items, page["metadata"].get("resourceVersion", "")
+            except ApiError as error:
+                if error.status != 410 or not query.get("continue"):
+                    raise
+
+    def watch(
+        self, resource: Resource, *, namespace: str | None = None, seconds: int = _WATCH_S, **selectors: str
+    ) -> Iterator[tuple[str, Document]]:
+        """Yield what is there as ``ADDED``, then every change, for about so many seconds.
+
+        Where the server has forgotten the version to go on from (410 Gone), everything is listed, and so yielded, anew.
+        """
+        end, version = time.monotonic() + seconds, ""
+        while (left := end - time.monotonic()) > 0:
+            if not version:
+                items, version = self.select_with_version(resource, namespace=namespace, **selectors)
+                yield from (("ADDED", item) for item in items)
+            began = time.monotonic()
+            for kind, item in self._events(resource, namespace, version, max(1, int(left)), selectors):
+                version = item.get("metadata", {}).get("resourceVersion", "")
+                if kind == "ERROR":
+                    break
+                if kind != "BOOKMARK":
+                    yield kind, item
+            time.sleep(max(0.0, min(_PAUSES_S[0], _PAUSES_S[0] - (time.monotonic() - began))))
+
+    def _events(
+        self, resource: Resource, namespace: str | None, version: str, seconds: int, selectors: dict[str, str]
+    ) -> Iterator[tuple[str, Document]]:
+        """Yield the events of one watch until it ends or breaks off; ``ERROR`` comes last: list anew."""
+        query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", **selectors}
+        query["timeoutSeconds"] = str(seconds)
+        path = resource.path(namespace or self.namespace)
+        try:
+            with closing(self.stream("watch", path, query, read_timeout_s=seconds + _READ_TIMEOUT_S)) as lines:
+                for line in lines:
+                    event = json.loads(line)
+                    yield event["type"], event["object"] if event["type"] != "ERROR" else {}
+        except BrokenOffError:
+            return
+        except ApiError as error:
+            if error.status != 410:
+                raise
+            yield "ERROR", {}
+
+    def stream(
+        self, verb: str, path: str, query: Mapping[str, str], *, read_timeout_s: float = 300.0
+    ) -> Generator[bytes, None, None]:
+        """Yield the lines of an answer as they come; only the last one may be without a line end.
+
+        Raises ApiError where the answer is no success, BrokenOffError where the connection ends before the answer does.
+        """
+        import urllib3
+
+        answer = self._send(verb, path, query, None, read_timeout_s, streamed=True)
+        part = b""
+        try:
+            for chunk in answer.stream(1 << 16, decode_content=True):
+                *whole, part = (part + chunk).split(b"\n")
+                yield from (line + b"\n" for line in whole)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise BrokenOffError(self._connection.host, error) from None
+        finally:
+            answer.close()
+        if part:
+            yield part
+
+    def read(self, path: str) -> Document:
+        """Return the document at a path outside of any namespace (``/version``, ``/apis``)."""
+        answer: Document = json.loads(self._send("get", path, {}).data)
+        return answer
+
+    def version(self) -> str:
+        """Return the server's version as it gives it, such as ``v1.34.2``."""
+        return str(self.read("/version")["gitVersion"])
+
+    @property
+    def host(self) -> str:
+        """URL of the API server."""
+        return self._connection.host
+
+    def may(self, verb: str, resource: Resource, sub: str = "", *, namespace: str | None = None) -> bool:
+        """Return whether the user may do this, by the server's own word (SelfSubjectAccessReview)."""
+        group = resource.group_version.rpartition("/")[0]
+        attributes = {"namespace": namespace or self.namespace, "verb": verb, "group": group}
+        attributes |= {"resource": resource.plural, "subresource": sub}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer = json.loads(self._send("create", path, {}, review).data)
+        return bool(answer["status"]["allowed"])
+
+    def _json(
+        self,
+        verb: str,
+        resource: Resource,
+        name: str = "",
+        *,
+        namespace: str | None = None,
+        query: Mapping[str, str] | None = None,
+        body: Document | None = None,
+    ) -> Document:
+        where = (body or {}).get("metadata", {}).get("namespace") if verb == "create" else None
+        path = resource.path(namespace or where or self.namespace, name)
+        answer: Document = json.loads(self._send(verb, path, query or {}, body).data)
+        return answer
+
+    def _send(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Document | None = None,
+        read_timeout_s: float | None = None,
+        *,
+        streamed: bool = False,
+        accept: str = "application/json, */*",
+    ) -> Any:
+        """Send a request until there is an answer that is no passing trouble; raises ApiError or LaunchError."""
+        import urllib3
+
+        timeout = urllib3.Timeout(connect=_CONNECT_TIMEOUT_S, read=read_timeout_s or _READ_TIMEOUT_S)
+        began, lost = time.monotonic(), False
+        for pause_s in (*_PAUSES_S, None):
+            over = pause_s is None or time.monotonic() - began > _PATIENCE_S
+            try:
+                answer = self._connection.request(
+                    verb, path, query, body, accept=accept, timeout=timeout, preload_content=not streamed
+                )
+                content = answer.data if answer.status >= 400 else b""
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                if over or k8s_errors.is_final(error):
+                    raise k8s_errors.unreachable(self._connection.host, error) from None
+                lost, wait_s = True, pause_s or 0.0
+            else:
+                if answer.status < 400:
+                    self.warnings += k8s_errors.warnings_of(answer.headers.getlist("Warning"))
+                    return answer
+                # a patch that met another one goes through the second time
+                passing = answer.status in _TRANSIENT or (answer.status == 409 and verb == "patch")
+                if over or not passing:
+                    raise k8s_errors.of_answer(verb, path, answer.status, content, retried=lost)
+                # an error of the server may come after the deed
+                lost = lost or answer.status >= 500
+                wait_s = max(pause_s or 0.0, min(_retry_after_s(answer.headers), _PATIENCE_S))
+            time.sleep(wait_s)
+        raise LaunchError("PT576", "the cluster does not answer", exit_code=3)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    value = headers.get("Retry-After", "")
+    return float(value) if value.isdigit() else 0.0

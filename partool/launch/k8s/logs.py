@@ -1,0 +1,227 @@
+"""The ranks' output from the logs of a run's pods: merged by time, and followed over restarts.
+
+Agents print every line of their ranks as ``[RANK] text``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TypeVar
+
+from partool.launch.k8s import streams as k8s_streams
+from partool.launch.k8s.client import Client
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import PODS
+from partool.launch.k8s.streams import Reader, Stream, StreamLine, streams
+from partool.launch.store import Run
+from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
+from partool.plan.outline import Outline, outline
+from partool.plan.run import RunStatus
+from partool.render.k8s.objects import RUN_LABEL
+
+_RANK = re.compile(rb"\[(\d+)\] ?")
+_LOOK_S = 10.0
+"""Between looks at whether the run goes on, if nothing happens to its pods."""
+_LAST_S = 15.0
+"""For the last lines of a run that has ended."""
+_LAST_WORDS_S = 2.0
+"""For those of an attempt that another one follows."""
+_AT_ONCE = 100
+"""Pods that are read together: each takes a connection, and a process may have 1,024 files open."""
+
+
+def read(client: Client, run: Run, query: LogQuery, status: Callable[[], RunStatus]) -> Iterator[LogLine]:
+    """Yield what a query asks for; without ``follow`` merged by time over the nodes.
+
+    Raises NoLogsError, and LaunchError where the cluster cannot be asked.
+    """
+    plan = _plan(run)
+    node = None
+    if query.rank is not None and plan is not None:
+        if query.rank >= plan.ranks:
+            raise NoLogsError(f"no logs of rank {query.rank} of {run.id}: it has {plan.ranks} ranks")
+        node = query.rank // plan.devices.per_node
+    nodes = plan.devices.nodes if plan is not None and node is None else 1
+    if nodes > _AT_ONCE:
+        yield LogLine(None, True, _remark(nodes, follow=query.follow))
+    following = _Follower(client, run, query, node)
+    lines = following.lines(status) if query.follow else _once(client, run, query, node)
+    for line in lines:
+        rank, text = _of_rank(line.text)
+        if query.rank is None or rank == query.rank:
+            yield LogLine(rank, False, text)
+
+
+def _remark(nodes: int, *, follow: bool) -> bytes:
+    what = f"only the first {_AT_ONCE} are followed" if follow else f"they are merged by {_AT_ONCE}"
+    return f"partool: the run has {nodes} nodes: {what}; --rank shows any rank\n".encode()
+
+
+def _plan(run: Run) -> Outline | None:
+    try:
+        return outline(run.plan_file)
+    except (OSError, ValueError):
+        return None
+
+
+def _of_rank(text: bytes) -> tuple[int | None, bytes]:
+    match = _RANK.match(text)
+    return (int(match[1]), text[match.end() :]) if match else (None, text)
+
+
+def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterator[StreamLine]:
+    found = _streams_of(client, run)
+    chosen = _chosen(found, query, node)
+    if not chosen:
+        kept = sorted({stream.attempt for stream in found})
+        there = f"there is attempt {', '.join(map(str, kept))}" if kept else "its pods have not started, or are gone"
+        attempt = f" of attempt {query.attempt}" if query.attempt else ""
+        stored = f"; a claim in launch.k8s.storage keeps them, under partool/runs/{run.id}/logs"
+        raise NoLogsError(f"no logs{attempt} of {run.id}: {there}{stored}")
+    for at in range(0, len(chosen), _AT_ONCE):
+        yield from heapq.merge(*(Reader(client, stream).rest() for stream in chosen[at : at + _AT_ONCE]))
+
+
+def _streams_of(client: Client, run: Run) -> list[Stream]:
+    return streams(client.select(PODS, labelSelector=f"{RUN_LABEL}={run.id}"))
+
+
+def _chosen(found: list[Stream], query: LogQuery, node: int | None) -> list[Stream]:
+    """Return the streams of the attempt that is asked for, or of the latest one."""
+    attempt = query.attempt or max((stream.attempt for stream in found), default=0)
+    wanted = [stream for stream in found if stream.attempt == attempt and node in (None, stream.node)]
+    return sorted(wanted, key=lambda stream: stream.node)
+
+
+class _Follower:
+    """Follows all streams of a run at once."""
+
+    def __init__(self, client: Client, run: Run, query: LogQuery, node: int | None) -> None:
+        self._client = client
+        self._run = run
+        self._query = query
+        self._node = node
+        self._known: set[Stream] = set()
+        self._arriving: queue.SimpleQueue[StreamLine | LaunchError | None] = queue.SimpleQueue()
+        """None: something happened to the pods."""
+        self._threads: list[tuple[int, threading.Thread]] = []
+        """With the attempt that each reads."""
+        self._stop = threading.Event()
+
+    def lines(self, status: Callable[[], RunStatus]) -> Iterator[StreamLine]:
+        """Yield what there is in order, then lines as they come, until the run has ended and everything is read."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        try:
+            while True:
+                # asked before looking for pods: what a run that has ended left behind is found then
+                active = _patiently(status).active
+                fresh = [stream for stream in _patiently(self._present) if stream not in self._known]
+                self._known.update(fresh)
+                if fresh:
+                    yield from self._said_before(min(stream.attempt for stream in fresh))
+                readers = [Reader(self._client, stream) for stream in fresh]
+                yield from heapq.merge(*(reader.rest() for reader in readers))
+                for reader in readers:
+                    thread = threading.Thread(target=self._pump, args=(reader,), daemon=True)
+                    thread.start()
+                    self._threads.append((reader.stream.attempt, thread))
+                yield from self._arrived(_LOOK_S if active else _LAST_S, until_idle=not active)
+                if not active and not fresh:
+                    return
+        finally:
+            self._stop.set()
+
+    def _said_before(self, attempt: int) -> Iterator[StreamLine]:
+        """Yield what streams of earlier attempts still have to say; one that does not end is waited for a moment."""
+        end, heard = time.monotonic() + _LAST_WORDS_S, []
+        before = [thread for other, thread in self._threads if other < attempt]
+        while time.monotonic() < end and any(thread.is_alive() for thread in before):
+            with suppress(queue.Empty):
+                heard.append(self._arriving.get(timeout=k8s_streams.PAUSE_S))
+        heard += [self._arriving.get() for _ in range(self._arriving.qsize())]
+        for found in heard:
+            if isinstance(found, LaunchError):
+                raise found
+            if found is not None:
+                yield found
+        if None in heard:  # something happened to the pods meanwhile
+            self._arriving.put(None)
+
+    def _present(self) -> list[Stream]:
+        found = _chosen(_streams_of(self._client, self._run), self._query, self._node)
+        return found if self._node is not None else [stream for stream in found if stream.node < _AT_ONCE]
+
+    def _arrived(self, wait_s: float, *, until_idle: bool) -> Iterator[StreamLine]:
+        """Yield what comes within a time, until something happens to the pods or, if so asked, all streams ended."""
+        end, earliest = time.monotonic() + wait_s, time.monotonic() + k8s_streams.PAUSE_S
+        rung = False
+        while True:
+            idle = until_idle and not any(thread.is_alive() for _, thread in self._threads)
+            until = earliest if rung else end
+            try:
+                left_s = 0.0 if idle else until - time.monotonic()
+                # zero does not wait
+                found = self._arriving.get(left_s > 0, min(max(left_s, 0.0), k8s_streams.PAUSE_S))
+            except queue.Empty:
+                if idle or time.monotonic() >= until:
+                    return
+                continue
+            if isinstance(found, LaunchError):
+                raise found
+            if found is None:
+                rung = not until_idle
+            else:
+                yield found
+
+    def _listen(self) -> None:
+        """Ring whenever pods come, change or go."""
+        selector = f"{RUN_LABEL}={self._run.id}"
+        while not self._stop.is_set():
+            with suppress(LaunchError):  # a cluster that cannot be watched is looked at now and then anyway
+                for _ in self._client.watch(PODS, labelSelector=selector):
+                    self._arriving.put(None)
+                    if self._stop.is_set():
+                        return
+            self._stop.wait(_LOOK_S)
+
+    def _pump(self, reader: Reader) -> None:
+        """Pass a stream's lines on until its container has ended, over any number of connections."""
+        end = time.monotonic() + k8s_streams.PATIENCE_S
+        while not self._stop.is_set():
+            try:
+                over = reader.ended()
+                for line in reader.rest() if over else reader.lines(follow=True, previous=False):
+                    self._arriving.put(line)
+                    end = time.monotonic() + k8s_streams.PATIENCE_S
+                    if self._stop.is_set():
+                        return
+                if over:
+                    return
+            except LaunchError as error:
+                if isinstance(error, ApiError) and error.status in (400, 404):
+                    pass  # about to begin, or gone: the next look tells
+                elif error.code != "PT576" or time.monotonic() > end:
+                    self._arriving.put(error)
+                    return
+            self._stop.wait(k8s_streams.PAUSE_S)
+
+
+_T = TypeVar("_T")
+
+
+def _patiently(ask: Callable[[], _T]) -> _T:
+    """Ask until the cluster answers, within a minute."""
+    end = time.monotonic() + k8s_streams.PATIENCE_S
+    while True:
+        try:
+            return ask()
+        except LaunchError as error:
+            if error.code != "PT576" or time.monotonic() > end:
+                raise
+            time.sleep(k8s_streams.PAUSE_S)

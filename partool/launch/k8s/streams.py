@@ -1,0 +1,160 @@
+"""The output of one agent's container, over as many connections as it takes.
+
+The API gives each line its time with nanoseconds (``timestamps=true``) but goes on only from a whole second
+(``sinceTime``), so lines that were seen are counted off:
+https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/#get-read-log-of-the-specified-pod
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+from partool.launch.k8s.client import BrokenOffError, Client, Document
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import PODS
+from partool.launch.k8s.status import agent_name, agent_of, attempt_of, node_of
+
+PAUSE_S = 0.5
+"""Before a connection is made anew."""
+PATIENCE_S = 60.0
+"""For how long a cluster that cannot be reached is tried again."""
+_STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
+
+
+class Stream(NamedTuple):
+    """The output of one life of an agent's container."""
+
+    pod: str
+    uid: str
+    container: str
+    node: int
+    life: int
+    """Restarts of the container before it."""
+    attempt: int
+    """From 1, over restarts of the gang and of the container."""
+
+
+class StreamLine(NamedTuple):
+    """A line with what orders it."""
+
+    at_ns: int
+    """Unix time."""
+    node: int
+    text: bytes
+    """With its line end."""
+
+
+class Reader:
+    """Reads one stream, over as many connections as it takes, each line once."""
+
+    def __init__(self, client: Client, stream: Stream) -> None:
+        self._client = client
+        self.stream = stream
+        self._last_ns = 0
+        """Time of the latest line."""
+        self._count = 0
+        """Lines that were yielded of that very time."""
+
+    def lines(self, *, follow: bool, previous: bool) -> Iterator[StreamLine]:
+        """Yield the lines that one connection gives and that were not yielded before.
+
+        ``previous``: the container has been restarted since. Raises BrokenOffError, and ApiError: 400 before the
+        container has started, 404 once the pod is gone.
+        """
+        query = {"container": self.stream.container, "timestamps": "true"}
+        query |= {"follow": "true"} if follow else {}
+        query |= {"previous": "true"} if previous else {}
+        query |= {"sinceTime": _stamp(self._last_ns)} if self._last_ns else {}
+        path = PODS.path(self._client.namespace, self.stream.pod, "log")
+        until_ns, skip = self._last_ns, self._count
+        with closing(self._client.stream("get", path, query)) as lines:
+            for line in lines:
+                stamp, _, text = line.partition(b" ")
+                at_ns = _instant(stamp)
+                if at_ns < until_ns:
+                    continue
+                if at_ns == until_ns and skip:
+                    skip -= 1
+                    continue
+                until_ns = 0
+                if not line.endswith(b"\n"):
+                    if follow:
+                        return  # the end is still to be written; it comes again, whole
+                    text += b"\n"
+                self._count = self._count + 1 if at_ns == self._last_ns else 1
+                self._last_ns = at_ns
+                yield StreamLine(at_ns, self.stream.node, text)
+
+    def rest(self) -> Iterator[StreamLine]:
+        """Yield what there is by now, over drops; nothing where the pod is gone."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                life = _life(self._client, self.stream)
+                if life is not None:
+                    yield from self.lines(follow=False, previous=life > self.stream.life)
+            except BrokenOffError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(PAUSE_S)
+                continue
+            except ApiError as error:
+                if error.status not in (400, 404):
+                    raise
+            return
+
+    def ended(self) -> bool:
+        """Return whether nothing will be added."""
+        pod = self._client.get(PODS, self.stream.pod)
+        if pod is None or pod["metadata"]["uid"] != self.stream.uid:
+            return True
+        agent = agent_of(pod)
+        return "terminated" in (agent.get("state") or {}) or int(agent.get("restartCount") or 0) > self.stream.life
+
+
+def _life(client: Client, stream: Stream) -> int | None:
+    """Return how often the container of a stream has been restarted by now; None if the pod is gone."""
+    pod = client.get(PODS, stream.pod)
+    if pod is None or pod["metadata"]["uid"] != stream.uid:
+        return None
+    agent = agent_of(pod)
+    # between two lives the last one counts as the one before
+    waiting = "waiting" in (agent.get("state") or {})
+    return int(agent.get("restartCount") or 0) + waiting
+
+
+def _instant(stamp: bytes) -> int:
+    """Return RFC 3339 with up to nine decimals, in whatever zone the node is, as Unix time in ns; 0 if it is none."""
+    match = _STAMP.fullmatch(stamp)
+    if match is None:
+        return 0
+    zone = match[3].replace(b"Z", b"+00:00").decode()
+    whole = datetime.datetime.fromisoformat(match[1].decode() + zone).timestamp()
+    return int(whole) * 10**9 + int((match[2] or b"").ljust(9, b"0"))
+
+
+def _stamp(at_ns: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_ns // 10**9))
+
+
+def streams(pods: list[Document]) -> list[Stream]:
+    """Return every life of the agents' containers that the cluster still has the output of."""
+    found = []
+    for pod in pods:
+        agent, meta = agent_of(pod), pod["metadata"]
+        life, first = int(agent.get("restartCount") or 0), attempt_of(pod)
+        present = {"running", "terminated"} & (agent.get("state") or {}).keys()
+        lives = [life] if present else []
+        if "terminated" in (agent.get("lastState") or {}):
+            lives.append(life - bool(present))
+        found += [
+            Stream(meta["name"], meta["uid"], agent_name(pod), node_of(pod), each, first + each)
+            for each in lives
+            if each >= 0
+        ]
+    return found

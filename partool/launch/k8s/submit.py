@@ -1,0 +1,172 @@
+"""Putting a job's objects on a cluster: all of them, or none."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from partool.launch.k8s.client import Client, Document
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import Resource, resource_of
+from partool.launch.k8s.status import KINDS, progress
+from partool.launch.store import Run
+from partool.launch.target import LaunchError
+from partool.render.k8s.objects import HASH_ANNOTATION, RUN_LABEL
+
+_POLL_S = 0.5
+_SPARE_S = 60.0
+"""Longer than the pods' own time for stopping until a deleted job has to be gone."""
+
+
+def manager_of(run: Run) -> str:
+    """Return the name under which this run's folder writes to a cluster.
+
+    The API keeps it with the object (``managedFields``), so that a submission whose answer was lost knows its own
+    object again and takes no other user's job of the same plan for it.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in many containers
+        user = ""
+    return "partool-" + hashlib.sha256(f"{user}@{socket.gethostname()}:{run.path}".encode()).hexdigest()[:16]
+
+
+def remove(client: Client, resource: Resource, name: str, uid: str, stopping_s: float) -> None:
+    """Delete an object with all that belongs to it, and wait until it is gone; ``stopping_s`` is its pods' own time.
+
+    Raises LaunchError PT575 if it stays.
+    """
+    if not client.delete(resource, name, uid=uid):
+        return
+    end = time.monotonic() + stopping_s + _SPARE_S
+    while (there := client.get(resource, name)) is not None and there["metadata"]["uid"] == uid:
+        if time.monotonic() > end:
+            raise LaunchError("PT575", f"{name} is still stopping on the cluster", "try again later")
+        time.sleep(_POLL_S)
+
+
+class Transaction:
+    """One try to put the documents of a manifest on a cluster."""
+
+    def __init__(self, client: Client, run: Run, documents: Sequence[Document], kind: str) -> None:
+        self._client = client
+        self._run = run
+        self._documents = documents
+        self._kind = kind
+        self._main = next(each for each in documents if (each["apiVersion"], each["kind"]) == KINDS[kind])
+        self._manager = manager_of(run)
+        self._tried: list[Document] = []
+
+    def submit(self, stopping_s: float) -> Document:
+        """Create everything and return the job as the server holds it; raises LaunchError, with nothing left behind.
+
+        ``stopping_s`` is how long the pods of an earlier start of the run may take to end.
+        """
+        there = self._client.get(resource_of(self._main), self._name(self._main))
+        if there is not None and self._is_done_already(there, stopping_s):
+            self._give_all(there)  # whoever created it may not have come so far
+            return there
+        try:
+            created = {id(document): self._create(document) for document in self._documents}
+            job = created[id(self._main)]
+            self._give_all(job)
+        except BaseException as error:
+            left = self._take_back()
+            if left and isinstance(error, LaunchError):
+                error.help = "; ".join(filter(None, [error.help, f"this may be left behind: {', '.join(left)}"]))
+            raise
+        return job
+
+    def _is_done_already(self, there: Document, stopping_s: float) -> bool:
+        """Look at an object of the run's name: returns True if it is the one that is wanted; makes room if it ended."""
+        if not self._ours(there):
+            raise self._taken(there)
+        ended = progress(self._kind, there).phase in ("done", "failed")
+        if not ended and not there["metadata"].get("deletionTimestamp"):
+            if self._same(there, self._main):
+                return True
+            raise self._taken(there)
+        remove(self._client, resource_of(there), self._name(there), there["metadata"]["uid"], stopping_s)
+        return False
+
+    def _create(self, document: Document) -> Document:
+        self._tried.append(document)
+        try:
+            return self._client.create(document, manager=self._manager)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            there = self._client.get(resource_of(document), self._name(document))
+            if there is not None and not self._ours(there):
+                raise self._taken(there) from None
+            if there is not None and error.retried and self._same(there, document):
+                return there  # the answer to the first try was lost
+            if document is self._main and there is not None:
+                raise self._taken(there) from None
+        # left by an earlier start of this run, whose objects may still be on their way out
+        if there is not None:
+            remove(self._client, resource_of(document), self._name(document), there["metadata"]["uid"], 0.0)
+        return self._client.create(document, manager=self._manager)
+
+    def _give_all(self, job: Document) -> None:
+        for document in self._documents:
+            if document is not self._main:
+                self._give_to(document, job)
+
+    def _give_to(self, document: Document, job: Document) -> None:
+        """Let an object be deleted together with the job."""
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": self._name(job)}
+        owners = [owner | {"uid": job["metadata"]["uid"], "controller": False, "blockOwnerDeletion": False}]
+        change = {"metadata": {"ownerReferences": owners}}
+        namespace = document["metadata"].get("namespace")
+        self._client.patch(resource_of(document), self._name(document), change, namespace=namespace)
+
+    def _take_back(self) -> list[str]:
+        """Delete what this submission may have created; returns what could not be asked about."""
+        left = []
+        for document in reversed(self._tried):
+            resource, name = resource_of(document), self._name(document)
+            try:
+                there = self._client.get(resource, name)
+                if there is not None and self._ours(there):
+                    self._client.delete(resource, name, uid=there["metadata"]["uid"])
+            except LaunchError:
+                left.append(f"{resource.full_name} {name}")
+        return left
+
+    def _ours(self, there: Document) -> bool:
+        """Return whether an object was made by this run's folder."""
+        labels = there["metadata"].get("labels") or {}
+        managers = [each.get("manager") for each in there["metadata"].get("managedFields") or []]
+        known = None
+        with suppress(ValueError):
+            known = self._run.submission()
+        ours = self._manager in managers or (known is not None and known.details.get("uid") == there["metadata"]["uid"])
+        return labels.get(RUN_LABEL) == self._run.id and ours
+
+    @staticmethod
+    def _same(there: Document, document: Document) -> bool:
+        """Return whether an object is of the same plan as a rendered document."""
+
+        def mark(of: Document) -> Any:
+            return (of["metadata"].get("annotations") or {}).get(HASH_ANNOTATION), of.get("data")
+
+        return bool(mark(there) == mark(document))
+
+    def _taken(self, there: Document) -> LaunchError:
+        resource, name, namespace = resource_of(there), self._name(there), there["metadata"]["namespace"]
+        whose = "this run, with another plan," if self._ours(there) else "a launch from another place"
+        if RUN_LABEL not in (there["metadata"].get("labels") or {}):
+            whose = "something other than partool"
+        message = f"the name {name} is taken in namespace {namespace}: there is a {there['kind']} made by {whose}"
+        help = f"give the spec another name, or: kubectl -n {namespace} delete {resource.full_name} {name}"
+        return LaunchError("PT575", message, help)
+
+    @staticmethod
+    def _name(document: Document) -> str:
+        return str(document["metadata"]["name"])

@@ -1,0 +1,310 @@
+"""Kubernetes as a target: JobSet, Job, PyTorchJob, TrainJob and Volcano jobs, with or without Kueue."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from partool.diagnostics.record import Diagnostic
+from partool.launch.k8s import diff as k8s_diff
+from partool.launch.k8s import logs as k8s_logs
+from partool.launch.k8s import waiting as k8s_waiting
+from partool.launch.k8s.client import Client, Document
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import PODS, RESOURCES, resource_of
+from partool.launch.k8s.status import KINDS, endings, judge
+from partool.launch.k8s.submit import Transaction, remove
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
+from partool.plan.outline import outline
+from partool.plan.run import CANCEL_FILE, RunStatus, write_status
+from partool.plan.types import Plan
+from partool.render import Job, Rendered
+from partool.render.k8s import agents_key
+from partool.render.k8s.objects import RUN_LABEL
+
+ERRORS_FILE = "errors.txt"
+"""Where the error records are kept once a run has ended: the cluster forgets them with the pods."""
+_DRY_RUN = "server-side dry run"
+
+
+class ObjectPlace(NamedTuple):
+    """Where a run's object is."""
+
+    context: str
+    namespace: str
+    kind: str
+    """As ``launch.k8s.kind``."""
+    name: str
+    uid: str
+    """Empty where it is not on record."""
+    nodes: int
+
+
+class K8sTarget:
+    """Runs on a Kubernetes cluster."""
+
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str, str], Client] = {}
+
+    def check(self, plan: Plan) -> None:
+        """Raise LaunchError if there is no client, no cluster, or no such kind of job on it."""
+        client = self._client_for(plan)
+        client.get(RESOURCES[KINDS[plan.launch.k8s.kind]], "partool")  # whether the kind is known and may be asked for
+
+    def validate(
+        self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False
+    ) -> Sequence[Level]:
+        """Check against the schemas that are there, of the cluster's version if it says so, and ask the cluster.
+
+        It is asked for what doctor asks about a plan, then for a dry run.
+        """
+        from partool.launch.k8s.validate import validate_offline
+
+        context = job.plan.launch.k8s.context
+        if offline:
+            return validate_offline(rendered.text, crds=crds, context=context)
+        try:
+            client = self._client_for(job.plan)
+            version = client.version()
+        except LaunchError as error:
+            levels = validate_offline(rendered.text, crds=crds, context=context)
+            return [*levels, Level(_DRY_RUN, ran=False, note=error.message)]
+        levels = validate_offline(rendered.text, crds=crds, context=context, core_version=version)
+        return [*levels, _on_cluster(client, job.plan), _dry_run(client, version, rendered)]
+
+    def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
+        """Create the objects; raises LaunchError, after which none of them is left."""
+        spec = job.plan.launch.k8s
+        client = self._client_for(job.plan)
+        documents = list(yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        transaction = Transaction(client, run, [*agents_key(job), *documents], spec.kind)
+        there = transaction.submit(float(job.plan.launch.shutdown_timeout_s))
+        (run.path / CANCEL_FILE).unlink(missing_ok=True)
+        (run.path / ERRORS_FILE).unlink(missing_ok=True)
+        return {
+            "kind": spec.kind,
+            "namespace": there["metadata"]["namespace"],
+            "name": there["metadata"]["name"],
+            "uid": there["metadata"]["uid"],
+            "context": client.context,
+            "nodes": str(job.plan.devices.nodes),
+        }
+
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        """Delete the objects of a run that have just been created."""
+        client = self._client(details["context"], details["namespace"])
+        remove(client, RESOURCES[KINDS[details["kind"]]], details["name"], details["uid"], 0.0)
+
+    def remove(self, run: Run) -> None:
+        """Delete the objects of a run that has ended, which bear the name that its next start needs."""
+        place = _place(run)
+        stopping_s = float(outline(run.plan_file).launch.shutdown_timeout_s)
+        client = self._client(place.context, place.namespace)
+        remove(client, RESOURCES[KINDS[place.kind]], place.name, place.uid, stopping_s)
+
+    def status(self, run: Run) -> RunStatus:
+        """Return how the run is doing; raises LaunchError."""
+        return self.statuses([run])[run.id]
+
+    def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
+        """Return the status of several runs by id: one look at a namespace's jobs of each kind, one at its pods.
+
+        Of several clusters and namespaces, those that cannot be asked leave their runs ``unknown``.
+        """
+        groups: dict[tuple[str, str], list[tuple[Run, ObjectPlace]]] = {}
+        for run in runs:
+            place = _place(run)
+            groups.setdefault((place.context, place.namespace), []).append((run, place))
+        found: dict[str, RunStatus] = {}
+        for (context, namespace), some in groups.items():
+            try:
+                found |= _statuses(self._client(context, namespace), some)
+            except LaunchError as error:
+                if len(groups) == 1:
+                    raise
+                unknown = {"state": "unknown", "reason": error.message}
+                found |= {run.id: run.status().model_copy(update=unknown) for run, _ in some}
+        return found
+
+    def cancel(self, run: Run, *, now: bool) -> bool:
+        """Delete the job, its pods first, which get the time they need for a checkpoint; none with ``now``."""
+        place = _place(run)
+        client = self._client(place.context, place.namespace)
+        if run.submission() is not None and not self.status(run).active:
+            return False
+        mark = run.path / CANCEL_FILE
+        mark.touch()  # before the deed: a job that is gone counts as cancelled even if this process is killed here
+        try:
+            asked = client.delete(RESOURCES[KINDS[place.kind]], place.name, uid=place.uid or None)
+        except LaunchError:
+            mark.unlink()
+            raise
+        if asked and now:
+            client.kill_pods(f"{RUN_LABEL}={run.id}")
+        return asked
+
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output; raises NoLogsError, and LaunchError where the cluster cannot be asked."""
+        place = _place(run)
+        client = self._client(place.context, place.namespace)
+        return k8s_logs.read(client, run, query, lambda: self.status(run))
+
+    def errors(self, run: Run) -> str:
+        """Return what failing agents left as their last words, over restarts as far as the pods are still there."""
+        place = _place(run)
+        pods = self._client(place.context, place.namespace).select(PODS, labelSelector=f"{RUN_LABEL}={run.id}")
+        if text := _errors(pods):
+            return text
+        kept = run.path / ERRORS_FILE
+        return kept.read_text(encoding="utf-8") if kept.exists() else ""
+
+    def diff(self, job: Job, rendered: Rendered) -> str:
+        """Return how the manifest differs from the objects of the latest run of this name."""
+        client = self._client_for(job.plan)
+        name = _latest(job)
+        parts = []
+        for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            own = str(document["metadata"]["name"])
+            live = client.get(resource_of(document), own.replace(job.run_id, name))
+            if live is not None and live["metadata"].get("labels", {}).get(RUN_LABEL) != name:
+                live = None
+            there = None if live is None else k8s_diff.renamed(live, name, job.run_id)
+            parts.append(k8s_diff.unified(there, document, f"{document['kind']}/{own.replace(job.run_id, name)}"))
+        return "".join(parts)
+
+    def _client_for(self, plan: Plan) -> Client:
+        spec = plan.launch.k8s
+        return self._client(spec.context or "", spec.namespace or "")
+
+    def _client(self, context: str, namespace: str) -> Client:
+        if (context, namespace) not in self._clients:
+            self._clients[context, namespace] = Client(context or None, namespace or None)
+        return self._clients[context, namespace]
+
+
+def _on_cluster(client: Client, plan: Plan) -> Level:
+    """Compare a plan with what the cluster has and allows."""
+    from partool.launch.k8s import doctor_plan as doctor_k8s_plan
+
+    name = "doctor's checks of the plan"
+    try:
+        return level_of(name, doctor_k8s_plan.checks(client, plan))
+    except LaunchError as error:
+        return Level(name, False, error.message)
+
+
+def _dry_run(client: Client, version: str, rendered: Rendered) -> Level:
+    """Let the server judge every object, its webhooks and quotas included, and keep none."""
+    findings = []
+    for document in yaml.load_all(rendered.text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        try:
+            client.create(document, dry_run=True)
+        except LaunchError as error:
+            if not _makes_room(client, document, error):
+                findings.append(Diagnostic(error.code, error.message, help=error.help))
+    findings += [
+        Diagnostic("PT578", f"the cluster warns: {text}", severity="warning") for text in dict.fromkeys(client.warnings)
+    ]
+    return Level(_DRY_RUN, ran=True, note=f"Kubernetes {version}", findings=tuple(findings))
+
+
+def _makes_room(client: Client, document: Document, error: LaunchError) -> bool:
+    """Return whether only an object of the same run is in the way, which its next start replaces."""
+    if not isinstance(error, ApiError) or error.reason != "AlreadyExists":
+        return False
+    there = client.get(resource_of(document), document["metadata"]["name"])
+    labels = {} if there is None else there["metadata"].get("labels") or {}
+    return there is None or labels.get(RUN_LABEL) == document["metadata"]["labels"].get(RUN_LABEL)
+
+
+def _place(run: Run) -> ObjectPlace:
+    """Return where a run's object is: by the record, or by its plan while there is no record yet."""
+    submission = run.submission()
+    if submission is not None and submission.details:
+        known = submission.details
+        nodes = int(known.get("nodes", "1"))
+        return ObjectPlace(
+            known.get("context", ""), known["namespace"], known["kind"], known["name"], known.get("uid", ""), nodes
+        )
+    plan = outline(run.plan_file)
+    spec = plan.launch.k8s
+    return ObjectPlace(spec.context or "", spec.namespace or "", spec.kind, run.id, "", plan.devices.nodes)
+
+
+def _statuses(client: Client, runs: Sequence[tuple[Run, ObjectPlace]]) -> dict[str, RunStatus]:
+    """Return the status of the runs in one namespace; raises LaunchError."""
+    selector = f"{RUN_LABEL}={runs[0][0].id}" if len(runs) == 1 else RUN_LABEL
+    jobs = {
+        (kind, job["metadata"]["name"]): job
+        for kind in {place.kind for _, place in runs}
+        for job in client.select(RESOURCES[KINDS[kind]], labelSelector=selector)
+    }
+    # after the jobs: the pods of one that has ended have ended too
+    pods: dict[str, list[Document]] = {}
+    for pod in client.select(PODS, labelSelector=selector):
+        pods.setdefault(pod["metadata"]["labels"][RUN_LABEL], []).append(pod)
+    return {
+        run.id: _status(client, run, place, jobs.get((place.kind, place.name)), pods.get(run.id, []))
+        for run, place in runs
+    }
+
+
+def _status(client: Client, run: Run, place: ObjectPlace, job: Document | None, pods: list[Document]) -> RunStatus:
+    """Return a run's status, and keep it once the run has ended: the cluster deletes finished jobs."""
+    record = run.status()
+    if job is None or (place.uid and job["metadata"]["uid"] != place.uid):
+        found = _gone(run, record)
+    else:
+        found = judge(record, place.kind, job, pods, place.nodes)
+        if found.state == "queued":
+            found = found.model_copy(update={"reason": k8s_waiting.why(client, place.kind, job, found.reason)})
+    if not found.active and found != record:
+        with suppress(OSError):
+            if text := _errors(pods):
+                (run.path / ERRORS_FILE).write_text(text, encoding="utf-8")
+            write_status(run.path, found)
+    return found
+
+
+def _gone(run: Run, record: RunStatus) -> RunStatus:
+    """Return the status of a run whose object is no longer there."""
+    if not record.active:
+        return record
+    mark = run.path / CANCEL_FILE
+    if mark.exists():
+        return record.model_copy(update={"state": "cancelled", "ended": mark.stat().st_mtime, "reason": "cancelled"})
+    reason = "its job is gone from the cluster: deleted by somebody, or after its end, which is not on record here"
+    return record.model_copy(update={"state": "failed", "ended": time.time(), "reason": reason})
+
+
+def _errors(pods: Sequence[Document]) -> str:
+    parts = []
+    for ending in endings(pods, earlier=True):
+        at = "" if ending.at is None else time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(ending.at))
+        why = "" if ending.reason in ("", "Error") else f" ({ending.reason})"
+        head = f"node {ending.node}, pod {ending.pod}: exit code {ending.code}{why}{at}"
+        parts.append("\n".join([head, *(f"  {line}" for line in ending.message.strip().splitlines())]))
+    return "\n".join(parts)
+
+
+def _latest(job: Job) -> str:
+    """Return the id of the run that a job is compared with: its own, or the newest that was submitted of the name."""
+    store = RunStore()
+    own = Run(store.root / job.run_id)
+    if own.path.is_dir():
+        return own.id
+    for run in store.runs():
+        with suppress(ValueError, OSError):
+            submission = run.submission()
+            if submission is not None and submission.target == "k8s":
+                plan: Any = json.loads(run.plan_file.read_text(encoding="utf-8"))
+                if plan["name"] == job.plan.name:
+                    return run.id
+    return job.run_id

@@ -1,0 +1,174 @@
+"""Whether the parts of a run's manifest fit its plan: nodes, devices, grace, the meeting place of the agents."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from partool.launch.k8s.validate.findings import FieldFault, at
+from partool.launch.k8s.validate.forms import parse_quantity
+from partool.launch.k8s.validate.manifest import DocumentPart, Manifest, Pods, dig
+from partool.plan.run import PLAN_FILE
+from partool.render.k8s.objects import HASH_ANNOTATION
+
+_AGENT = "partool_runtime.agent"
+_SET: dict[str, set[str | None]] = {
+    "JobSet": {"JOB_COMPLETION_INDEX"},
+    "TrainJob": {"JOB_COMPLETION_INDEX"},
+    "PyTorchJob": {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"},
+    "Job": {"JOB_COMPLETION_INDEX", "VC_TASK_INDEX", "VK_TASK_INDEX"},
+}
+"""Kind → variables that its controller adds to every container."""
+_DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
+
+
+def grace(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find pods that are killed before the agent's shutdown timeout is over; the default is 30 seconds."""
+    timeout_s = dig(plan_of(manifest), "launch", "shutdown_timeout_s")
+    if not isinstance(timeout_s, int):
+        return
+    for pods in manifest.pods:
+        given_s = pods.spec.number("terminationGracePeriodSeconds")
+        if (30 if given_s is None else given_s) <= timeout_s:
+            text = f"{'30, the default,' if given_s is None else given_s} must be above the agent's {timeout_s} seconds"
+            yield at(pods.spec, "terminationGracePeriodSeconds", text=f"{text} for a checkpoint")
+
+
+def nodes(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find a number of pods that is not the plan's number of nodes, or that the agents are told otherwise."""
+    wanted = dig(plan_of(manifest), "devices", "nodes")
+    counts = [pods.count for pods in manifest.pods if not pods.is_patch and pods.count is not None]
+    trainers = [d.number("spec", "trainer", "numNodes") or 1 for d in manifest.of("TrainJob", "trainer.kubeflow.org")]
+    if isinstance(wanted, int) and (counts or trainers) and sum(counts) + sum(trainers) != wanted:
+        text = f"{sum(counts) + sum(trainers)} pods for a plan of {wanted} nodes"
+        owner = manifest.pods[0].maker if counts else manifest.of("TrainJob", "trainer.kubeflow.org")[0]
+        yield at(owner, text=text)
+    for holder in _agents(manifest):
+        told = _option(holder, "--nodes")
+        if isinstance(wanted, int) and (told or "1") != str(wanted):
+            yield at(holder, "command", text=f"--nodes {told or '1'} for a plan of {wanted} nodes")
+        if (told is None) != (_option(holder, "--rendezvous") is None):
+            yield at(holder, "command", text="--nodes and --rendezvous belong together")
+
+
+def devices(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find containers with another number of devices than the plan has ranks on a node."""
+    plan = plan_of(manifest)
+    per_node, backend = dig(plan, "devices", "per_node"), dig(plan, "devices", "backend")
+    if not isinstance(per_node, int) or backend not in _DEVICES:
+        return
+    resource = (
+        dig(plan, "launch", "k8s", "device_resource") or {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}[backend]
+    )
+    for holder in _agents(manifest):
+        field = "resourcesPerNode" if holder.path[-1:] == ("trainer",) else "resources"
+        given = parse_quantity(holder.get(field, "limits", resource))
+        if given != per_node:
+            text = f"{'none' if given is None else given} for {per_node} ranks on a node"
+            yield at(holder, field, "limits", resource, text=text)
+
+
+def hashes(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find hashes of the plan, on the objects and on the agent's command line, that are not the same."""
+    known = {
+        value: document
+        for document in manifest.documents
+        if isinstance(value := document.get("metadata", "annotations", HASH_ANNOTATION), str)
+    }
+    for holder in _agents(manifest):
+        told = _option(holder, "--plan-hash")
+        if known and told is not None and told not in known:
+            yield at(holder, "command", text=f"--plan-hash {told[:12]}... is not the hash on the objects")
+    if len(known) > 1:
+        yield at(
+            list(known.values())[-1],
+            "metadata",
+            "annotations",
+            HASH_ANNOTATION,
+            text="the objects bear different hashes",
+        )
+
+
+def meeting_place(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find agents that would wait for a pod which does not exist."""
+    for holder, document, pods in _agents_of(manifest):
+        told, first = _option(holder, "--rendezvous"), _first_pod(document, pods)
+        host = (told or "").rpartition(":")[0]
+        if told is not None and host != first and not host.startswith(f"{first}."):
+            yield at(holder, "command", text=f"--rendezvous {told}: pod 0 is {first}")
+
+
+def variables(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find ``$(NAME)`` in commands that nobody sets: Kubernetes would hand it on as it is."""
+    for holder, document, _ in _agents_of(manifest):
+        own = {variable.text("name") for variable in holder.parts("env")} | _SET[str(document.get("kind"))]
+        for word in _command(holder):
+            for name in re.findall(r"(?<!\$)(?:\$\$)*\$\(([A-Za-z_]\w*)\)", str(word)):
+                if name not in own:
+                    yield at(holder, "command", text=f"$({name}) stands for a variable that the container has not")
+
+
+def _first_pod(document: DocumentPart, pods: Pods | None) -> str:
+    """Return the DNS name of pod 0, as the kind's controller makes it."""
+    name = document.text("metadata", "name")
+    if pods is None:
+        return f"{name}-node-0-0.{name}"
+    if pods.kind == "Job":
+        return f"{name}-0.{pods.spec.text('subdomain')}"
+    if pods.kind == "JobSet":
+        first = document.text("spec", "replicatedJobs", 0, "name")
+        return f"{name}-{first}-0-0.{document.text('spec', 'network', 'subdomain') or name}"
+    first = document.text("spec", "tasks", 0, "name")
+    return f"{name}-master-0" if pods.kind == "PyTorchJob" else f"{name}-{first}-0.{name}"
+
+
+def plan_of(manifest: Manifest) -> Any:
+    """Return the plan that a ConfigMap of the manifest holds, as data; None where there is none that can be read."""
+    for document in manifest.of("ConfigMap"):
+        text = document.get("data", PLAN_FILE)
+        if isinstance(text, str):
+            try:
+                return json.loads(text)
+            except ValueError:
+                return None
+    return None
+
+
+def plans(manifest: Manifest) -> Iterator[FieldFault]:
+    """Find plans that are no JSON."""
+    for document in manifest.of("ConfigMap"):
+        text = document.get("data", PLAN_FILE)
+        if isinstance(text, str) and not isinstance(plan_of(Manifest((document,))), dict):
+            yield at(document, "data", PLAN_FILE, text="is no JSON object")
+
+
+def _agents(manifest: Manifest) -> list[DocumentPart]:
+    """Return what holds the agent's command line."""
+    return [holder for holder, _, _ in _agents_of(manifest)]
+
+
+def _agents_of(manifest: Manifest) -> list[tuple[DocumentPart, DocumentPart, Pods | None]]:
+    """Return (what holds the agent's command line, its document, its pods; None for a TrainJob's trainer)."""
+    documents = {document.owner: document for document in manifest.documents if document.get("kind") != "ConfigMap"}
+    found: list[tuple[DocumentPart, DocumentPart, Pods | None]] = [
+        (container, documents[container.owner], pods) for pods in manifest.pods for container in pods.containers
+    ]
+    trainers = manifest.of("TrainJob", "trainer.kubeflow.org")
+    found += [(document.part("spec", "trainer"), document, None) for document in trainers]
+    return [each for each in found if _AGENT in _command(each[0])]
+
+
+def _command(holder: DocumentPart) -> list[Any]:
+    words = []
+    for field in ("command", "args"):
+        given = holder.get(field)
+        words += given if isinstance(given, list) else []
+    return words
+
+
+def _option(holder: DocumentPart, name: str) -> str | None:
+    words = _command(holder)
+    after = words[words.index(name) + 1 :] if name in words else []
+    return str(after[0]) if after else None

@@ -1,0 +1,124 @@
+"""Definitions of a cluster's add-on types (CRDs) on this machine: ``~/.cache/partool/crds/CONTEXT``, or a folder."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import yaml
+
+from partool.launch.k8s.validate.reading import UnreadableError, load_documents
+
+IN_CLUSTER = "in-cluster"
+"""Stands for a context where there is no kubeconfig."""
+_ENDINGS = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A version of a type that a cluster knows."""
+
+    kind: str
+    api_version: str
+    """``group/version``."""
+    schema: dict[str, Any]
+    """Its ``openAPIV3Schema``."""
+    served: bool
+    file: str
+
+
+def cached_crds(context: str | None = None) -> Path | None:
+    """Return the folder with the definitions of a context's cluster; None where ``doctor`` has not stored any.
+
+    Without a context, the kubeconfig's current one counts.
+    """
+    folder = _folder(current_context() if context is None else context)
+    return folder if folder.is_dir() and any(file.suffix in _ENDINGS for file in folder.iterdir()) else None
+
+
+def store_crds(context: str | None, documents: Iterable[dict[str, Any]]) -> Path:
+    """Keep the definitions of a context's cluster in place of earlier ones; returns their folder. Raises OSError."""
+    folder = _folder(current_context() if context is None else context)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = set()
+    for document in documents:
+        name = quote(str(document["metadata"]["name"]), safe="") + ".json"
+        _write(folder / name, json.dumps({"kind": "CustomResourceDefinition", **document}))
+        names.add(name)
+    for file in folder.iterdir():
+        if file.suffix in _ENDINGS and file.name not in names:
+            file.unlink()
+    return folder
+
+
+def definitions(folder: Path) -> tuple[Definition, ...]:
+    """Return the types that the files of a folder define; raises UnreadableError and OSError."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _ENDINGS and file.is_file())
+    return tuple(each for file in files for each in _of_file(file, file.stat().st_mtime_ns, file.stat().st_size))
+
+
+def current_context() -> str:
+    """Return the current context of the kubeconfig; ``in-cluster`` where there is none."""
+    places = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    for place in filter(None, places.split(os.pathsep)):
+        try:
+            content = yaml.safe_load(Path(place).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        name = content.get("current-context") if isinstance(content, dict) else None
+        if isinstance(name, str) and name:
+            return name
+    return IN_CLUSTER
+
+
+def _folder(context: str) -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    # A context may be called anything, paths and .. included.
+    name = (
+        quote(context or IN_CLUSTER, safe="").replace(".", "%2E") if set(context) <= {"."} else quote(context, safe="")
+    )
+    return root / "partool" / "crds" / name
+
+
+def _write(file: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.replace(temporary, file)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_file(file: Path, modified_ns: int, size_bytes: int) -> tuple[Definition, ...]:
+    """Read a file; the time and the size of it decide whether what was read before still holds."""
+    text = file.read_text(encoding="utf-8")
+    if "CustomResourceDefinition" not in text:
+        return ()
+    try:
+        documents = [json.loads(text)] if file.suffix == ".json" else load_documents(text)
+    except ValueError as error:
+        raise UnreadableError(f"{file} is not JSON: {error}") from error
+    except UnreadableError as error:
+        raise UnreadableError(f"{file}: {error}") from error
+    return tuple(each for document in documents for each in _of_document(document, file.name))
+
+
+def _of_document(document: Any, file: str) -> Iterable[Definition]:
+    if not isinstance(document, dict):
+        return
+    for item in document.get("items") or ():  # a list, as kubectl get crd -o yaml prints it
+        yield from _of_document(item, file)
+    if document.get("kind") != "CustomResourceDefinition":
+        return
+    spec = document["spec"]
+    for version in spec["versions"]:
+        schema = (version.get("schema") or {}).get("openAPIV3Schema") or {}
+        api_version = f"{spec['group']}/{version['name']}"
+        yield Definition(spec["names"]["kind"], api_version, schema, bool(version.get("served", True)), file)

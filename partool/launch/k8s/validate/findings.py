@@ -1,0 +1,27 @@
+"""What the levels of validation find, and how it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from partool.diagnostics.record import Diagnostic
+from partool.launch.k8s.validate.manifest import DocumentPart, Path, place
+
+
+@dataclass(frozen=True, slots=True)
+class FieldFault:
+    """Something wrong with a field of a document."""
+
+    owner: str
+    path: Path
+    text: str
+    help: str = ""
+
+    def diagnostic(self, code: str) -> Diagnostic:
+        """Return the finding under a rule's code: ``Job/mine: spec.completions: ...``."""
+        return Diagnostic(code, f"{self.owner}: {place(self.path)}: {self.text}", help=self.help)
+
+
+def at(part: DocumentPart, *path: str | int, text: str, help: str = "") -> FieldFault:
+    """Return a finding at a path below a part."""
+    return FieldFault(part.owner, part.path + path, text, help)

@@ -1,0 +1,85 @@
+"""What a queued Kubernetes job waits for, by the word of whoever lets it wait: Kueue, Volcano, or the events."""
+
+from __future__ import annotations
+
+from partool.launch.k8s.client import Client, Document
+from partool.launch.k8s.errors import ApiError
+from partool.launch.k8s.resources import EVENTS, Resource
+from partool.launch.k8s.status import progress
+
+KUEUE_GROUP = "kueue.x-k8s.io"
+QUEUE_LABEL = f"{KUEUE_GROUP}/queue-name"
+_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
+_NO_PODS = "there are no pods yet"
+_LONGEST = 300
+
+
+def why(client: Client, kind: str, job: Document, known: str) -> str:
+    """Return why a queued job waits; ``known`` is what its own objects say. Raises LaunchError."""
+    suspended = progress(kind, job).phase == "suspended"
+    if not suspended and known != _NO_PODS:
+        return known
+    try:
+        found = _kueue(client, job) if suspended else _volcano(client, job) if kind == "volcano" else ""
+        found = found or _events(client, job["metadata"]["name"])
+    except ApiError as error:
+        if error.status not in (403, 404):
+            raise
+        found = ""
+    return (found or known)[:_LONGEST]
+
+
+def kueue_version(client: Client) -> str:
+    """Return the version of Kueue's API that the cluster prefers; empty without Kueue."""
+    try:
+        answer: str = client.read(f"/apis/{KUEUE_GROUP}")["preferredVersion"]["groupVersion"]
+    except ApiError as error:
+        if error.status in (403, 404):
+            return ""
+        raise
+    return answer
+
+
+def _kueue(client: Client, job: Document) -> str:
+    """Return what Kueue says of the job's Workload (https://kueue.sigs.k8s.io/docs/concepts/workload/)."""
+    queue = (job["metadata"].get("labels") or {}).get(QUEUE_LABEL, "")
+    version = kueue_version(client)
+    if not version or not queue:
+        return "suspended; nobody is in charge of it (no Kueue)" if queue else "suspended by hand"
+    selector = f"{KUEUE_GROUP}/job-uid={job['metadata']['uid']}"
+    workloads = client.select(Resource(version, "workloads"), labelSelector=selector)
+    if not workloads:
+        return f"suspended; Kueue has no Workload for it: is there a LocalQueue {queue}?"
+    status = workloads[0].get("status") or {}
+    conditions = {each["type"]: each for each in status.get("conditions") or []}
+    if conditions.get("QuotaReserved", {}).get("status") == "True":
+        checks = [check for check in status.get("admissionChecks") or [] if check.get("state") != "Ready"]
+        texts = [f"{check.get('name')} is {check.get('state')}: {check.get('message', '')}" for check in checks]
+        return f"Kueue, queue {queue}: quota is reserved; {'; '.join(texts) or 'not admitted yet'}"
+    text = conditions.get("QuotaReserved", {}).get("message") or "waits for quota"
+    evicted = conditions.get("Evicted", {})
+    again = f" (put back: {evicted.get('reason')})" if evicted.get("status") == "True" else ""
+    return f"Kueue, queue {queue}: {text}{again}"
+
+
+def _volcano(client: Client, job: Document) -> str:
+    name = f"{job['metadata']['name']}-{job['metadata']['uid']}"
+    group = client.get(_POD_GROUPS, name) or {}
+    for condition in (group.get("status") or {}).get("conditions") or []:
+        if condition.get("type") == "Unschedulable" and condition.get("status") == "True":
+            return f"Volcano: {condition.get('message') or condition.get('reason')}"
+    return ""
+
+
+def _events(client: Client, name: str) -> str:
+    """Return the latest warning about the job or what was made for it: quotas, pod security..."""
+    found = [
+        event
+        for event in client.select(EVENTS, fieldSelector="type=Warning")
+        if (event["involvedObject"].get("name") or "") == name
+        or (event["involvedObject"].get("name") or "").startswith(f"{name}-")
+    ]
+    if not found:
+        return ""
+    latest = max(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+    return f"{latest.get('reason')}: {latest.get('message')}"

@@ -1,0 +1,135 @@
+"""Slurm's commands, run with a time limit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from partool.launch.slurm.text import ACCOUNTING, COLUMNS, SlurmJob, last_words, parse_accounting, parse_queue
+from partool.launch.target import LaunchError
+
+ANSWER_TIMEOUT_S = 60.0
+"""A busy controller takes its time; longer than this and nobody waits."""
+_UNREACHABLE = (
+    "Unable to contact slurm controller",
+    "Could not establish a configuration source",
+    "Connection refused",
+    "Connection timed out",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Protocol authentication error",
+    "Unexpected message received",
+    "Munge",
+    "Slurm backup controller in standby mode",
+)
+
+
+class CommandAnswer(NamedTuple):
+    """What a command said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Slurm:
+    """The Slurm that this machine's commands talk to, or one of its other clusters."""
+
+    def __init__(self, cluster: str = "") -> None:
+        self.cluster = cluster
+        self._cluster = [f"--clusters={cluster}"] if cluster else []
+
+    def jobs(self, ids: Sequence[str]) -> list[SlurmJob]:
+        """Return those of the jobs that the controller still knows, ended or not, array tasks one by one."""
+        return self._queue(f"--jobs={','.join(ids)}") if ids else []
+
+    def named(self, name: str) -> list[SlurmJob]:
+        """Return this user's jobs of a name."""
+        # not --me, which is unknown before 20.02; a number is a user's id whatever the name service says
+        return [job for job in self._queue(f"--name={name}", f"--user={os.getuid()}") if job.name == name]
+
+    def recorded(self, ids: Sequence[str]) -> list[SlurmJob]:
+        """Return what accounting knows of jobs that the controller has forgotten; nothing where there is none."""
+        if not ids or shutil.which("sacct") is None:
+            return []
+        fields = ",".join(ACCOUNTING)
+        options = ["--noheader", "--parsable2", "--allocations", f"--format={fields}", f"--jobs={','.join(ids)}"]
+        try:
+            answer = call(["sacct", *self._cluster, *options])
+        except LaunchError:  # a database that is down is no reason to say nothing: the controller has answered
+            return []
+        return parse_accounting(answer.out) if answer.code == 0 else []
+
+    def cancel(self, ids: Sequence[str], *options: str) -> str:
+        """Run scancel; returns its complaint, empty if it has none."""
+        answer = call(["scancel", *self._cluster, *options, *ids])
+        return "" if answer.code == 0 else answer.err.strip()
+
+    def cancel_named(self, name: str) -> None:
+        """Cancel this user's jobs of a name, if there are any."""
+        call(["scancel", *self._cluster, f"--name={name}", f"--user={os.getuid()}"])
+
+    def _queue(self, *which: str) -> list[SlurmJob]:
+        columns = ",".join(f"{name}:{width}" for name, width in COLUMNS)
+        command = ["squeue", *self._cluster, "--noheader", "--array", "--states=all", f"--Format={columns}", *which]
+        answer = call(command)
+        if answer.code and "Invalid job id" not in answer.err:  # a single one that is unknown
+            raise _failed(command, answer)
+        return parse_queue(answer.out)
+
+
+def call(
+    command: Sequence[str], text: str | None = None, environment: dict[str, str] | None = None, timeout_s: float = 0
+) -> CommandAnswer:
+    """Run one of Slurm's commands.
+
+    Raises LaunchError PT550 where it is not installed, does not answer in time, or cannot reach the controller.
+    """
+    wait_s = timeout_s or ANSWER_TIMEOUT_S
+    # Other formats of time, and colours, are the user's for reading; squeue's own variables change its output.
+    env = {name: value for name, value in (environment or dict(os.environ)).items() if not _changes_output(name)}
+    if command[0] != "sbatch":  # which hands its environment on to the job
+        env |= {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, input=text, env=env, capture_output=True,
+            text=True, errors="replace", timeout=wait_s, check=False,
+            stdin=subprocess.DEVNULL if text is None else None,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise _missing(command[0]) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            "PT550", f"{command[0]} has not answered for {wait_s:g} s", "scontrol ping says how Slurm is", exit_code=3
+        ) from None
+    answer = CommandAnswer(done.returncode, done.stdout, done.stderr)
+    if answer.code and any(sign in answer.err for sign in _UNREACHABLE):
+        raise _failed(command, answer)
+    return answer
+
+
+def missing_command(command: str) -> None:
+    """Raise LaunchError PT550 if a command is not there."""
+    if shutil.which(command) is None:
+        raise _missing(command)
+
+
+def _missing(command: str) -> LaunchError:
+    help = "launch on a login node of the cluster, or load its Slurm module; partool render needs neither"
+    return LaunchError("PT550", f"{command} is not in PATH: this machine cannot submit to Slurm", help, exit_code=3)
+
+
+def _failed(command: Sequence[str], answer: CommandAnswer) -> LaunchError:
+    """Return the error of a command that should have worked."""
+    said = last_words(answer.err) or f"exit code {answer.code}"
+    return LaunchError("PT550", f"{command[0]}: {said}", "scontrol ping says whether Slurm is up", exit_code=3)
+
+
+def _changes_output(name: str) -> bool:
+    return name.startswith(("SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")) or name in (
+        "SLURM_TIME_FORMAT",
+        "SLURM_CLUSTERS",
+    )

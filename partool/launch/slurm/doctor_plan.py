@@ -1,0 +1,184 @@
+"""A plan against what a Slurm cluster has: partition, nodes, account, QOS, containers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from partool.launch.slurm.client import call
+from partool.launch.slurm.text import parse_duration, parse_record
+from partool.launch.target import Check
+from partool.plan.types import Plan
+from partool.process import interpreter
+
+_UNUSABLE = ("down", "drain", "fail", "maint", "unknown", "inval")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What ``sinfo`` says about a node."""
+
+    name: str
+    gres: str
+    cores: int
+    memory_mib: int
+    state: str
+
+    def gpus(self, kind: str | None) -> int:
+        """Return the number of its GPUs, of a type or of all."""
+        found = re.findall(r"gpu(?::([A-Za-z_][\w.-]*))?:(\d+)", self.gres)
+        return sum(int(count) for name, count in found if kind in (None, name))
+
+
+def plan_checks(plan: Plan, config: dict[str, str]) -> Iterator[Check]:
+    """Yield what the plan wants and the cluster has, or lacks."""
+    records = parse_record(call(["scontrol", "--all", "show", "partition", "--oneliner"]).out)
+    yield from partition_checks(plan, records)
+    name = _partition(plan, records)
+    command = ["sinfo", "--noheader", "--Node", "--format=%N|%G|%c|%m|%T"]
+    answer = call([*command, f"--partition={name}"] if name else command)
+    yield nodes_check(plan, parse_nodes(answer.out))
+    yield _rights(plan, config)
+    yield from _container(plan)
+    yield from _on_the_nodes(plan)
+
+
+def partition_checks(plan: Plan, records: list[dict[str, str]]) -> Iterator[Check]:
+    """Compare nodes and time with a partition's limits; ``records`` are of ``scontrol show partition``."""
+    wanted = _partition(plan, records)
+    found = next((record for record in records if record.get("PartitionName") == wanted), None)
+    if found is None:
+        names = ", ".join(sorted(record.get("PartitionName", "") for record in records))
+        text = f"there is no partition {wanted!r}" if wanted else "there is no default partition"
+        yield Check("partition", "failed", text, f"launch.slurm.partition: one of {names}")
+        return
+    problems = [text for text in _over(plan, found) if text]
+    if problems:
+        help = f"scontrol show partition {wanted} shows the limits; another partition may allow it"
+        yield Check("partition", "failed", f"{wanted}: {'; '.join(problems)}", help)
+    else:
+        limits = f"at most {found.get('MaxTime')}, {found.get('TotalNodes')} nodes"
+        yield Check("partition", "ok", f"{wanted}: {limits}")
+
+
+def _over(plan: Plan, record: dict[str, str]) -> Iterator[str]:
+    slurm, nodes = plan.launch.slurm, plan.devices.nodes
+    if record.get("State", "UP") != "UP":
+        yield f"it is {record['State']}"
+    if nodes > (most := _limit(record, "MaxNodes")):
+        yield f"hardware.nodes is {nodes}, the limit is {most:g}"
+    if nodes > (there := _limit(record, "TotalNodes")):
+        yield f"hardware.nodes is {nodes}, it has {there:g}"
+    longest = parse_duration(record.get("MaxTime", ""))
+    asked = parse_duration(slurm.time) if slurm.time else None
+    if longest is not None and asked is not None and asked > longest:
+        yield f"launch.slurm.time is {slurm.time}, the limit is {record['MaxTime']}"
+    for field, name in (("AllowAccounts", "account"), ("AllowQos", "qos")):
+        allowed, value = record.get(field, "ALL"), getattr(slurm, name)
+        if value and allowed not in ("ALL", "N/A") and value not in allowed.split(","):
+            yield f"launch.slurm.{name} is {value}; it takes {allowed}"
+
+
+def _limit(record: dict[str, str], name: str) -> float:
+    text = record.get(name, "")
+    return float(text) if text.isdigit() else float("inf")
+
+
+def _partition(plan: Plan, records: list[dict[str, str]]) -> str:
+    own = plan.launch.slurm.partition or os.environ.get("SBATCH_PARTITION")
+    default = next((record["PartitionName"] for record in records if record.get("Default") == "YES"), "")
+    return own or default
+
+
+def parse_nodes(text: str) -> list[Node]:
+    """Return the nodes of ``sinfo --Node --format='%N|%G|%c|%m|%T'``, each once."""
+    found = {}
+    for line in text.splitlines():
+        name, gres, cores, memory, state = [*line.split("|"), "", "", "", ""][:5]
+        if cores.rstrip("+").isdigit() and memory.rstrip("+").isdigit():
+            found[name] = Node(name, gres, int(cores.rstrip("+")), int(memory.rstrip("+")), state)
+    return list(found.values())
+
+
+def nodes_check(plan: Plan, nodes: list[Node]) -> Check:
+    """Say whether enough nodes have what the plan asks of each."""
+    slurm, devices = plan.launch.slurm, plan.devices
+    wanted = devices.per_node if devices.backend != "cpu" and slurm.gpus != "none" else 0
+    with_gpus = [node for node in nodes if node.gpus(slurm.gpu_type) >= wanted]
+    kind = f" of type {slurm.gpu_type}" if slurm.gpu_type else ""
+    if wanted and len(with_gpus) < devices.nodes:
+        have = ", ".join(sorted({node.gres for node in nodes})) or "no nodes"
+        text = f"{len(with_gpus)} node(s) have {wanted} GPUs{kind}; the plan wants {devices.nodes} (there is: {have})"
+        return Check("nodes", "failed", text, "write hardware.per_node and launch.slurm.gpu_type as the nodes are")
+    fitting = [node for node in with_gpus if node.cores >= (slurm.cpus_per_task or 1)]
+    if len(fitting) < devices.nodes:
+        text = f"{len(fitting)} node(s) would do; the plan wants {devices.nodes}"
+        return Check("nodes", "failed", text, "sinfo -N -l shows the nodes; write a smaller hardware.nodes")
+    up = [node for node in fitting if not any(word in node.state for word in _UNUSABLE)]
+    what = f"{wanted} GPUs{kind}" if wanted else f"{min(node.cores for node in fitting)} cores or more"
+    if len(up) < devices.nodes:
+        text = f"{len(fitting)} node(s) with {what}, of which only {len(up)} are up now"
+        return Check("nodes", "warning", text, "the job would wait; sinfo -R says why nodes are down")
+    return Check("nodes", "ok", f"{len(up)} node(s) with {what} are up; the plan takes {devices.nodes}")
+
+
+def _rights(plan: Plan, config: dict[str, str]) -> Check:
+    slurm = plan.launch.slurm
+    kind = config.get("AccountingStorageType", "")
+    if not kind or kind.endswith("/none") or shutil.which("sacctmgr") is None:
+        named = [f"{name} {value}" for name in ("account", "qos") if (value := getattr(slurm, name))]
+        what = " and ".join(named) or "account and QOS"
+        return Check("rights", "skipped", f"{what} cannot be looked up: there is no accounting here")
+    options = ["--noheader", "--parsable2", "show", "associations", f"user={_user()}", "format=account,partition,qos"]
+    rows = [line.split("|") for line in call(["sacctmgr", *options]).out.splitlines() if line.count("|") == 2]
+    return rights_check(slurm.account, slurm.qos, rows)
+
+
+def rights_check(account: str | None, qos: str | None, rows: list[list[str]]) -> Check:
+    """Compare account and QOS with a user's associations: rows of account, partition and QOS names."""
+    accounts = sorted({row[0] for row in rows})
+    if account and account not in accounts:
+        have = f"yours: {', '.join(accounts)}" if accounts else "you have none"
+        return Check("rights", "failed", f"no account {account}; {have}", "launch.slurm.account")
+    allowed = sorted({name for row in rows if account in (None, row[0]) for name in row[2].split(",") if name})
+    if qos and qos not in allowed:
+        text = f"no QOS {qos}" + (f" with account {account}" if account else "") + f"; yours: {', '.join(allowed)}"
+        return Check("rights", "failed", text, "launch.slurm.qos")
+    return Check("rights", "ok", f"accounts {', '.join(accounts) or 'none'}; QOS {', '.join(allowed) or 'none'}")
+
+
+def _container(plan: Plan) -> Iterator[Check]:
+    kind = plan.launch.slurm.container
+    if kind == "pyxis":
+        if "--container-image" in call(["srun", "--help"]).out:
+            yield Check("pyxis", "ok", "srun knows --container-image")
+        else:
+            help = "ask the site for pyxis, or use launch.slurm.container: apptainer"
+            yield Check("pyxis", "failed", "srun does not know --container-image: the plug-in is not installed", help)
+    elif kind == "apptainer":
+        path = shutil.which("apptainer") or shutil.which("singularity")
+        help = "it may still be there on the nodes, where a module in launch.slurm.setup can load it"
+        yield Check("apptainer", "ok" if path else "warning", path or "not in PATH here", help)
+
+
+def _on_the_nodes(plan: Plan) -> Iterator[Check]:
+    slurm = plan.launch.slurm
+    python = plan.launch.python or ("python in the image" if slurm.container != "none" else interpreter())
+    text = f"{python}: whether the nodes have it, with partool, cannot be seen from here"
+    yield Check("python", "skipped", text, "srun -n1 " + python + " -P -c 'import partool_runtime'")
+    if slurm.setup and not Path(slurm.setup).exists():
+        text = f"{slurm.setup} is not here; the nodes must have it"
+        yield Check("setup", "warning", text, "put it on a file system that all nodes share")
+
+
+def _user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())

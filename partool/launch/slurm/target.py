@@ -1,0 +1,283 @@
+"""Slurm as a target: jobs that sbatch takes, and what becomes of them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from partool.diagnostics.record import Diagnostic
+from partool.launch.describe import errors_as_text
+from partool.launch.slurm import logs as slurm_logs
+from partool.launch.slurm.client import Slurm, call, missing_command
+from partool.launch.slurm.refusal import refusal
+from partool.launch.slurm.script import environment_of, test_only
+from partool.launch.slurm.status import run_status
+from partool.launch.slurm.text import SlurmJob, parse_submission
+from partool.launch.store import Run, RunStore
+from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
+from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
+from partool.plan.types import NOT_RUN, Plan
+from partool.render import Job, Rendered, render
+
+JOB_ID = "job_id"
+CLUSTER = "cluster"
+_SUBMIT_TIMEOUT_S = 120.0
+_ENDING_S = 10.0
+"""How long a cancel waits for a job that is ending: it may come back."""
+_POLL_S = 0.3
+_CLOCKS_S = 2.0
+_NEVER_SENT = ("not in PATH", "Unable to contact", "Connection refused", "configuration source", "uthentication")
+"""Errors after which the controller cannot have taken the job."""
+_LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+
+
+class SlurmTarget:
+    """The Slurm cluster that this machine's commands talk to."""
+
+    def check(self, plan: Plan) -> None:
+        """Raise LaunchError PT550 where sbatch and its kin are missing here."""
+        for command in ("sbatch", "squeue", "scancel"):
+            missing_command(command)
+
+    def validate(self, job: Job, rendered: Rendered, *, crds: Path | None = None, offline: bool = False) -> list[Level]:
+        """Check with partool's own rules, with what doctor asks about a plan, and with ``sbatch --test-only``.
+
+        The last one queues nothing; where limits of partitions are not enforced it lets jobs pass that never start.
+        """
+        from partool.render.slurm.lint import lint
+
+        own = Level("own rules", True, findings=(*lint(rendered.text), *_where(job)))
+        return [own] if offline else [own, _on_cluster(job.plan), test_only(job, rendered)]
+
+    def submit(self, run: Run, job: Job, rendered: Rendered) -> dict[str, str]:
+        """Run sbatch; returns ``job_id`` and, with several clusters, ``cluster``.
+
+        An answer that does not come is looked for in the queue by the run's name, so that the job is neither submitted
+        twice nor left behind.
+        """
+        start = time.time()
+        slurm = Slurm(_cluster_of(rendered.text))
+        command = ["sbatch", "--parsable", str(run.path / rendered.main)]
+        try:
+            answer = call(command, environment=environment_of(rendered.text), timeout_s=_SUBMIT_TIMEOUT_S)
+            if answer.code == 0:
+                return _details(*parse_submission(answer.out))
+        except (LaunchError, ValueError) as error:
+            if found := _lost(slurm, run.id, start, error):
+                return _details(found.job_id, slurm.cluster)
+            if isinstance(error, LaunchError):
+                raise
+            raise LaunchError("PT552", f"sbatch: {error}", f"see squeue --name={run.id}") from None
+        except BaseException:  # interrupted: whether the job exists is not known
+            with suppress(LaunchError):
+                slurm.cancel_named(run.id)
+            raise
+        finding = refusal(answer.err, job.plan)
+        raise LaunchError(finding.code, finding.message, finding.help)
+
+    def withdraw(self, run: Run, details: dict[str, str]) -> None:
+        """Cancel a job that has just been submitted."""
+        Slurm(details.get(CLUSTER, "")).cancel([details[JOB_ID]])
+
+    def status(self, run: Run) -> RunStatus:
+        """Return how the run is doing; raises LaunchError PT550 where Slurm cannot be asked."""
+        return self.statuses([run])[run.id]
+
+    def statuses(self, runs: Sequence[Run]) -> dict[str, RunStatus]:
+        """Return the status of several runs by id, with one call of squeue per cluster."""
+        found: dict[str, RunStatus] = {}
+        by_cluster: dict[str, dict[str, Run]] = {}
+        for run in runs:
+            job_id, cluster = _submitted(run)
+            if job_id:
+                by_cluster.setdefault(cluster, {})[job_id] = run
+            else:
+                found[run.id] = run.status()
+        for cluster, of_job in by_cluster.items():
+            jobs = _known(Slurm(cluster), list(of_job))
+            for job_id, run in of_job.items():
+                of_run = jobs.get(job_id, [])
+                single = next((job for job in of_run if job.task is None), None)
+                found[run.id] = run_status(run, single, job_id, of_run)
+        return found
+
+    def cancel(self, run: Run, *, now: bool) -> bool:
+        """Take a waiting job out of the queue; ask a running one for a checkpoint, or kill it.
+
+        Raises LaunchError PT553 where scancel refuses.
+        """
+        job_id, cluster = _submitted(run)
+        slurm = Slurm(cluster)
+        jobs = [job for job in slurm.jobs([job_id]) if job.active] if job_id else []
+        if not jobs:
+            return False
+        # Before any signal: it tells the job's script that nobody wants the job back in the queue.
+        (run.path / CANCEL_FILE).touch()
+        complaints = _stop(slurm, job_id, jobs, now=now)
+        if all(complaints) and any(job.active for job in slurm.jobs([job_id])):
+            raise LaunchError("PT553", f"Slurm does not cancel job {job_id}: {complaints[0]}", f"scancel {job_id}")
+        return True
+
+    def logs(self, run: Run, query: LogQuery) -> Iterator[LogLine]:
+        """Yield lines of the ranks' output and messages of the job's script; raises NoLogsError."""
+        return slurm_logs.read(run, query, lambda: self.status(run))
+
+    def errors(self, run: Run) -> str:
+        """Return the error records of all ranks as text, array tasks one after the other."""
+        texts = [errors_as_text(run.path)]
+        for file in sorted(run.path.glob("task-*/" + PLAN_FILE)):
+            if text := errors_as_text(file.parent):
+                texts.append(f"{file.parent.name}\n{text}")
+        return "\n".join(filter(None, texts))
+
+    def remove(self, run: Run) -> None:
+        """Take out of the queue what should have ended: a job that Slurm holds after a failed requeue."""
+        job_id, cluster = _submitted(run)
+        slurm = Slurm(cluster)
+        if job_id and any(job.active for job in slurm.jobs([job_id])):
+            slurm.cancel([job_id])
+
+    def diff(self, job: Job, rendered: Rendered) -> str:
+        """Return how what would be submitted differs from the newest run of this name, under that run's name."""
+        before = next((run for run in RunStore().runs() if run.goes_by(job.plan.name) and _is_ours(run)), None)
+        if before is None:
+            return _unified({}, rendered.files, "nothing", job.run_id)
+        again = replace(job, run_id=before.id, run_dir=PurePosixPath(before.path))
+        ours = render("slurm", again).files
+        theirs = {name: _content(before.path / name) for name in _rendered_names(before.path) | set(ours)}
+        return _unified(theirs, ours, before.id, "now")
+
+
+def _on_cluster(plan: Plan) -> Level:
+    """Compare a plan with what the cluster has and allows."""
+    from partool.launch.slurm.doctor import configuration
+    from partool.launch.slurm.doctor_plan import plan_checks
+
+    name = "doctor's checks of the plan"
+    try:
+        return level_of(name, plan_checks(plan, configuration()))
+    except LaunchError as error:
+        return Level(name, False, error.message)
+
+
+def _stop(slurm: Slurm, job_id: str, jobs: list[SlurmJob], *, now: bool) -> list[str]:
+    """Cancel or signal a job, or each task of an array as far as it has come; returns scancel's answers."""
+    if now:
+        return [slurm.cancel([job_id], "--full", "--signal=KILL"), slurm.cancel([job_id])]
+    complaints = []
+    if running := [job.id for job in jobs if job.state == "RUNNING"]:
+        complaints.append(slurm.cancel(running, "--batch", "--signal=USR2"))
+    end = time.monotonic() + _ENDING_S
+    while True:
+        if idle := [job.id for job in jobs if job.active and job.state not in ("RUNNING", "COMPLETING")]:
+            complaints.append(slurm.cancel(idle))
+        jobs = [job for job in jobs if job.state == "COMPLETING"]
+        if not jobs or time.monotonic() > end:
+            return complaints
+        time.sleep(_POLL_S)  # it may be on its way back to the queue, where no signal reaches it
+        ids = {job.id for job in jobs}
+        jobs = [job for job in slurm.jobs([job_id]) if job.id in ids]
+
+
+def _where(job: Job) -> list[Diagnostic]:
+    """Return a warning where other nodes hardly see the run's folder."""
+    place = next((place for place in _LOCAL_PLACES if str(job.run_dir).startswith(place + "/")), None)
+    if place is None:
+        return []
+    message = f"runs are kept in {job.run_dir.parent}, and {place} is usually another one on every node"
+    help = "set PARTOOL_HOME to a folder on a file system that all nodes share"
+    return [Diagnostic("PT554", message, "warning", help=help)]
+
+
+def _lost(slurm: Slurm, name: str, start: float, error: Exception) -> SlurmJob | None:
+    """Return the job whose submission, begun at a Unix time, was not confirmed, if it is there.
+
+    Raises LaunchError PT552 where that cannot be found out.
+    """
+    if isinstance(error, LaunchError) and any(sign in error.message for sign in _NEVER_SENT):
+        return None
+    try:
+        # A run that is resumed had jobs of this name before; clocks may differ by little.
+        jobs = [job for job in slurm.named(name) if (job.submitted or start) >= start - _CLOCKS_S]
+    except LaunchError as second:
+        said = error.message if isinstance(error, LaunchError) else str(error)
+        message = f"{said}; whether the job was taken is not known ({second.message})"
+        help = f"once Slurm answers: scancel --name={name}, then launch again"
+        raise LaunchError("PT552", message, help) from None
+    return max(jobs, key=lambda job: int(job.job_id), default=None)
+
+
+def _known(slurm: Slurm, ids: list[str]) -> dict[str, list[SlurmJob]]:
+    """Return the jobs by id, from the queue or, where it has forgotten them, from accounting."""
+    found: dict[str, list[SlurmJob]] = {}
+    for job in slurm.jobs(ids):
+        found.setdefault(job.job_id, []).append(job)
+    for job in slurm.recorded([job_id for job_id in ids if job_id not in found]):
+        found.setdefault(job.job_id, []).append(job)
+    return found
+
+
+def _submitted(run: Run) -> tuple[str, str]:
+    """Return job id and cluster; empty where the run was never submitted.
+
+    A launcher that was killed before it could note the number leaves the run's name to go by.
+    """
+    submission = run.submission()
+    if submission is not None and not submission.details:
+        found = max(Slurm().named(run.id), key=lambda job: int(job.job_id), default=None)
+        return found.job_id if found else "", ""
+    details = submission.details if submission else {}
+    return details.get(JOB_ID, ""), details.get(CLUSTER, "")
+
+
+def _details(job_id: str, cluster: str) -> dict[str, str]:
+    return {JOB_ID: job_id, **({CLUSTER: cluster} if cluster else {})}
+
+
+def _cluster_of(script: str) -> str:
+    """Return the cluster that a job goes to where it is not the commands' own."""
+    match = re.search(r"^#SBATCH --clusters=(\S+)", script, re.MULTILINE)
+    return match[1] if match else os.environ.get("SBATCH_CLUSTERS", "")
+
+
+def _is_ours(run: Run) -> bool:
+    try:
+        submission = run.submission()
+    except ValueError:
+        return False
+    return submission is not None and submission.target == "slurm"
+
+
+def _rendered_names(folder: Path) -> set[str]:
+    patterns = ("job.sbatch", "node.sh", PLAN_FILE, f"task-*/{PLAN_FILE}", "plan-*-nodes.json")
+    return {str(file.relative_to(folder)) for pattern in patterns for file in folder.glob(pattern)}
+
+
+def _content(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def _unified(before: dict[str, str], after: dict[str, str], name: str, other: str) -> str:
+    parts: list[str] = []
+    for file in sorted(before.keys() | after.keys()):
+        old, new = (_comparable(file, texts.get(file, "")).splitlines(keepends=True) for texts in (before, after))
+        parts += difflib.unified_diff(old, new, f"{name}/{file}", f"{other}/{file}")
+    return "".join(parts)
+
+
+def _comparable(file: str, text: str) -> str:
+    """Return a plan without what does not decide how it runs: predictions change with every calibration."""
+    if not file.endswith(".json") or not text:
+        return text
+    try:
+        content = {key: value for key, value in json.loads(text).items() if key not in NOT_RUN}
+    except ValueError:
+        return text
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,1 @@
+"""Slurm's section of a spec, and its rules."""
