@@ -19,6 +19,7 @@ from partool.launch.target import ClusterTarget, LaunchError, LogQuery, NoLogsEr
 from partool.launch.targets import cluster, statuses, target_of
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.strategies.targets import TARGETS
 
 _EXIT_FINDINGS = 1
 _EXIT_ENVIRONMENT = 3
@@ -92,7 +93,7 @@ def _submit(target: ClusterTarget, ordered: Order, previous: Run | None, options
 
 
 def _step(run: Run, plan: Plan, step: int) -> None:
-    if plan.launch.target == "k8s":
+    if not TARGETS[plan.launch.target].sees_files:
         message = "the checkpoints of a Kubernetes run lie in its storage, where they cannot be put aside from here"
         fail("PT589", message, "rename the later ones there by hand, then resume without --step", 1)
     check_step(run, plan, step)

@@ -20,6 +20,7 @@ from partool.plan.run import PLAN_FILE
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.render import Job, Rendered, findings, render
+from partool.strategies.targets import ARRAYS, RESIZABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def _about_launch(plan: Plan) -> list[Diagnostic]:
 
     found = check_launch(plan.launch, plan.devices)
     found += check_duration(plan.launch, plan.prediction.time.total_s)
-    if plan.launch.target == "slurm" and plan.launch.min_nodes is not None:
+    if plan.launch.target in RESIZABLE and plan.launch.min_nodes is not None:
         from partool.planner.elastic import check_elastic  # prices layouts, which needs numpy
 
         found += check_elastic(plan)
@@ -117,8 +118,9 @@ def _tasks(path: Path, overrides: list[str], array: list[str], plan: Plan) -> tu
     """Return a plan for each combination of values; they must ask for the same machines in the same way."""
     if path.suffix == ".json":
         raise typer.BadParameter("--array varies a spec; a plan is decided already")
-    if plan.launch.target != "slurm":
-        fail("PT587", f"the target {plan.launch.target} has no job arrays", "use --target slurm, or launch each", 1)
+    if plan.launch.target not in ARRAYS:
+        help = f"use --target {' or '.join(ARRAYS)}, or launch each"
+        fail("PT587", f"the target {plan.launch.target} has no job arrays", help, 1)
     found = []
     for row, task, problem in varied(path, overrides, array):
         what = ", ".join(row)
@@ -150,7 +152,7 @@ def _as_before(path: Path, previous: Run, array: list[str]) -> None:
 
 
 def _sizes(plan: Plan) -> dict[int, Plan]:
-    if plan.launch.min_nodes is None or plan.launch.target != "slurm":
+    if plan.launch.min_nodes is None or plan.launch.target not in RESIZABLE:
         return {}
     from partool.planner.elastic import sizes
 

@@ -21,9 +21,15 @@ from partool.plan.outline import other_version
 from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool.spec.patterns import PATTERNS
+from partool.strategies.targets import TARGETS
 
 if TYPE_CHECKING:
     from partool.planner.search.longest import Longest
+
+    TargetChoice = str
+else:
+    TargetChoice = Literal[tuple(TARGETS)]
+    """For typer: the names that have a record; type checkers refuse a Literal of names that stand elsewhere."""
 
 Output = Literal["text", "json", "github", "sarif"]
 Lines = Mapping[str, list[str]]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from partool.cli._load import TrustCode
+from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import fail
 from partool.diagnostics.secrets import masked
-from partool.launch.target import Check, LaunchError
+from partool.launch.target import DoctorFiles, LaunchError
+from partool.launch.targets import doctor
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.strategies.targets import HERE, JOB_SCRIPTS
 
 _ENVIRONMENT = 3
 _MARKS = {"ok": "ok      ", "warning": "warning ", "failed": "FAILED  ", "skipped": "skipped "}
@@ -25,8 +26,7 @@ def command(
         Path | None, typer.Argument(help="Spec or plan to check the place for; or an sbatch script of yours.")
     ] = None,
     target: Annotated[
-        Literal["local", "torchrun", "slurm", "k8s"] | None,
-        typer.Option("--target", "-t", help="Which place; default: the spec's, else this machine."),
+        TargetChoice | None, typer.Option("--target", "-t", help="Which place; default: the spec's, else this machine.")
     ] = None,
     *,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
@@ -36,11 +36,11 @@ def command(
 ) -> None:
     """Check whether runs can be launched from here, and on this target."""
     plan, script = _read(file, overrides or [], target)
-    name = target or (plan.launch.target if plan else "slurm" if script is not None else "local")
+    name = target or (plan.launch.target if plan else JOB_SCRIPTS[0] if script is not None else HERE)
     try:
         checks = [
             replace(check, text=masked(check.text), help=masked(check.help))  # they quote the user's own scripts
-            for check in _checks(name, plan, script, crds)
+            for check in doctor(name, plan, DoctorFiles(script, crds))
         ]
     except LaunchError as error:
         fail(error.code, error.message, error.help, error.exit_code)
@@ -69,18 +69,3 @@ def _read(file: Path | None, overrides: list[str], target: str | None) -> tuple[
         return None, file.read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         fail("PT101", f"{file} cannot be read: {error.strerror}", "give a spec, a plan or an sbatch script", 1)
-
-
-def _checks(name: str, plan: Plan | None, script: str | None, crds: Path | None) -> Iterator[Check]:
-    if name == "slurm":
-        from partool.launch.slurm.doctor import checks as of_slurm
-
-        yield from of_slurm(plan, script)
-    elif name == "k8s":
-        from partool.launch.k8s.doctor import checks as of_kubernetes
-
-        yield from of_kubernetes(plan, crds)
-    else:
-        from partool.launch.doctor import checks as of_this_machine
-
-        yield from of_this_machine(plan)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from partool.cli import _cluster, _local
 from partool.cli._job import plan_for
-from partool.cli._load import TrustCode
+from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import fail, find_run_or_exit
 from partool.launch.store import Run, RunStore
 from partool.plan.types import Plan
+from partool.strategies.targets import DEFINITIONS, HERE, SCHEDULERS, TARGETS
 
 
 def command(
@@ -22,7 +23,7 @@ def command(
     ] = None,
     *,
     target: Annotated[
-        Literal["local", "torchrun", "slurm", "k8s"] | None,
+        TargetChoice | None,
         typer.Option("--target", "-t", help="Where to (torchrun: see render); default: the spec's."),
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
@@ -81,16 +82,16 @@ def command(
         step=step,
         crds=crds,
     )
-    if crds is not None and plan.launch.target != "k8s":
-        raise typer.BadParameter("--crds goes only with the target k8s")
-    if plan.launch.target != "local":
+    if crds is not None and plan.launch.target not in DEFINITIONS:
+        raise typer.BadParameter(f"--crds goes only with the target {' or '.join(DEFINITIONS)}")
+    if plan.launch.target != HERE:
         if detach:
             raise typer.BadParameter("--detach is for this machine; a scheduler's jobs go on by themselves")
         _cluster.launch(path, plan, overrides or [], previous, options)
         return
     given = {"--diff": diff, "--follow": follow, "--again": again, "--array": array, "--at-once": at_once}
     if names := [name for name, value in given.items() if value]:
-        raise typer.BadParameter(f"{' and '.join(names)} is for clusters: give --target slurm or k8s")
+        raise typer.BadParameter(f"{' and '.join(names)} is for clusters: give --target {' or '.join(SCHEDULERS)}")
     spec_text = None if path.suffix == ".json" else path.read_text(encoding="utf-8")
     _local.launch(
         plan, spec_text, previous, _local.LocalOptions(resume=resume, step=step, dry_run=dry_run, detach=detach)
@@ -101,9 +102,10 @@ def _refuse(plan: Plan) -> None:
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
-    if plan.launch.target == "torchrun":
-        message = "for the target torchrun, somebody starts the nodes by hand"
-        fail("PT588", message, "partool render --target torchrun prints the command of each node", 1)
+    if TARGETS[plan.launch.target].starter == "by hand":
+        message = f"for the target {plan.launch.target}, somebody starts the nodes by hand"
+        help = f"partool render --target {plan.launch.target} prints the command of each node"
+        fail("PT588", message, help, 1)
 
 
 def _previous_run(spec: Path, query: str | None) -> Run | None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from partool.cli._job import order, plan_for
-from partool.cli._load import TrustCode
+from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import fail
 from partool.plan.terminal import say
+from partool.strategies.targets import ARRAYS, HERE
 
 
 def command(
     spec: Annotated[Path, typer.Argument(help="Spec (YAML) or plan (JSON).")],
-    target: Annotated[
-        Literal["local", "torchrun", "slurm", "k8s"] | None, typer.Option("--target", "-t", help="Default: the spec's.")
-    ] = None,
+    target: Annotated[TargetChoice | None, typer.Option("--target", "-t", help="Default: the spec's.")] = None,
     *,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value, over the spec; repeatable.")] = None,
     out: Annotated[
@@ -46,27 +46,24 @@ def command(
     if not plan.runnable:
         codes = " ".join(plan.not_runnable)
         fail("PT505", f"the runtime cannot run this plan yet ({codes})", f"partool explain {codes}", 1)
-    if plan.launch.target == "local" and (array or at_once):
-        raise typer.BadParameter("--array and --at-once are for clusters: give --target slurm")
-    if plan.launch.target == "local":
+    if plan.launch.target == HERE and (array or at_once):
+        raise typer.BadParameter(f"--array and --at-once are for clusters: give --target {' or '.join(ARRAYS)}")
+    if plan.launch.target == HERE:
         from partool.launch.local.target import LocalTarget
 
         text = LocalTarget().describe(plan, None, resume=False)
         files = {"commands.txt": text + "\n", "plan.json": plan.to_json()}
-        main, run_dir = "commands.txt", None
+        main, by_hand = "commands.txt", ""
     else:
         ordered = order(spec, plan, overrides or [], array or [], at_once=at_once)
-        files, main, run_dir = ordered.rendered.files, ordered.rendered.main, ordered.job.run_dir
+        files, main, by_hand = ordered.rendered.files, ordered.rendered.main, ordered.rendered.by_hand
     if out is None:
         say(files[main], nl=False)
         return
     _write(out, files)
     say(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
-    if plan.launch.target == "slurm":
-        by_hand = f"mkdir -p {run_dir}/logs && cp -r {out}/. {run_dir} && sbatch {run_dir}/{main}"
-        say(f"partool: by hand: {by_hand}", err=True)
-    elif plan.launch.target == "k8s":
-        say(f"partool: by hand: kubectl apply -f {out / main}", err=True)
+    if by_hand:
+        say(f"partool: by hand: {by_hand.replace('{folder}', shlex.quote(str(out)))}", err=True)
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from partool.launch.store import RunStore
 from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.process import python_command
+from partool.strategies.targets import HERE
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FREE_BYTES = 1 << 30
@@ -89,7 +90,7 @@ def _devices(plan: Plan | None) -> Iterator[Check]:
     machine = this_machine()
     have = f"{machine.devices} x {machine.accelerator}" if machine.accelerator != "cpu" else "no accelerator"
     yield Check("devices", "ok", f"{have}, {available_cores()} cores")
-    if plan is None or plan.launch.target != "local":
+    if plan is None or plan.launch.target != HERE:
         return
     wanted = plan.devices
     if wanted.backend == "cpu":

@@ -9,7 +9,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 from partool.plan.record import Record
 from partool.plan.run import (
@@ -23,7 +23,9 @@ from partool.plan.run import (
     write_status,
 )
 from partool.plan.types import Plan
+from partool.spec._base import OneOf
 from partool.spec.patterns import RunName, fits
+from partool.strategies.targets import SCHEDULERS
 
 SUBMISSION_FILE = "submission.json"
 _LONGEST_NAME = 32
@@ -38,7 +40,7 @@ class RunNotFoundError(LookupError):
 class Submission(Record):
     """What ``submission.json`` says of a run that a scheduler has: how to find it again."""
 
-    target: Literal["slurm", "k8s"]
+    target: Annotated[str, OneOf(SCHEDULERS)]
     submitted: float
     """Unix time."""
     main: str

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast
 
 from partool.launch.store import SUBMISSION_FILE, Run, RunStore, Submission
 from partool.launch.target import ClusterTarget, LaunchError
@@ -120,8 +119,7 @@ def submit_again(target: ClusterTarget, run: Run, job: Job, rendered: Rendered, 
 
 def _submit(target: ClusterTarget, run: Run, job: Job, rendered: Rendered) -> None:
     """Submit, and note it before and after: whoever is killed in between leaves a run that can still be found."""
-    kind = cast(Literal["slurm", "k8s"], job.plan.launch.target)
-    record = Submission(target=kind, submitted=time.time(), main=rendered.main, details={})
+    record = Submission(target=job.plan.launch.target, submitted=time.time(), main=rendered.main, details={})
     _note(run, record)
     details = target.submit(run, job, rendered)
     try:

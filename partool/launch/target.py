@@ -74,6 +74,16 @@ class Check:
     help: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DoctorFiles:
+    """Files that the user gives ``partool doctor`` beside a plan."""
+
+    script: str | None = None
+    """Text of a job script of the user's, for targets whose jobs are scripts."""
+    crds: Path | None = None
+    """Folder with definitions of a Kubernetes cluster."""
+
+
 def level_of(name: str, checks: Iterable[Check]) -> Level:
     """Return what doctor's checks of a plan found as a level of validation; raises LaunchError as they do."""
     ran = [check for check in checks if check.verdict != "skipped"]

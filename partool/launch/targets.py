@@ -1,27 +1,23 @@
-"""The table of targets."""
+"""Targets by name: ``TARGET`` of ``partool.launch.<name>.target``, imported only when it is used."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+from partool.launch.doctor import checks as of_this_machine
 from partool.launch.store import Run
-from partool.launch.target import ClusterTarget, LaunchError, Target
+from partool.launch.target import Check, ClusterTarget, DoctorFiles, LaunchError, Target
 from partool.plan.run import RunStatus
-
-TARGETS = {
-    "local": "partool.launch.local.target:LocalTarget",
-    "slurm": "partool.launch.slurm.target:SlurmTarget",
-    "k8s": "partool.launch.k8s.target:K8sTarget",
-}
-"""Name → ``module:class``, imported only when it is used."""
+from partool.plan.types import Plan
+from partool.strategies.targets import HERE, SCHEDULERS
 
 
 def target_of(run: Run) -> Target:
     """Return the place where a run runs; raises ``pydantic.ValidationError`` where its record is spoilt."""
     submission = run.submission()
-    return cast(Target, _load("local" if submission is None else submission.target))
+    return cast(Target, _load(HERE if submission is None else submission.target))
 
 
 def cluster(name: str) -> ClusterTarget:
@@ -29,9 +25,18 @@ def cluster(name: str) -> ClusterTarget:
     return cast(ClusterTarget, _load(name))
 
 
+def doctor(name: str, plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
+    """Yield what is found about a target: a scheduler's by ``partool.launch.<name>.doctor``, else this machine's."""
+    if name not in SCHEDULERS:
+        yield from of_this_machine(plan)
+        return
+    checks: Callable[[Plan | None, DoctorFiles], Iterator[Check]]
+    checks = importlib.import_module(f"partool.launch.{name}.doctor").checks
+    yield from checks(plan, files)
+
+
 def _load(name: str) -> object:
-    module, _, kind = TARGETS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)()
+    return importlib.import_module(f"partool.launch.{name}.target").TARGET()
 
 
 def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
@@ -44,14 +49,14 @@ def statuses(runs: Sequence[Run]) -> dict[str, RunStatus]:
         except ValueError:
             found[run.id] = run.status().model_copy(update={"reason": "no readable submission.json"})
             continue
-        by_target.setdefault("local" if submission is None else submission.target, []).append(run)
+        by_target.setdefault(HERE if submission is None else submission.target, []).append(run)
     for name, some in by_target.items():
         found |= _statuses(name, some)
     return found
 
 
 def _statuses(name: str, runs: list[Run]) -> dict[str, RunStatus]:
-    if name == "local":
+    if name == HERE:
         return {run.id: run.status() for run in runs}
     # one that failed or was preempted may be back in the queue
     ended = {run.id: status for run in runs if (status := run.status()).state in ("done", "cancelled")}

@@ -38,6 +38,8 @@ class Rendered:
     main: str
     """The one that is submitted, and printed by ``partool render``."""
     files: dict[str, str]
+    by_hand: str = ""
+    """Shell command that submits the files from ``{folder}``, the folder they were written to; empty: none."""
 
     @property
     def text(self) -> str:

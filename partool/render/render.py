@@ -1,8 +1,9 @@
-"""The table of renderers."""
+"""Rendering for a target, by ``partool.render.<name>``: ``render(job)``, and ``findings(job)`` where it can refuse."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import cast
 
 from partool.diagnostics.record import Diagnostic
@@ -10,18 +11,12 @@ from partool.render.job import Job, Rendered
 from partool.render.shell import UnsafeValueError, variables
 from partool.spec.patterns import RunName, fits
 
-RENDERERS = {
-    "torchrun": "partool.render.torchrun",
-    "slurm": "partool.render.slurm",
-    "k8s": "partool.render.k8s",
-}
-"""Target → module with ``render(job) -> Rendered``, and with ``findings(job)`` where something can be in its way."""
 _HELP = "give it another name; PARTOOL_HOME says where runs are kept, and partool plan writes a plan anew"
 
 
 def findings(target: str, job: Job) -> list[Diagnostic]:
     """Return what only shows as a job is written for a target; errors among them mean that it cannot be."""
-    module = importlib.import_module(RENDERERS[target])
+    module = _renderer(target)
     try:
         checked(job)
         return cast(list[Diagnostic], module.findings(job)) if hasattr(module, "findings") else []
@@ -46,4 +41,8 @@ def render(target: str, job: Job) -> Rendered:
 
     Raises UnsafeValueError for a name or a value that cannot be written safely; :func:`findings` tells of it.
     """
-    return cast(Rendered, importlib.import_module(RENDERERS[target]).render(checked(job)))
+    return cast(Rendered, _renderer(target).render(checked(job)))
+
+
+def _renderer(target: str) -> ModuleType:
+    return importlib.import_module(f"partool.render.{target}")

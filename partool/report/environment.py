@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
-from partool.spec.launch import Secret, SlurmSpec
+from partool.spec.launch import Secret
+from partool.spec.targets.slurm.section import SlurmSpec
 
 _OWN = "partool: "
 """How the origin of a variable begins that partool sets in every plan."""

@@ -12,6 +12,7 @@ from rich.text import Text
 from partool.plan.types import Plan
 from partool.report import environment
 from partool.report.units import amount, duration, gib, seconds
+from partool.strategies.targets import SCHEDULERS, TARGETS
 
 _IN = {"cpu": "in host memory", "nvme": "in files"}
 _BAR = 24
@@ -246,7 +247,7 @@ def _lines(console: Console, title: str, lines: tuple[str, ...]) -> None:
 
 def _next(plan: Plan, source: str | None) -> str:
     if plan.runnable:
-        elsewhere = plan.devices.nodes > 1 and plan.launch.target == "local"
-        return f"partool launch {source or 'SPEC'}" + (" --target slurm, or k8s" if elsewhere else "")
+        elsewhere = plan.devices.nodes > 1 and TARGETS[plan.launch.target].starter == "here"
+        return f"partool launch {source or 'SPEC'}" + (f" --target {', or '.join(SCHEDULERS)}" if elsewhere else "")
     commands = ", ".join(f"partool explain {code}" for code in plan.not_runnable)
     return f"this plan cannot be launched yet: {commands}"

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.secrets import in_variable
 from partool.spec.launch import LaunchSpec
+from partool.strategies.targets import TARGETS
 
 _Place = tuple[str | int, ...]
 _OWNED_PREFIXES = ("PARTOOL_", "TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PET_")
@@ -66,7 +67,7 @@ def _texts(value: object, path: _Place, name: str = "") -> Iterator[tuple[_Place
 
 
 def _reference(launch: LaunchSpec, name: str) -> str:
-    if launch.target == "k8s":
+    if not TARGETS[launch.target].sees_files:
         return f"launch: {{secrets: {{{name}: {{secret: NAME, key: KEY}}}}}} takes it from a Kubernetes Secret"
     return f"launch: {{secrets: {{{name}: {{file: /path/on/the/nodes}}}}}} reads it as the ranks start"
 
@@ -79,10 +80,10 @@ def secret_references(launch: LaunchSpec) -> Iterator[Diagnostic]:
         if (secret.file is None) != in_cluster:
             what = "both a file and a Kubernetes Secret" if in_cluster else "neither a file nor a Kubernetes Secret"
             yield Diagnostic("PT521", f"{name} names {what}", path=path, help=_reference(launch, name))
-        elif launch.target == "k8s" and secret.file is not None:
+        elif not TARGETS[launch.target].sees_files and secret.file is not None:
             message = f"{name} is to come from a file, and a pod sees no files of a node"
             yield Diagnostic("PT521", message, path=(*path, "file"), help=_reference(launch, name))
-        elif launch.target != "k8s" and in_cluster:
+        elif TARGETS[launch.target].sees_files and in_cluster:
             message = f"{name} is to come from a Kubernetes Secret, which the target {launch.target} does not have"
             yield Diagnostic("PT521", message, path=path, help=_reference(launch, name))
         elif in_cluster and (secret.secret is None or secret.key is None):

@@ -15,7 +15,7 @@ from partool.launch.k8s import client as k8s_client
 from partool.launch.k8s import doctor as doctor_k8s
 from partool.launch.k8s.validate import cached_crds
 from partool.launch.k8s.validate.crd_cache import definitions
-from partool.launch.target import Check
+from partool.launch.target import Check, DoctorFiles
 from partool.plan.types import Plan
 from partool.spec.launch import LaunchSpec
 
@@ -34,7 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
 
 def found(plan: Plan | None = None, crds: Path | None = None) -> dict[str, Check]:
     """Return the checks by name; of several with one name the last."""
-    return {check.name: check for check in doctor_k8s.checks(plan, crds)}
+    return {check.name: check for check in doctor_k8s.checks(plan, DoctorFiles(crds=crds))}
 
 
 def with_launch(plan: Plan, **launch: Any) -> Plan:
@@ -75,13 +75,13 @@ def test_without_a_cluster_the_first_reason_is_the_last_word(
 ) -> None:
     (tmp_path / "empty").touch()
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / kubeconfig))
-    [check] = doctor_k8s.checks(None, None)
+    [check] = doctor_k8s.checks(None, DoctorFiles())
     assert (check.name, check.verdict) == (name, "failed")
 
 
 def test_an_unreachable_server_ends_it(here: Case) -> None:
     here.cluster.trouble("GET", "/version", "503", times=99)
-    *_, last = doctor_k8s.checks(None, None)
+    *_, last = doctor_k8s.checks(None, DoctorFiles())
     assert (last.name, last.verdict) == ("server", "failed")
 
 

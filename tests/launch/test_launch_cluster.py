@@ -82,9 +82,7 @@ class Scheduler:
 def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Scheduler]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PARTOOL_HOME", "home")
-    monkeypatch.setitem(
-        __import__("partool.launch.targets", fromlist=["TARGETS"]).TARGETS, "slurm", f"{__name__}:Scheduler"
-    )
+    monkeypatch.setattr("partool.launch.slurm.target.TARGET", Scheduler)
     for name, value in {
         "submitted": [],
         "states": {},

@@ -9,6 +9,8 @@ from typing import Any, Union
 
 from pydantic import BaseModel
 
+from partool.spec._base import OneOf
+
 Path_ = tuple[str | int, ...]
 CANARY = "canary"
 """Written, by what ought not to run, into the folder that scripts run in."""
@@ -43,6 +45,8 @@ def fields(model: type[BaseModel], place: Path_ = ()) -> Iterator[tuple[Path_, A
     """Yield every place of a section that takes text, and the section's data with MARK in that place."""
     required = {name: REQUIRED[name] for name, field in model.model_fields.items() if field.is_required()}
     for name, field in model.model_fields.items():
+        if any(isinstance(each, OneOf) for each in field.metadata):
+            continue  # one of some names, not any text
         for inner, value in texts(field.annotation, (*place, name)):
             yield inner, required | {name: value}
 

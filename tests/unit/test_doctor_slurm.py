@@ -11,6 +11,7 @@ from partool.launch.slurm import doctor as doctor_slurm
 from partool.launch.slurm.doctor import checks, cluster_checks, folder_check, parse_config
 from partool.launch.slurm.doctor_plan import nodes_check, parse_nodes, partition_checks, rights_check
 from partool.launch.slurm.text import parse_record
+from partool.launch.target import DoctorFiles
 
 CONFIG = """\
 Configuration data as of 2026-11-21T10:52:47
@@ -135,7 +136,7 @@ def test_folders(tmp_path: Path) -> None:
 def test_no_slurm_but_a_script_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     script = "#!/bin/bash\n#SBATCH --gres=gpu:8\n#SBATCH --gpus-per-node=4\nsrun train\n#SBATCH --time=1\n"
-    found = list(checks(None, script))
+    found = list(checks(None, DoctorFiles(script)))
     assert (found[0].name, found[0].verdict) == ("commands", "failed")
     assert "sbatch" in found[0].text
     assert len([check for check in found if check.name.startswith("script PT54")]) >= 2
@@ -148,6 +149,6 @@ def test_a_controller_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    last = list(checks(None, None))[-1]
+    last = list(checks(None, DoctorFiles()))[-1]
     assert (last.name, last.verdict) == ("controller", "failed")
     assert "Unable to contact slurm controller" in last.text

@@ -24,7 +24,8 @@ from partool.planner.checks.launching import environment
 from partool.report import environment as report
 from partool.report import render_plan
 from partool.spec.hardware import Devices, HardwareSpec
-from partool.spec.launch import LaunchSpec, NetworkPreset, Secret, SlurmSpec
+from partool.spec.launch import LaunchSpec, NetworkPreset, Secret
+from partool.spec.targets.slurm.section import SlurmSpec
 
 PRESETS: list[NetworkPreset] = [name for name in get_args(NetworkPreset) if name not in ("auto", "none")]
 

@@ -17,8 +17,11 @@ from partool.cli._load import Output, load_plan_or_exit
 from partool.planner.checks.launching import check_duration, check_launch, environment, resolve_launch
 from partool.spec import load_text
 from partool.spec.hardware import Devices, HardwareSpec
-from partool.spec.launch import K8sSpec, LaunchSpec, Secret, SlurmSpec
-from partool.spec.launch_units import quantity, time_s
+from partool.spec.launch import LaunchSpec, Secret
+from partool.spec.targets.k8s.rules import quantity
+from partool.spec.targets.k8s.section import K8sSpec
+from partool.spec.targets.slurm.rules import time_s
+from partool.spec.targets.slurm.section import SlurmSpec
 
 K8S = "launch:\n  target: k8s\n  image: registry.example/train:1\n"
 STORED = K8S + "  k8s: {storage: 'pvc:runs'"

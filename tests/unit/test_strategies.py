@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from partool.launch.target import ClusterTarget, Target
 from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
-from partool.spec._base import OneOf
+from partool.spec._base import OneOf, Section
+from partool.spec.launch import LaunchSpec
+from partool.spec.targets.rules import TargetRules, rules_of
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS, PREFERENCE
+from partool.strategies.targets import SECTIONS, TARGETS
 from partool_kernels.host import MOMENTS
 from partool_runtime.parallel.sequence.table import METHODS as RUN
 
@@ -65,6 +70,53 @@ def test_an_optimizer_has_a_host_kernel_and_is_told(name: str) -> None:
     assert f"`{name}`" in page("optimizers.md")
     assert record.reads
     assert record.source
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_has_its_rooms_and_is_told(name: str) -> None:
+    record = TARGETS[name]
+    if record.section:
+        assert isinstance(LaunchSpec.model_fields[name].default, Section)
+        assert isinstance(rules_of(name), TargetRules)
+        assert type(rules_of(name)) is not TargetRules
+    if record.starter != "here":
+        assert callable(importlib.import_module(f"partool.render.{name}").render)
+    if record.starter != "by hand":
+        needed = members(ClusterTarget if record.starter == "scheduler" else Target)
+        assert needed <= set(dir(importlib.import_module(f"partool.launch.{name}.target").TARGET))
+    if record.starter == "scheduler":
+        assert callable(importlib.import_module(f"partool.launch.{name}.doctor").checks)
+    assert has_test(record.test)
+    assert any(line.startswith(f"| `{name}` |") for line in page("launch.md").splitlines())
+    assert record.words
+
+
+def members(protocol: type) -> set[str]:
+    """Return the names of a protocol's own and inherited methods."""
+    return {name for each in protocol.__mro__ for name in vars(each) if not name.startswith("_")}
+
+
+def test_a_section_of_launch_is_a_target() -> None:
+    sections = [name for name, field in LaunchSpec.model_fields.items() if isinstance(field.default, Section)]
+    assert sections == list(SECTIONS)
+
+
+ROOMS = [f"partool/{room}/{name}" for room in ("spec/targets", "render", "launch") for name in TARGETS]
+
+
+def compared(path: Path) -> list[str]:
+    """Return the texts that a file compares with."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Compare)]
+    parts = [part for node in nodes for each in (node.left, *node.comparators) for part in ast.walk(each)]
+    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+def test_no_target_is_compared_by_name_outside_of_its_rooms() -> None:
+    paths = [path for top in ("partool", "runtime") for path in (ROOT / top).rglob("*.py")]
+    outside = [path for path in paths if not str(path.relative_to(ROOT)).startswith(tuple(ROOMS))]
+    assert 400 < len(outside) < len(paths)
+    assert [path.name for path in outside if set(compared(path)) & set(TARGETS)] == []
+    assert "slurm" in compared(ROOT / "partool/launch/slurm/target.py")
 
 
 def test_nothing_runs_that_has_no_record() -> None:

@@ -18,7 +18,7 @@ from partool.launch.k8s.validate.crd_cache import definitions
 from partool.launch.k8s.waiting import kueue_version
 from partool.launch.store import RunStore
 from partool.launch.submit import job_of
-from partool.launch.target import Check, LaunchError
+from partool.launch.target import Check, DoctorFiles, LaunchError
 from partool.plan.types import Plan
 from partool.render import render
 
@@ -32,13 +32,14 @@ _EARLIEST = (1, 27)
 """The oldest minor version of Kubernetes with strict field validation on (KEP-2885, stable in 1.27)."""
 
 
-def checks(plan: Plan | None, crds: Path | None) -> Iterator[Check]:
+def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
     """Yield what is found about the cluster and, where there is a plan, about its job there.
 
-    The cluster's definitions of job types are stored for validation without it; with ``crds``, a folder, they are
+    The cluster's definitions of job types are stored for validation without it; with ``files.crds``, a folder, they are
     taken from there and nothing is stored. A plan's manifest is validated against them even if no cluster answers.
     Raises nothing: what cannot be asked is a check that failed or was skipped.
     """
+    crds = files.crds
     version = yield from _cluster(plan, crds)
     if plan is not None:
         yield from _guarded("validation", lambda: _validation(plan, crds, version))

@@ -13,7 +13,7 @@ from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.render.k8s.placement import architecture, node_selector, tolerations
 from partool.render.k8s.resources import resources
-from partool.spec.launch_units import quantity
+from partool.spec.targets.k8s.rules import quantity
 
 _NODES = Resource("v1", "nodes", namespaced=False)
 _CLAIMS = Resource("v1", "persistentvolumeclaims")

@@ -21,7 +21,7 @@ from partool.launch.k8s.resources import PODS, RESOURCES, resource_of
 from partool.launch.k8s.status import KINDS, endings, judge
 from partool.launch.k8s.submit import Transaction, remove
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
+from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.outline import outline
 from partool.plan.run import CANCEL_FILE, RunStatus, write_status
 from partool.plan.types import Plan
@@ -308,3 +308,6 @@ def _latest(job: Job) -> str:
                 if plan["name"] == job.plan.name:
                     return run.id
     return job.run_id
+
+
+TARGET: type[ClusterTarget] = K8sTarget

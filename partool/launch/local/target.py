@@ -18,7 +18,7 @@ from partool.launch import logs
 from partool.launch.checkpoints import checkpoint_folder, complete
 from partool.launch.describe import errors_as_text
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError, LogLine, LogQuery
+from partool.launch.target import LaunchError, LogLine, LogQuery, Target
 from partool.plan.run import (
     LOGS,
     PLAN_FILE,
@@ -197,3 +197,6 @@ def stops_held_back() -> Iterator[Stops]:
 
 def _shell(command: list[str]) -> str:
     return shlex.join(command)
+
+
+TARGET: type[Target] = LocalTarget

@@ -13,7 +13,7 @@ from partool.launch.slurm.doctor_plan import plan_checks
 from partool.launch.slurm.refusal import estimate, refusal_of_script
 from partool.launch.slurm.script import defaults_in_use, tried
 from partool.launch.store import RunStore
-from partool.launch.target import Check, LaunchError
+from partool.launch.target import Check, DoctorFiles, LaunchError
 from partool.plan.types import Plan
 
 _COMMANDS = ("sbatch", "squeue", "scancel", "scontrol", "srun")
@@ -37,8 +37,9 @@ _SHARED = (
 """Beginnings, after ``fuse.``, of the names of file systems that several machines share."""
 
 
-def checks(plan: Plan | None, script: str | None) -> Iterator[Check]:
+def checks(plan: Plan | None, files: DoctorFiles) -> Iterator[Check]:
     """Yield what is found, most basic first; what cannot be asked without a controller is left out."""
+    script = files.script
     missing = [name for name in _COMMANDS if shutil.which(name) is None]
     if missing:
         help = "run this on a login node of the cluster, or load its Slurm module"

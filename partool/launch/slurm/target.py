@@ -21,7 +21,7 @@ from partool.launch.slurm.script import environment_of, test_only
 from partool.launch.slurm.status import run_status
 from partool.launch.slurm.text import SlurmJob, parse_submission
 from partool.launch.store import Run, RunStore
-from partool.launch.target import LaunchError, Level, LogLine, LogQuery, level_of
+from partool.launch.target import ClusterTarget, LaunchError, Level, LogLine, LogQuery, level_of
 from partool.plan.run import CANCEL_FILE, PLAN_FILE, RunStatus
 from partool.plan.types import NOT_RUN, Plan
 from partool.render import Job, Rendered, render
@@ -281,3 +281,6 @@ def _comparable(file: str, text: str) -> str:
     except ValueError:
         return text
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+TARGET: type[ClusterTarget] = SlurmTarget

@@ -10,6 +10,7 @@ from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import contained
+from partool.spec.targets.rules import rules_of
 
 _ARM = re.compile(r"(?<![a-z0-9])(arm64|aarch64|arm64v8|sbsa|linuxarm64)(?![a-z0-9])")
 _X86 = re.compile(r"(?<![a-z0-9])(x86[-_]64|x86|x64|amd64|linuxamd64)(?![a-z0-9])")
@@ -37,14 +38,14 @@ def _architecture(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     arm = is_superchip(devices.accelerator)
     have, other, pattern = ("arm64", "x86-64", _X86) if arm else ("x86-64", "arm64", _ARM)
     where = f"nodes with {devices.accelerator} are {have}"
-    image, named = launch.image, launch.k8s.node_selector.get("kubernetes.io/arch", "")
+    image, asked = launch.image, rules_of(launch.target).architecture(launch)
     if contained(launch) and image is not None and pattern.search(image.lower()):
         message = f"{image} is an image for {other}, and {where}: it would end with 'exec format error'"
         help = f"name an image that has a build for linux/{_docker_name(have)}; {_GENERAL}"
         yield Diagnostic("PT533", message, path=("launch", "image"), help=help)
-    if launch.target == "k8s" and named and named != _docker_name(have):
-        message = f"kubernetes.io/arch: {named} asks for nodes of that kind, and {where}"
-        path = ("launch", "k8s", "node_selector", "kubernetes.io/arch")
+    if asked is not None and asked[1] != _docker_name(have):
+        path, named = asked
+        message = f"{path[-1]}: {named} asks for nodes of that kind, and {where}"
         yield Diagnostic("PT533", message, path=path, help=f"drop it, or write {_docker_name(have)}")
 
 

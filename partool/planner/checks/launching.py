@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,13 @@ from partool.plan.types import Variable
 from partool.planner.checks.hardware import check_hardware
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.launch_checks import check_errors, check_warnings, contained, is_image_file
-from partool.spec.launch_units import lead_s, quantity, time_s
+from partool.spec.launch_checks import check_errors, check_warnings, contained
+from partool.spec.launch_paths import is_image_file
 from partool.spec.spec import Spec
+from partool.spec.targets.rules import rules_of
 from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile
+from partool.strategies.targets import RESIZABLE, SCHEDULERS, TARGETS
 
-_LEAST_SHARED_BYTES = 1 << 30
-"""Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
-_LONGEST_HOURS = 48
-"""A limit that many sites allow."""
 _LL128_SETTLED = ("NCCL_PROTO", "NCCL_LL128_C2C", "FI_CXI_RDZV_GET_MIN")
 
 
@@ -40,7 +37,7 @@ class ResolvedLaunch:
 
 def trains_here(spec: Spec) -> bool:
     """Return True if the ranks run on the machine that plans, so that what it lacks is missing to them as well."""
-    return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in ("slurm", "k8s")
+    return spec.hardware.accelerator in ("auto", "cpu") and spec.launch.target not in SCHEDULERS
 
 
 def resolve_launch(launch: LaunchSpec, base_dir: Path) -> ResolvedLaunch:
@@ -91,45 +88,38 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
     found = [*check_errors(launch), *check_warnings(launch)]
     if not planning or "target" in launch.model_fields_set:
         found += _several_nodes(launch, devices)
-    of_machines = (_restarts, _without_effect, _fewer, _machines, _shared_memory, _network)
-    found += [finding for rule in of_machines for finding in rule(launch, devices)]
-    return [*found, *check_hardware(launch, devices)]
+    for rule in (_restarts, _requeues, _fewer, _machines, _network):
+        found += rule(launch, devices)
+    return [*found, *rules_of(launch.target).on_machines(launch, devices), *check_hardware(launch, devices)]
 
 
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    if launch.target == "local" and devices.nodes > 1:
-        message = f"the target local starts the ranks of one machine, and the plan has {devices.nodes} nodes"
+    if TARGETS[launch.target].starter == "here" and devices.nodes > 1:
+        message = f"the target {launch.target} starts the ranks of one machine, and the plan has {devices.nodes} nodes"
         help = "use the target slurm or k8s; torchrun renders one command per node; or set hardware.nodes=1"
         yield Diagnostic("PT524", message, path=("launch", "target"), help=help)
 
 
 def _restarts(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    if launch.target == "torchrun" and devices.nodes > 1 and launch.restarts:
+    if TARGETS[launch.target].starter == "by hand" and devices.nodes > 1 and launch.restarts:
         message = f"restarts: {launch.restarts} needs somebody who starts all {devices.nodes} nodes again together"
-        help = "set restarts: 0, or use the target slurm or k8s, whose schedulers do"
+        help = f"set restarts: 0, or use the target {' or '.join(SCHEDULERS)}, whose schedulers do"
         yield Diagnostic("PT524", message, path=("launch", "restarts"), help=help)
 
 
-def _without_effect(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    """Say which fields that were set mean nothing here."""
-    if launch.target != "slurm":
-        if launch.requeues != LaunchSpec().requeues:
-            how = "without a limit" if launch.target == "k8s" else "when somebody starts it again"
-            message = (
-                f"requeues: {launch.requeues} is for Slurm; with the target {launch.target} a run comes back {how}"
-            )
-            help = "drop it, or leave it for when the spec goes to Slurm"
-            yield Diagnostic("PT524", message, severity="note", path=("launch", "requeues"), help=help)
-        return
-    if launch.slurm.gpu_type is not None and (launch.slurm.gpus == "none" or devices.backend == "cpu"):
-        why = "gpus: none asks for no devices" if launch.slurm.gpus == "none" else "ranks on a CPU ask for no devices"
-        message = f"gpu_type: {launch.slurm.gpu_type} has no effect: {why}"
-        path = ("launch", "slurm", "gpu_type")
-        yield Diagnostic("PT524", message, severity="warning", path=path, help="drop it, or set gpus: gres")
+def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+    """Say that the number of requeues, where it was set, means nothing here."""
+    comes_back = TARGETS[launch.target].comes_back
+    if comes_back and launch.requeues != LaunchSpec().requeues:
+        message = (
+            f"requeues: {launch.requeues} is for Slurm; with the target {launch.target} a run comes back {comes_back}"
+        )
+        help = "drop it, or leave it for when the spec goes to Slurm"
+        yield Diagnostic("PT524", message, severity="note", path=("launch", "requeues"), help=help)
 
 
 def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    if launch.target == "slurm" and launch.min_nodes is not None and launch.min_nodes > devices.nodes:
+    if launch.target in RESIZABLE and launch.min_nodes is not None and launch.min_nodes > devices.nodes:
         message = f"min_nodes: {launch.min_nodes} is more than the plan's {devices.nodes}"
         help = f"use {max(1, devices.nodes - 1)} or fewer, or drop it"
         yield Diagnostic("PT524", message, path=("launch", "min_nodes"), help=help)
@@ -138,21 +128,12 @@ def _fewer(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 def _machines(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     """Warn of nodes with more devices than are built: schedulers let such jobs wait for ever."""
     entry = table("accelerators").get(devices.accelerator)
-    if launch.target in ("slurm", "k8s") and entry is not None and devices.per_node > entry["per_node"]:
+    if launch.target in SCHEDULERS and entry is not None and devices.per_node > entry["per_node"]:
         usual, total = entry["per_node"], devices.nodes * devices.per_node
         message = f"{devices.per_node} devices per node are asked for; nodes with {devices.accelerator} have {usual}"
         nodes = -(-total // usual)
         help = f"for {total} devices write nodes: {nodes}, per_node: {usual}"
         yield Diagnostic("PT524", message, severity="warning", path=("hardware", "per_node"), help=help)
-
-
-def _shared_memory(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
-    size = launch.k8s.shared_memory
-    if launch.target == "k8s" and size is not None and quantity(size) < _LEAST_SHARED_BYTES * devices.per_node:
-        message = f"shared_memory: {size} is little for {devices.per_node} ranks: NCCL and data loaders need room"
-        help = f"use {devices.per_node}Gi or more, or drop it"
-        path = ("launch", "k8s", "shared_memory")
-        yield Diagnostic("PT528", message, severity="warning", path=path, help=help)
 
 
 def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
@@ -170,48 +151,4 @@ def _network(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
 
 def check_duration(launch: LaunchSpec, total_s: float) -> list[Diagnostic]:
     """Return what the time limits mean for a training of ``total_s`` seconds, as it is predicted."""
-    if launch.target == "k8s" and launch.k8s.deadline_s is not None and launch.k8s.deadline_s < total_s:
-        deadline = launch.k8s.deadline_s
-        message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
-        help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
-        return [Diagnostic("PT527", message, severity="warning", path=("launch", "k8s", "deadline_s"), help=help)]
-    if launch.target != "slurm":
-        return []
-    if launch.slurm.time is None:
-        return [_no_limit(launch, total_s), *_no_partition(launch)]
-    found = list(_no_partition(launch))
-    path = ("launch", "slurm", "time")
-    usable = time_s(launch.slurm.time) - lead_s(launch)
-    needed = math.ceil(total_s / usable) - 1 if usable > 0 else 0
-    if needed < 1:
-        return found
-    message = f"training takes {total_s:,.0f} s as predicted, a job has {usable:,} s: it is requeued {needed} times"
-    if needed <= launch.requeues:
-        return [*found, Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")]
-    message += f", and requeues: {launch.requeues} allows fewer"
-    help = f"set requeues: {needed + 2}, or a longer time"
-    return [*found, Diagnostic("PT527", message, severity="warning", path=path, help=help)]
-
-
-def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
-    """Warn of a job whose end the cluster decides on: it may be cut off, and it is not backfilled."""
-    message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
-    needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # in hours, which fit into a slot
-    help = f"add {_limit(needed)}, for {total_s:,.0f} s of training as predicted"
-    if needed > _LONGEST_HOURS:
-        help = f"add {_limit(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
-    return Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
-
-
-def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    slurm = launch.slurm
-    if slurm.partition is None and slurm.reservation is None and slurm.qos is None:
-        message = "no partition is named: the cluster's default one decides on machines and limits"
-        help = "add launch: {slurm: {partition: NAME}}; sinfo lists them, and partool doctor --target slurm checks it"
-        yield Diagnostic("PT527", message, severity="warning", path=("launch", "slurm"), help=help)
-
-
-def _limit(hours: int) -> str:
-    """Return what a spec says for a limit of so many hours."""
-    time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
-    return f"launch: {{slurm: {{time: '{time}'}}}}"
+    return list(rules_of(launch.target).about_duration(launch, total_s))

@@ -31,6 +31,7 @@ def render(job: Job) -> Rendered:
     return Rendered(
         MANIFEST,
         {MANIFEST: text(found, (*remarks, *_ownership([*agents_key(job), *found]), *key_remark(job))), PLAN_FILE: plan},
+        f"kubectl apply -f {{folder}}/{MANIFEST}",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from partool.plan.types import Plan, Variable
 from partool.render.shell import variables
-from partool.spec.launch_checks import POD_SCRATCH
+from partool.spec.targets.k8s.rules import POD_SCRATCH
 
 _HOME = Variable(name="HOME", value=POD_SCRATCH, origin="partool: where a pod can write, whatever its user and image")
 _USER = (

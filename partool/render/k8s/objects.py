@@ -10,7 +10,7 @@ from typing import Any
 from partool.plan.run import KEY_VARIABLE, PLAN_FILE
 from partool.render.job import Job
 from partool.render.k8s.environment import origins
-from partool.spec.launch import LABEL_DOMAIN
+from partool.spec.targets.k8s.section import LABEL_DOMAIN
 
 Object = dict[str, Any]
 

@@ -14,7 +14,7 @@ from partool.render.k8s.environment import environment, literal
 from partool.render.k8s.objects import NODE, PORT, key_variable, labels
 from partool.render.k8s.resources import resources
 from partool.render.k8s.volumes import PLAN_FOLDER, volumes
-from partool.spec.launch_checks import POD_STORAGE
+from partool.spec.targets.k8s.rules import POD_STORAGE
 
 _LINGER_S = 30
 """Beyond the shutdown timeout: the agent has killed its ranks by then and writes its summary."""

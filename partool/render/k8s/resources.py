@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from partool.plan.types import Plan
-from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE, within
-from partool.spec.launch_units import quantity
+from partool.spec.launch_paths import within
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 
 _GIB = 1 << 30
 _SHARED_GIB = {"cuda": 8, "rocm": 8, "cpu": 1}

@@ -8,7 +8,7 @@ from typing import Any
 from partool.render.job import Job
 from partool.render.k8s.objects import plan_map
 from partool.render.k8s.resources import ephemeral_storage, shared_memory
-from partool.spec.launch_checks import POD_SCRATCH, POD_STORAGE
+from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE
 
 PLAN_FOLDER = "/etc/partool"
 _PVC = "pvc:"

@@ -13,7 +13,7 @@ from partool.plan.run import PLAN_FILE, agent_command
 from partool.render import containers
 from partool.render.job import LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
 from partool.render.shell import asset, header_value, quote, template, variables
-from partool.spec.launch_units import lead_s
+from partool.spec.targets.slurm.rules import lead_s
 
 SCRIPT = "job.sbatch"
 NODE_SCRIPT = "node.sh"
@@ -47,7 +47,9 @@ def render(job: Job) -> Rendered:
         files[f"{TASK_FOLDER.format(index=index)}/{PLAN_FILE}"] = task.to_json()
     for nodes, plan in sorted(job.sizes.items()):
         files[SIZE_PLAN.format(nodes=nodes)] = plan.to_json()
-    return Rendered(SCRIPT, files)
+    run_dir = quote(str(job.run_dir))
+    by_hand = f"mkdir -p {run_dir}/logs && cp -r {{folder}}/. {run_dir} && sbatch {run_dir}/{SCRIPT}"
+    return Rendered(SCRIPT, files, by_hand)
 
 
 def findings(job: Job) -> list[Diagnostic]:

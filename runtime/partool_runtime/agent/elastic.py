@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from partool.plan.run import LOGS, rank_command, rank_environment
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.strategies.targets import SCHEDULERS
 from partool_runtime.agent import numa
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, resolves_to_network
@@ -79,7 +80,7 @@ def run_ranks(
         _log_to_file(options.run_dir / LOGS / ("agent.log" if place.node_rank == 0 else f"agent-{place.node_rank}.log"))
     _set_environment(plan, place, meeting[0])
     arguments = rank_command(options.plan, options.run_dir, resume=options.resume, module=worker)
-    in_place = not place.several and plan.launch.target in ("local", "torchrun")
+    in_place = not place.several and plan.launch.target not in SCHEDULERS
     logs = RankLogs(options.run_dir, options.echo, _bound(plan))
     spec = WorkerSpec(
         role=plan.job,

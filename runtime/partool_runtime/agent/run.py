@@ -22,6 +22,7 @@ from types import FrameType
 from partool.plan.run import KEY_VARIABLE, agent_log, lock_file
 from partool.plan.terminal import say
 from partool.plan.types import Plan
+from partool.strategies.targets import HERE
 from partool_runtime.agent import report
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.lifeline import end_with_parent
@@ -73,7 +74,7 @@ class Restarts:
 
     def help(self, *, asked: bool = False) -> str:
         """Return how a run that has failed, or was ``asked`` to stop, may go on; empty where a scheduler sees to it."""
-        if self._launch.target != "local":
+        if self._launch.target != HERE:
             return ""
         step, ways = self._failures.saved_step, []
         if step:

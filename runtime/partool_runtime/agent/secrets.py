@@ -12,6 +12,7 @@ from pathlib import Path
 
 from partool.plan.run import KEY_FILE, KEY_VARIABLE
 from partool.spec.launch import LaunchSpec, Secret
+from partool.strategies.targets import TARGETS
 from partool_runtime.errors import ConfigurationError
 
 _MOST_BYTES = 100_000
@@ -29,7 +30,7 @@ def read_secrets(launch: LaunchSpec) -> dict[str, str]:
     """
     found = {}
     for name, secret in launch.secrets.items():
-        if launch.target == "k8s" and secret.secret is not None:
+        if secret.secret is not None and not TARGETS[launch.target].sees_files:
             _expect(name, secret)
         elif secret.file is not None:
             found[name] = _read(name, Path(secret.file))

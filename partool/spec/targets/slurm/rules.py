@@ -1,14 +1,20 @@
-"""Rules of ``launch.slurm``: options that are fields already, and times."""
+"""Rules of ``launch.slurm``: options that are fields already, containers, machines and time limits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.launch_units import LEAD_BEYOND_SHUTDOWN_S, lead_s, time_s
+from partool.spec.targets.rules import TargetRules
 
+LEAD_BEYOND_SHUTDOWN_S = 90
+"""Default of ``signal_lead_s`` beyond the shutdown timeout: Slurm may signal up to 60 s early (sbatch(1))."""
 _MOST_LEAD_S = 65535
+_LONGEST_HOURS = 48
+"""A limit that many sites allow."""
 _PATH = ("launch", "slurm")
 
 _FIELDS = {
@@ -54,29 +60,93 @@ _NEVER = ("container-", "no-container-")
 """Options of the plug-in pyxis: in the header they move the batch script itself into the container (pyxis #107)."""
 
 
-def options(launch: LaunchSpec) -> Iterator[Diagnostic]:
-    """Refuse options that partool writes itself, from fields of the spec."""
-    for name in launch.slurm.options:
-        # getopt_long takes any beginning of a name that is the only one: --nod=7 is --nodes=7
-        meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
-            (known for known in (*_FIELDS, *_OTHERS) if known.startswith(name)), ""
-        )
-        if meant in _FIELDS:
-            help = f"write launch.slurm.{_FIELDS[meant]}"
-        elif meant in _OTHERS:
-            help = _OTHERS[meant]
-        elif name.startswith(_NEVER):
-            help = "write launch.slurm.container: pyxis, launch.image and launch.mounts"
-        else:
-            continue
-        message = f"--{name} is written by partool; given twice, Slurm takes one of the two without a word"
-        yield Diagnostic("PT525", message, path=(*_PATH, "options", name), help=help)
+def time_s(text: str) -> int:
+    """Return a time limit in seconds; the forms are those of sbatch(1): M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def times(launch: LaunchSpec) -> Iterator[Diagnostic]:
+def lead_s(launch: LaunchSpec) -> int:
+    """Return how long before its time limit a Slurm job is signalled, in seconds."""
+    lead = launch.slurm.signal_lead_s
+    return launch.shutdown_timeout_s + LEAD_BEYOND_SHUTDOWN_S if lead is None else lead
+
+
+class SlurmRules(TargetRules):
+    """What sbatch would refuse, ignore or do otherwise than meant."""
+
+    def section(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
+        """Refuse options that partool writes itself, from fields of the spec."""
+        for name in launch.slurm.options:
+            # getopt_long takes any beginning of a name that is the only one: --nod=7 is --nodes=7
+            meant = next((known for known in (*_FIELDS, *_OTHERS) if known == name), None) or next(
+                (known for known in (*_FIELDS, *_OTHERS) if known.startswith(name)), ""
+            )
+            if meant in _FIELDS:
+                help = f"write launch.slurm.{_FIELDS[meant]}"
+            elif meant in _OTHERS:
+                help = _OTHERS[meant]
+            elif name.startswith(_NEVER):
+                help = "write launch.slurm.container: pyxis, launch.image and launch.mounts"
+            else:
+                continue
+            message = f"--{name} is written by partool; given twice, Slurm takes one of the two without a word"
+            yield Diagnostic("PT525", message, path=(*_PATH, "options", name), help=help)
+
+    def files(self, launch: LaunchSpec) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the script and the profile that the section names."""
+        for field, file in (("setup", launch.slurm.setup), ("profile", launch.slurm.profile)):
+            if file is not None:
+                yield ("slurm", field), file
+
+    def errors(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
+        """Yield what refuses a job: its container, and times that leave no room for a checkpoint."""
+        yield from _image(launch)
+        yield from _times(launch)
+
+    def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+        """Warn of a device type that has no effect."""
+        slurm = launch.slurm
+        if slurm.gpu_type is not None and (slurm.gpus == "none" or devices.backend == "cpu"):
+            why = "gpus: none asks for no devices" if slurm.gpus == "none" else "ranks on a CPU ask for no devices"
+            message = f"gpu_type: {slurm.gpu_type} has no effect: {why}"
+            path, help = (*_PATH, "gpu_type"), "drop it, or set gpus: gres"
+            yield Diagnostic("PT524", message, severity="warning", path=path, help=help)
+
+    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
+        """Warn where the cluster decides on limits, and say how often the job is requeued."""
+        if launch.slurm.time is None:
+            yield _no_limit(launch, total_s)
+        yield from _no_partition(launch)
+        if launch.slurm.time is not None:
+            yield from _requeues(launch, time_s(launch.slurm.time) - lead_s(launch), total_s)
+
+    def contained(self, launch: LaunchSpec) -> bool:
+        """Return True where the site's container runtime starts the ranks."""
+        return launch.slurm.container != "none"
+
+
+def _image(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    container = launch.slurm.container
+    if container != "none" and launch.image is None:
+        message = f"container: {container} has no image to start"
+        help = "add launch: {image: REGISTRY/NAME:TAG}, or an absolute path of an image file"
+        yield Diagnostic("PT523", message, path=(*_PATH, "container"), help=help)
+    elif container == "none" and launch.image is not None:
+        message = "an image is named, and nothing starts it: container is none"
+        help = "set launch.slurm.container to pyxis or apptainer, or drop the image"
+        yield Diagnostic("PT523", message, path=("launch", "image"), help=help)
+
+
+def _times(launch: LaunchSpec) -> Iterator[Diagnostic]:
     """Refuse times that leave no room for a checkpoint before the limit."""
-    if launch.target != "slurm":
-        return
     slurm, lead, shutdown = launch.slurm, lead_s(launch), launch.shutdown_timeout_s
     if slurm.signal_lead_s is not None and lead <= shutdown:
         message = f"signal_lead_s: {lead} is no longer than shutdown_timeout_s: {shutdown}, which checkpoints need"
@@ -91,3 +161,44 @@ def times(launch: LaunchSpec) -> Iterator[Diagnostic]:
         message = f"time: {slurm.time} is {limit} s, and the run is told to stop {lead} s before it ends"
         help = f"use a limit of more than {lead} s, or a shorter shutdown_timeout_s"
         yield Diagnostic("PT527", message, path=(*_PATH, "time"), help=help)
+
+
+def _requeues(launch: LaunchSpec, usable_s: int, total_s: float) -> Iterator[Diagnostic]:
+    needed = math.ceil(total_s / usable_s) - 1 if usable_s > 0 else 0
+    if needed < 1:
+        return
+    message = f"training takes {total_s:,.0f} s as predicted, a job has {usable_s:,} s: it is requeued {needed} times"
+    path = (*_PATH, "time")
+    if needed <= launch.requeues:
+        yield Diagnostic("PT527", message, severity="note", path=path, help="each goes on from a checkpoint")
+    else:
+        message += f", and requeues: {launch.requeues} allows fewer"
+        help = f"set requeues: {needed + 2}, or a longer time"
+        yield Diagnostic("PT527", message, severity="warning", path=path, help=help)
+
+
+def _no_limit(launch: LaunchSpec, total_s: float) -> Diagnostic:
+    """Warn of a job whose end the cluster decides on: it may be cut off, and it is not backfilled."""
+    message = "the job has no time limit: it gets the partition's, which may be minutes, and starts later than others"
+    needed = math.ceil((1.2 * total_s + lead_s(launch)) / 3600)  # in hours, which fit into a slot
+    help = f"add {_limit(needed)}, for {total_s:,.0f} s of training as predicted"
+    if needed > _LONGEST_HOURS:
+        help = f"add {_limit(_LONGEST_HOURS)}, say, or what sinfo shows; it is requeued for {needed:,} h in all"
+    return Diagnostic("PT527", message, severity="warning", path=_PATH, help=help)
+
+
+def _no_partition(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    slurm = launch.slurm
+    if slurm.partition is None and slurm.reservation is None and slurm.qos is None:
+        message = "no partition is named: the cluster's default one decides on machines and limits"
+        help = "add launch: {slurm: {partition: NAME}}; sinfo lists them, and partool doctor --target slurm checks it"
+        yield Diagnostic("PT527", message, severity="warning", path=_PATH, help=help)
+
+
+def _limit(hours: int) -> str:
+    """Return what a spec says for a limit of so many hours."""
+    time = f"{hours // 24}-{hours % 24:02}:00:00" if hours >= 24 else f"{hours:02}:00:00"
+    return f"launch: {{slurm: {{time: '{time}'}}}}"
+
+
+RULES = SlurmRules()

@@ -10,7 +10,7 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic, Span
 from partool.spec import _yaml, loader
 from partool.spec._source import Source, SpecPath
-from partool.spec.launch import SlurmSpec
+from partool.spec.targets.slurm.section import SlurmSpec
 
 INPUT = "launch/slurm/profile"
 """Name of the profile's hash among the inputs of a plan."""

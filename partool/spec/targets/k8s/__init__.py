@@ -1,0 +1,1 @@
+"""The Kubernetes section of a spec, and its rules."""

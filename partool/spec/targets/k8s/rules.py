@@ -1,0 +1,134 @@
+"""Rules of ``launch.k8s``, and of fields that mean something else in a pod."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
+from partool.spec.launch_paths import is_image_file, within
+from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
+from partool.spec.targets.rules import TargetRules
+
+POD_STORAGE = "/partool"
+"""Where runs are kept in a pod: ``launch.k8s.storage``, or a folder that goes with the pod."""
+POD_SCRATCH = "/tmp"
+"""Where ranks can write in any pod; what is there goes with it."""
+_POD_FOLDERS = (POD_STORAGE, "/etc/partool", "/dev/shm", "/dev/termination-log")
+"""Mounted by partool, or written by the agent for Kubernetes."""
+_LEAST_SHARED_BYTES = 1 << 30
+"""Per device: NCCL's rings and the loaders' queues; 64 MiB, the default of containers, is known to fail (NCCL #290)."""
+_PATH = ("launch", "k8s")
+_OWN_KEYS = (
+    f"{LABEL_DOMAIN}/",
+    "kueue.x-k8s.io/queue-name",
+    "kueue.x-k8s.io/priority-class",
+    "app.kubernetes.io/managed-by",
+)
+_SUFFIXES = {
+    "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
+    "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50,
+}  # fmt: skip
+
+
+def quantity(text: str) -> float:
+    """Return a Kubernetes quantity as a number (``1500m`` → 1.5, ``2Gi`` → 2147483648); raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
+    if match is None or match[2] not in _SUFFIXES:
+        raise ValueError(f"{text!r} is no quantity")
+    return float(match[1]) * _SUFFIXES[match[2]]
+
+
+class K8sRules(TargetRules):
+    """What pods need, take and refuse."""
+
+    def errors(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
+        """Yield what refuses a run: its image, and fields of the section that contradict each other."""
+        yield from _image(launch)
+        yield from _contradictions(launch.k8s)
+
+    def warnings(self, launch: LaunchSpec) -> Iterator[Diagnostic]:
+        """Yield what clusters refuse, or what costs the run's checkpoints."""
+        if launch.k8s.user == 0:
+            message = "user: 0 runs the ranks as root, which clusters with the restricted pod security standard refuse"
+            yield Diagnostic("PT528", message, severity="warning", path=(*_PATH, "user"), help="use 1000, say")
+        if launch.k8s.storage is None:
+            message = "without storage: checkpoints and logs are in the pod, and are gone when it is replaced"
+            help = "add launch: {k8s: {storage: 'pvc:CLAIM'}}"
+            yield Diagnostic("PT528", message, severity="warning", path=(*_PATH, "storage"), help=help)
+
+    def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
+        """Warn of shared memory that is too small for the ranks of a node."""
+        size = launch.k8s.shared_memory
+        if size is not None and quantity(size) < _LEAST_SHARED_BYTES * devices.per_node:
+            message = f"shared_memory: {size} is little for {devices.per_node} ranks: NCCL and data loaders need room"
+            help = f"use {devices.per_node}Gi or more, or drop it"
+            path = (*_PATH, "shared_memory")
+            yield Diagnostic("PT528", message, severity="warning", path=path, help=help)
+
+    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterator[Diagnostic]:
+        """Warn of a deadline that ends the job before training does."""
+        deadline = launch.k8s.deadline_s
+        if deadline is not None and deadline < total_s:
+            message = f"deadline_s: {deadline} ends the job before training does, after {total_s:,.0f} s as predicted"
+            help = f"use {math.ceil(1.2 * total_s)}, say, or drop it"
+            yield Diagnostic("PT527", message, severity="warning", path=(*_PATH, "deadline_s"), help=help)
+
+    def contained(self, launch: LaunchSpec) -> bool:
+        """Return True: pods are containers."""
+        return True
+
+    def own_mounts(self, launch: LaunchSpec) -> dict[str, str]:
+        """Return the volume claim that keeps the runs."""
+        return {} if launch.k8s.storage is None else {POD_STORAGE: launch.k8s.storage}
+
+    def hides(self, folder: str) -> bool:
+        """Return True for the folders that partool mounts and those above and below them."""
+        return any(within(own, folder) or within(folder, own) for own in _POD_FOLDERS)
+
+    def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
+        """Return the label ``kubernetes.io/arch`` of ``node_selector``."""
+        label = "kubernetes.io/arch"
+        named = launch.k8s.node_selector.get(label)
+        return ((*_PATH, "node_selector", label), named) if named else None
+
+
+def _image(launch: LaunchSpec) -> Iterable[Diagnostic]:
+    path = ("launch", "image")
+    if launch.image is None:
+        help = "build one from a Dockerfile in deploy/, push it, and write launch: {image: REGISTRY/NAME:TAG}"
+        yield Diagnostic("PT523", "pods need an image with partool in it, and none is named", path=path, help=help)
+    elif is_image_file(launch.image):
+        message = f"{launch.image} is a file, and Kubernetes takes images from a registry"
+        yield Diagnostic("PT523", message, path=path, help="write launch: {image: REGISTRY/NAME:TAG}")
+
+
+def _contradictions(k8s: K8sSpec) -> Iterator[Diagnostic]:
+    """Refuse fields that contradict each other or that the kind of object does not have."""
+    if k8s.memory and k8s.shared_memory and quantity(k8s.shared_memory) >= quantity(k8s.memory):
+        message = f"shared_memory: {k8s.shared_memory} counts against memory: {k8s.memory}, and leaves nothing of it"
+        help = "raise memory, or drop it: partool then adds the two up"
+        yield Diagnostic("PT528", message, path=(*_PATH, "shared_memory"), help=help)
+    if k8s.topology and (k8s.queue is None or k8s.kind == "volcano"):
+        message = "topology is Kueue's, which places the pods only where queue: names its LocalQueue"
+        help = "add queue: NAME" if k8s.kind != "volcano" else "use another kind, or drop topology"
+        yield Diagnostic("PT528", message, path=(*_PATH, "topology"), help=help)
+    if k8s.kind != "trainjob" and k8s.runtime != K8sSpec().runtime:
+        message = f"runtime: {k8s.runtime} belongs to kind: trainjob, not to {k8s.kind}"
+        yield Diagnostic("PT528", message, path=(*_PATH, "runtime"), help="set kind: trainjob, or drop it")
+    if k8s.network_policy and k8s.host_network:
+        message = "network_policy holds for the pods' own network, and host_network: true takes them out of it"
+        help = "drop one of the two; the nodes' firewall is what keeps others away there"
+        yield Diagnostic("PT528", message, path=(*_PATH, "network_policy"), help=help)
+    for section in ("labels", "annotations"):
+        for key in getattr(k8s, section):
+            if key.startswith(_OWN_KEYS):
+                help = "write launch.k8s.queue and launch.k8s.priority" if key.startswith("kueue") else "drop it"
+                message = f"{key} is written by partool"
+                yield Diagnostic("PT528", message, path=(*_PATH, section, key), help=help)
+
+
+RULES = K8sRules()

@@ -1,0 +1,105 @@
+"""The section ``launch.k8s``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from partool.spec._base import Section
+from partool.spec.numbers import Pieces, Seconds, SecondsOrNone
+from partool.spec.patterns import Claim, DnsLabel, DnsName, Label, LabelKey, Quantity
+
+K8sKind = Literal["jobset", "job", "pytorchjob", "trainjob", "volcano"]
+LABEL_DOMAIN = "partool.dev"
+"""Before the names of partool's own labels and annotations."""
+
+
+class Toleration(Section):
+    """A taint of nodes that the pods bear."""
+
+    key: LabelKey
+    """Of the taint."""
+    value: Label | None = None
+    """None tolerates every value."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """None tolerates every effect."""
+
+
+class Rdma(Section):
+    """Network adapters as a resource, as the cluster's device plugin names it."""
+
+    resource: LabelKey
+    """``rdma/hca_shared_devices_a``, ``nvidia.com/sriov-ib``, ``vpc.amazonaws.com/efa``."""
+    count: Pieces = 1
+    """Per pod."""
+
+
+class Topology(Section):
+    """Kueue's topology-aware placement."""
+
+    level: LabelKey
+    """Label of the nodes that names the domain, such as ``cloud.provider.com/topology-rack``."""
+    required: bool = False
+    """True waits until all pods fit one domain; False only prefers it."""
+
+
+class K8sSpec(Section):
+    """What a Kubernetes cluster wants to know."""
+
+    kind: K8sKind = "jobset"
+    """Object that is made: ``job`` needs no controller but a Service, the others need theirs installed."""
+    namespace: DnsLabel | None = None
+    """Default: the context's."""
+    context: Annotated[str, Field(max_length=253)] | None = None
+    """Of the kubeconfig; default: the current one."""
+    queue: DnsName | None = None
+    """Kueue's LocalQueue, or Volcano's queue with ``kind: volcano``."""
+    priority: DnsName | None = None
+    """Kueue's workload priority class with ``queue``, else a PriorityClass."""
+    topology: Topology | None = None
+    """Where the pods are to be close to each other, with ``queue``."""
+    node_selector: dict[LabelKey, Label] = {}
+    """Labels that the nodes must have, such as ``nvidia.com/gpu.product``."""
+    tolerations: list[Toleration] = []
+    """Taints that the pods bear, beside those of the devices."""
+    cpu: Quantity | None = None
+    """Per pod; default: the catalog host's cores, less two."""
+    memory: Quantity | None = None
+    """Per pod, limit and request; default: what the plan predicts for the host and the shared memory, with room."""
+    shared_memory: Quantity | None = None
+    """Size of /dev/shm; its pages count against ``memory``. Default: 8Gi per device, 1Gi per rank on a CPU."""
+    ephemeral_storage: Quantity | None = None
+    """Of the node's disk per pod, for /tmp and, without ``storage``, the run; 0: no limit; default: 20Gi and more."""
+    device_resource: LabelKey | None = None
+    """Default: ``nvidia.com/gpu`` or ``amd.com/gpu``."""
+    rdma: Rdma | None = None
+    """Network adapters for the pods; with them comes the right to lock memory (IPC_LOCK)."""
+    host_network: bool = False
+    """Use the node's network; for sites that require it."""
+    storage: Claim | None = None
+    """``pvc:CLAIM`` that keeps runs (checkpoints, logs, events) under ``runs``; default: lost with the pod."""
+    writable_root: bool = False
+    """True lets the ranks write anywhere in their image, not only to /tmp and mounts."""
+    evictable: bool = False
+    """True lets the cluster autoscaler and Karpenter move pods to save nodes, which costs steps."""
+    network_policy: bool = False
+    """True adds a NetworkPolicy: only the run's own pods may reach the ports of its agents and ranks."""
+    user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
+    """User and group of the processes; 0 is root."""
+    service_account: DnsName | None = None
+    """Its token is not mounted."""
+    image_pull_secrets: list[DnsName] = []
+    """Names of Secrets with the registry's password."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """Default: Kubernetes' own, which goes by the tag."""
+    labels: dict[LabelKey, Label] = {}
+    """On the object and its pods."""
+    annotations: dict[LabelKey, Annotated[str, Field(max_length=65536)]] = {}
+    """On the object and its pods."""
+    keep_finished_s: SecondsOrNone = 86400
+    """Time after which a finished job is deleted."""
+    deadline_s: Seconds | None = None
+    """Longest time that the job may be active."""
+    runtime: DnsName = "torch-distributed"
+    """ClusterTrainingRuntime of a TrainJob."""

@@ -1,0 +1,69 @@
+"""Rules that a target has of its own, and its reading of the fields that all targets share."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+
+from partool.diagnostics.record import Diagnostic
+from partool.spec.hardware import Devices
+from partool.spec.launch import LaunchSpec
+from partool.strategies.targets import SECTIONS
+
+
+class TargetRules:
+    """The answers of a target without a section of its own; other targets override them."""
+
+    def section(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
+        """Return the findings about the target's section, whichever target the run goes to."""
+        return ()
+
+    def files(self, launch: LaunchSpec) -> Iterable[tuple[tuple[str, ...], str]]:
+        """Return the paths that the target's section gives, each with its place below ``launch``."""
+        return ()
+
+    def errors(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
+        """Return what refuses a run that goes to this target."""
+        return ()
+
+    def warnings(self, launch: LaunchSpec) -> Iterable[Diagnostic]:
+        """Return what is doubtful about a run that goes to this target."""
+        return ()
+
+    def on_machines(self, launch: LaunchSpec, devices: Devices) -> Iterable[Diagnostic]:
+        """Return what is wrong or doubtful about the section on these machines."""
+        return ()
+
+    def about_duration(self, launch: LaunchSpec, total_s: float) -> Iterable[Diagnostic]:
+        """Return what the section's time limits mean for a training of ``total_s`` seconds."""
+        return ()
+
+    def contained(self, launch: LaunchSpec) -> bool:
+        """Return True if the ranks run in a container."""
+        return False
+
+    def own_mounts(self, launch: LaunchSpec) -> dict[str, str]:
+        """Return what the section itself mounts into the container, by the folder inside."""
+        return {}
+
+    def hides(self, folder: str) -> bool:
+        """Return True if a mount at this folder would hide files that partool or the scheduler puts there."""
+        return False
+
+    def architecture(self, launch: LaunchSpec) -> tuple[tuple[str, ...], str] | None:
+        """Return the processor architecture that the section asks nodes for, with its place; None if it asks none."""
+        return None
+
+
+def rules_of(target: str) -> TargetRules:
+    """Return the rules of a target: ``RULES`` of ``partool.spec.targets.<name>.rules``, where it has a section."""
+    if target not in SECTIONS:
+        return TargetRules()
+    rules: TargetRules = importlib.import_module(f"partool.spec.targets.{target}.rules").RULES
+    return rules
+
+
+def of_all_sections(launch: LaunchSpec) -> Iterator[Diagnostic]:
+    """Yield the findings about the sections of all targets, the one that the run goes to and the others."""
+    for name in SECTIONS:
+        yield from rules_of(name).section(launch)

@@ -1,0 +1,52 @@
+"""The section ``launch.slurm``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from partool.spec._base import Section
+from partool.spec.numbers import Cores
+from partool.spec.patterns import FilePath, GpuType, Memory, Option, OptionName, OptionOrNothing, TimeLimit
+
+
+class SlurmSpec(Section):
+    """What a site's Slurm wants to know. What is not set here can come from the site's profile."""
+
+    profile: FilePath | None = None
+    """Site profile: a YAML file with fields of this section, which those written here override."""
+    partition: Option | None = None
+    """Default: the cluster's own."""
+    account: Option | None = None
+    """Whom the job is charged to; default: the user's own account."""
+    qos: Option | None = None
+    """Quality of service."""
+    reservation: Option | None = None
+    """Reserved nodes to take the job's from."""
+    constraint: Option | None = None
+    """Features that the nodes must have, such as ``h100&ib``."""
+    nodelist: Option | None = None
+    """Nodes that must be among the job's, such as ``gpu[01-04]``."""
+    exclude: Option | None = None
+    """Nodes that must not be among them."""
+    time: TimeLimit | None = None
+    """Time limit as Slurm writes it: ``D-HH:MM:SS``, ``HH:MM:SS`` or minutes; default: the partition's."""
+    gpus: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How this site asks for devices; ``none`` where whole nodes are given anyway."""
+    gpu_type: GpuType | None = None
+    """Name of the device type in the site's GRES (``gpu:h100:8``)."""
+    exclusive: bool = True
+    """Take whole nodes."""
+    memory: Memory | None = None
+    """Per node (``--mem``); default: all of it (0) with ``exclusive``, else the partition's."""
+    cpus_per_task: Cores | None = None
+    """Cores of the one task per node; default: all of the node's with ``exclusive``, where they are known."""
+    signal_lead_s: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Seconds before the time limit at which the run checkpoints; default: the shutdown timeout and 90 s more."""
+    container: Literal["none", "pyxis", "apptainer"] = "none"
+    """What starts ``launch.image``."""
+    setup: FilePath | None = None
+    """Shell script on the nodes that is sourced before the agent starts (``module load`` and the like)."""
+    options: dict[OptionName, OptionOrNothing] = {}
+    """More sbatch options, long names without dashes; an empty value for those that take none."""

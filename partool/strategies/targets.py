@@ -1,0 +1,75 @@
+"""Targets that specs can name, one record each: where a run goes, and what differs there.
+
+What partool does for a target is in the packages of its name: ``partool.spec.targets`` (its section and rules),
+``partool.render`` (the text that is submitted) and ``partool.launch`` (submitting, status, logs, doctor).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Starter = Literal["here", "by hand", "scheduler"]
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """Facts about a target."""
+
+    words: str
+    """Who starts the ranks, and how."""
+    starter: Starter
+    """``here``: partool, on this one machine; ``by hand``: people, by the commands that partool renders."""
+    test: str
+    """The test that trains through it, or starts what it renders."""
+    section: bool = False
+    """It has fields of its own, the section ``launch.<name>``, and rules about them."""
+    containers: bool = False
+    """It can start ``launch.image``."""
+    sees_files: bool = True
+    """Ranks see the launcher's folders: secrets come from files, and a run's folder has its checkpoints. Elsewhere
+    secrets and storage are named objects of the cluster."""
+    arrays: bool = False
+    """One job can run several plans, ``--array``."""
+    fixed_nodes: str = ""
+    """Why the number of nodes cannot change (``launch.min_nodes``); empty where it can."""
+    comes_back: str = ""
+    """How a preempted run comes back; empty where ``launch.requeues`` counts the times."""
+    job_script: bool = False
+    """Jobs are scripts, so that ``partool doctor`` can check a script of the user's."""
+    definitions: bool = False
+    """Jobs are objects whose definitions a folder can hold, ``--crds``."""
+
+
+TARGETS: dict[str, TargetRecord] = {
+    "local": TargetRecord(
+        "the ranks of this machine, started by partool", "here",
+        "tests/launch/test_agent_trainer.py::test_every_way_of_stopping_and_going_on",
+        fixed_nodes="one machine has one node", comes_back="when somebody starts it again",
+    ),
+    "torchrun": TargetRecord(
+        "one command per node, for people who start nodes by hand", "by hand",
+        "tests/unit/test_render_hostile.py::test_harm_in_every_field",
+        fixed_nodes="whoever starts the nodes decides how many there are", comes_back="when somebody starts it again",
+    ),
+    "slurm": TargetRecord(
+        "a job of Slurm, submitted with sbatch", "scheduler", "tests/launch/test_slurm_cluster.py::test_to_the_end",
+        section=True, containers=True, arrays=True, job_script=True,
+    ),
+    "k8s": TargetRecord(
+        "objects of Kubernetes: a JobSet or another kind, and a ConfigMap with the plan", "scheduler",
+        "tests/launch/test_k8s_training.py::test_over_a_killed_rank_and_an_evicted_pod_to_the_end",
+        section=True, containers=True, sees_files=False, definitions=True, comes_back="without a limit",
+        fixed_nodes="a JobSet of changing size is behind an alpha gate that is off by default (JobSet 0.12)",
+    ),
+}  # fmt: skip
+"""By the name that specs use."""
+
+HERE = next(name for name, record in TARGETS.items() if record.starter == "here")
+SCHEDULERS = tuple(name for name, record in TARGETS.items() if record.starter == "scheduler")
+SECTIONS = tuple(name for name, record in TARGETS.items() if record.section)
+CONTAINERS = tuple(name for name, record in TARGETS.items() if record.containers)
+RESIZABLE = tuple(name for name, record in TARGETS.items() if not record.fixed_nodes)
+ARRAYS = tuple(name for name, record in TARGETS.items() if record.arrays)
+JOB_SCRIPTS = tuple(name for name, record in TARGETS.items() if record.job_script)
+DEFINITIONS = tuple(name for name, record in TARGETS.items() if record.definitions)
