@@ -14,7 +14,7 @@ from _plans import small_plan
 from layouts import laid
 from torch.nn import functional as F
 
-from partool.cost.traffic.sequence_dsp import sent_by_stages
+from partool.cost.sequence.dsp import sent_by_stages
 from partool.layout.grid import exchanges, turns
 from partool.layout.sequence import bounds, index
 from partool.plan.layout import Mesh

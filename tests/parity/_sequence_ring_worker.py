@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from _forks import run_forked
 
-from partool.cost.traffic import sequence_gather, sequence_ring
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence import all_gather as sequence_gather
+from partool.cost.sequence import ring as sequence_ring
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.sequence import Order, shares
 from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig
@@ -23,8 +24,9 @@ from partool_runtime.model.attention import AttentionLayout, Tokens, visible
 from partool_runtime.model.decoder import Block
 from partool_runtime.parallel.comm import CommCounter
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.sequence import gather, ring
-from partool_runtime.parallel.sequence.gather import Gather
+from partool_runtime.parallel.sequence import all_gather as gather
+from partool_runtime.parallel.sequence import ring
+from partool_runtime.parallel.sequence.all_gather import Gather
 from partool_runtime.parallel.sequence.halo import WithHalo
 from partool_runtime.parallel.sequence.op import ExchangeAttend
 from partool_runtime.parallel.sequence.ring import KeyRing

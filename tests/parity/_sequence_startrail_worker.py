@@ -10,8 +10,8 @@ import torch.distributed as dist
 from _forks import run_forked
 from torch.nn import functional as F
 
-from partool.cost.traffic.sequence_startrail import sent
-from partool.cost.traffic.sequence_types import AttentionSizes
+from partool.cost.sequence.startrail import sent
+from partool.cost.sequence.types import AttentionSizes
 from partool.layout.sequence import Order, shares
 from partool.layout.startrail import Trails
 from partool.spec.parallel import Inside

@@ -15,9 +15,9 @@ import torch._dynamo
 import torch.distributed as dist
 from _forks import run_forked
 
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
-from partool.cost.traffic.sequence_ulysses import sent as sent_by_ulysses
-from partool.cost.traffic.sequence_usp import sent as sent_by_usp
+from partool.cost.sequence.types import AttentionSizes, Sent
+from partool.cost.sequence.ulysses import sent as sent_by_ulysses
+from partool.cost.sequence.usp import sent as sent_by_usp
 from partool.layout.sequence import Order, shares
 from partool.plan.layout import Layout
 from partool.spec.model import ModelConfig

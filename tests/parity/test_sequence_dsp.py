@@ -13,8 +13,8 @@ from _ranks import run_ranks
 from _tensor_plans import HALVES, QUARTERS, tensor_plan
 from test_trainer import Jobs
 
+from partool.cost.sequence.dsp import sent_by_stages
 from partool.cost.time.pipeline import stages_of_ranks
-from partool.cost.traffic.sequence_dsp import sent_by_stages
 from partool.plan.layout import Mesh
 from partool.plan.types import Plan
 

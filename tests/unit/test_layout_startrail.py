@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from partool.cost.traffic.sequence_startrail import sent
-from partool.cost.traffic.sequence_types import AttentionSizes
+from partool.cost.sequence.startrail import sent
+from partool.cost.sequence.types import AttentionSizes
 from partool.layout.sequence import index, shares
 from partool.layout.startrail import Trails, fits
 from partool.spec.parallel import Inside

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from partool.cost.traffic.sequence_dsp import sent, sent_by_stages
-from partool.cost.traffic.sequence_types import AttentionSizes
-from partool.cost.traffic.sequence_ulysses import sent as sent_by_ulysses
+from partool.cost.sequence.dsp import sent, sent_by_stages
+from partool.cost.sequence.types import AttentionSizes
+from partool.cost.sequence.ulysses import sent as sent_by_ulysses
 from partool.layout.grid import Axis, Turn, common, exchanges, held, turns
 from partool.layout.sequence import contiguous, index, shares, tokens
 from partool.planner import make_plan

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import sequence_shares, tensor_shares
+from partool.cost import tensor_shares
 from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.tiled import in_tiles
 from partool.cost.traced import Coefficients, coefficients
 from partool.cost.traced import Kind as Traced

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost import sequence_shares, tensor_shares
+from partool.cost import tensor_shares
 from partool.cost.case import (
     ALL_GATHER,
     ATTENTION,
@@ -21,6 +21,7 @@ from partool.cost.case import (
     TrainingJob,
 )
 from partool.cost.kinds import kinds
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.attention import widths
 
 

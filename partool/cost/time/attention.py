@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from partool.cost import sequence_shares, tensor_shares
+from partool.cost import tensor_shares
 from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
 
 _FLASH_SHARE = {"cpu": 0.35, "cuda": 0.50, "rocm": 0.35}

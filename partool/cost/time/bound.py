@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from partool.cost import collective, sequence_shares, tensor_shares
+from partool.cost import collective, tensor_shares
 from partool.cost.case import FULL, SCHEDULES, SELECTIVE, Column, Layouts, TrainingJob, among
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time import tensor as tensor_time
 from partool.cost.time.micro import Micro, micro
 from partool.cost.time.offload import OffloadTime, chain, device_share, device_update_s, offload

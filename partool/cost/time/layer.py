@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from partool.cost import collective, sequence_shares, tensor_shares
+from partool.cost import collective, tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.stacks import Stack
 from partool.cost.time import attention, sequence
 from partool.cost.time import tensor as tensor_time

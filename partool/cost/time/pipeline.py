@@ -11,11 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from partool.cost import sequence_shares, tensor_shares
+from partool.cost import tensor_shares
 from partool.cost.case import HALVED_RING, Column, Layouts, TrainingJob
 from partool.cost.case import SCHEDULES as NAMES
 from partool.cost.codec import encode
 from partool.cost.memory.rank_parameters import WeightRing
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.tensor_shares import share_columns
 from partool.plan.layout import Layout
 from partool.plan.schedule import placement_of, read, schedule_of, sizes_of

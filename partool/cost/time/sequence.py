@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost import collective, sequence_shares, tensor_shares
+from partool.cost import collective, tensor_shares
 from partool.cost.case import (
     ALL_GATHER,
     DSP,
@@ -29,6 +29,7 @@ from partool.cost.case import (
 )
 from partool.cost.collective import RankGroup
 from partool.cost.kinds import Kind
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.attention import keys_between, widths
 from partool.cost.time.gemm import matmul_s
 

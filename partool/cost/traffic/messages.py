@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from partool.cost import sequence_shares
 from partool.cost.case import Column, Layouts, TrainingJob
+from partool.cost.sequence import shares as sequence_shares
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Axis = Literal["tp", "tp0", "tp1"]

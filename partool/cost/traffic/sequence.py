@@ -10,16 +10,14 @@ from typing import NamedTuple
 from partool.cost import tensor_shares
 from partool.cost.case import TrainingJob
 from partool.cost.kinds import axis_of, kinds
+from partool.cost.sequence import all_gather as sequence_gather
+from partool.cost.sequence import dsp as sequence_dsp
+from partool.cost.sequence import ring as sequence_ring
+from partool.cost.sequence import startrail as sequence_startrail
+from partool.cost.sequence import ulysses as sequence_ulysses
+from partool.cost.sequence import usp as sequence_usp
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.cost.time.pipeline import stages_of_ranks
-from partool.cost.traffic import (
-    sequence_dsp,
-    sequence_gather,
-    sequence_ring,
-    sequence_startrail,
-    sequence_ulysses,
-    sequence_usp,
-)
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
 from partool.layout.grid import Axis, Turn, turns
 from partool.layout.sequence import Order, Spans, shares
 from partool.layout.startrail import Trails

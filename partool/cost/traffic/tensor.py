@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partool.cost import sequence_shares
 from partool.cost.case import HALVED, SCHEDULES, Column, Layouts, TrainingJob, among
 from partool.cost.codec import encode
+from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.cost.traffic import two_dim
 from partool.cost.traffic.messages import Kind, Move, Moves, tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from partool.spec.parallel import SequenceMethod
-from partool_runtime.parallel.sequence import dsp, gather, ring, startrail, ulysses, usp
+from partool_runtime.parallel.sequence import all_gather as gather
+from partool_runtime.parallel.sequence import dsp, ring, startrail, ulysses, usp
 from partool_runtime.parallel.sequence.types import Put
 
 METHODS: dict[SequenceMethod, Put] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic import sequence_ring, sequence_ulysses
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence import ring as sequence_ring
+from partool.cost.sequence import ulysses as sequence_ulysses
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.sequence import Spans, joined
 
 

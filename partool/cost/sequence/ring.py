@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic import sequence_halo
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence import halo as sequence_halo
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.reach import reach
 from partool.layout.sequence import Spans, tokens
 
@@ -16,7 +16,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     Every rank's keys and values go around until the last rank that sees them, and once more in the backward pass; there
     their wide gradient begins with the first visitor and comes home from the last. Where shares are zigzag and of one
     size, that is ranks - 1 times a share each. Of contiguous shares later ones travel less: the last rank sends
-    nothing forward. Layers with windows exchange only what is seen (:mod:`partool.cost.traffic.sequence_halo`).
+    nothing forward. Layers with windows exchange only what is seen (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)

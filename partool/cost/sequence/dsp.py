@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic.sequence_types import Sent
+from partool.cost.sequence.types import Sent
 from partool.layout.grid import Axis, Turn, common, held, turns
 from partool.layout.sequence import tokens
 

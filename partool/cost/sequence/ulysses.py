@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 

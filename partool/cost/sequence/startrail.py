@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic import sequence_halo
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence import halo as sequence_halo
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
 
@@ -13,7 +13,7 @@ from partool.layout.startrail import Trails
 def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trails) -> Sent:
     """Return what a rank sends in the attention of one layer; ``shares`` are those of all ranks.
 
-    Layers with windows exchange only what is seen (:mod:`partool.cost.traffic.sequence_halo`). In others:
+    Layers with windows exchange only what is seen (:mod:`partool.cost.sequence.halo`). In others:
 
     queries go to the C - 1 others of the team; keys and values go to the C ranks whose rings begin with them (the
     paper gathers them in the team first, and sends the whole; here nothing is gathered that is only passed on); R - 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.traffic import sequence_halo
-from partool.cost.traffic.sequence_types import AttentionSizes, Sent
+from partool.cost.sequence import halo as sequence_halo
+from partool.cost.sequence.types import AttentionSizes, Sent
 from partool.layout.sequence import Spans, tokens
 
 
@@ -14,7 +14,7 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
 
     Keys and values are gathered in both passes, and their wide gradients are summed and scattered. Collectives want
     shares of one size: smaller ones travel as if they were as large as the largest. Layers with windows exchange only
-    what is seen (:mod:`partool.cost.traffic.sequence_halo`).
+    what is seen (:mod:`partool.cost.sequence.halo`).
     """
     if heads.window is not None and heads.window < sum(map(tokens, shares)):
         return sequence_halo.sent(shares, heads, rank)
