@@ -36,9 +36,6 @@ attention is, all but matrix products and attention, all but attention, whole la
 ATTENTION, SELECTIVE, KEEP_ATTENTION, FULL = range(1, len(RECOMPUTE))
 SEQUENCE_METHODS = tuple(sequence.METHODS)
 """Values of ``Layouts.sequence_method`` by index."""
-ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = map(
-    SEQUENCE_METHODS.index, ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
-)
 ORDERS = ("contiguous", "zigzag", "grid")
 """Values of ``Layouts.sequence_order`` by index."""
 ZIGZAG = ORDERS.index("zigzag")

@@ -10,6 +10,7 @@ from partool.plan.layout import Layout
 from partool.plan.types import Plan
 from partool.spec.offload_checks import OF_THE_OPTIMIZER
 from partool.spec.parallel import Offload, ParallelSpec, ScheduleFile
+from partool.strategies.sequence import METHODS
 
 
 def as_yaml(layout: Layout, asked: ParallelSpec) -> str:
@@ -91,10 +92,7 @@ def _sequence(layout: Layout) -> dict[str, Any]:
     if sequence.degree == 1:
         return {"degree": 1}
     found: dict[str, Any] = {"method": sequence.method, "degree": sequence.degree}
-    if sequence.method == "usp":
-        found["ulysses"] = sequence.ulysses
-    if sequence.method == "startrail":
-        found |= {"teams": sequence.teams, "inside": sequence.inside}
+    found |= {field: getattr(sequence, field) for field in METHODS[sequence.method].fields}
     return found | ({} if sequence.order == "grid" else {"order": sequence.order})
 
 

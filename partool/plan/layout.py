@@ -49,6 +49,7 @@ from partool.spec.parallel import (
 from partool.spec.patterns import FilePath, Sha256
 from partool.spec.training import Fused
 from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS
 
 
 class Mesh(NamedTuple):
@@ -151,10 +152,11 @@ class SequenceLayout(Record):
     @property
     def form(self) -> str:
         """How ranks share a sequence, in words: the method, with the sizes of its groups where it has several."""
-        if self.method == "usp":
-            return f"usp, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
-        if self.method == "startrail":
-            return f"startrail, teams of {self.teams}, rings of {self.degree // self.teams**2}"
+        record = METHODS[self.method]
+        if record.heads == "groups":
+            return f"{self.method}, {self.ulysses} ulysses × {self.degree // self.ulysses} ring"
+        if record.keys == "teams":
+            return f"{self.method}, teams of {self.teams}, rings of {self.degree // self.teams**2}"
         return self.method
 
 

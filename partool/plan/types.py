@@ -29,6 +29,7 @@ from partool.spec.numbers import (
 from partool.spec.parallel import ParallelSpec
 from partool.spec.patterns import FilePath, Identifier, RunName, Sha256, VariableName, VariableValue
 from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec, OptimizerSpec, TrainingSpec
+from partool.strategies.sequence import METHODS
 
 PLAN_VERSION = 2
 NOT_RUN = frozenset(
@@ -274,7 +275,7 @@ class Plan(Record):
             inner=sequence.ulysses,
             columns=grid[1] if grid else 0,
         )
-        if sequence.method == "startrail" and sequence.degree > 1:
+        if METHODS[sequence.method].keys == "teams" and sequence.degree > 1:
             return Trails(sequence.degree, sequence.teams, sequence.inside).dealt(found)
         return found
 

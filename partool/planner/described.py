@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from partool.layout.tensor import Decided, decide
 from partool.layout.tensor.patterns import Patterns
 from partool.layout.tensor.structure import Structure
+from partool.strategies.sequence import WHOLE_SEQUENCES
 
 
 class Description(BaseModel):
@@ -44,6 +45,6 @@ class Description(BaseModel):
         """Return what keeps a method of sequence parallelism from the model; None: nothing does."""
         if self.attention_problem:
             return self.attention_problem
-        if self.attention_dropout > 0.0 and method != "ulysses":
+        if self.attention_dropout > 0.0 and method not in WHOLE_SEQUENCES:
             return f"{method} adds up attention over parts of the keys, whose weights cannot be dropped part by part"
         return None

@@ -15,6 +15,7 @@ from partool.planner.problem import Problem
 from partool.spec.sequence_checks import methods_of
 from partool.spec.spec import Spec
 from partool.strategies.schedules import MOVING_WEIGHTS
+from partool.strategies.sequence import WHOLE_SEQUENCES
 
 _TENSOR = ("parallel", "tensor")
 _FAR = 0.01
@@ -99,7 +100,8 @@ def _attention(problem: Problem, described: Description, name: str) -> Iterator[
         message = f"{name} cannot be told which tokens see each other: {why}"
         yield Diagnostic("PT483", message, path=("data", "attend"), help="use attend: sequence")
     left = methods_of(sequence)
-    if not why and shared and left and (lost := described.method_problem(left[0])) and "ulysses" not in left:
+    whole = set(left) & set(WHOLE_SEQUENCES)
+    if not why and shared and left and not whole and (lost := described.method_problem(left[0])):
         message = f"{name} drops {described.attention_dropout:g} of its attention weights, and {lost}"
         help = "use method: ulysses, which sees whole sequences, or set attn_pdrop or attention_dropout to 0"
         yield Diagnostic("PT484", message, path=("parallel", "sequence", "method"), help=help)

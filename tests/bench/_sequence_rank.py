@@ -31,8 +31,7 @@ from partool_runtime.model import AttentionLayout, Block, kernels
 from partool_runtime.model.attention import Context, SelfAttention, Tokens
 from partool_runtime.model.kernels import Sight
 from partool_runtime.parallel.sequence.dsp import turned
-from partool_runtime.parallel.sequence.table import METHODS
-from partool_runtime.parallel.sequence.types import SequenceTeam
+from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 
 START_IN_S = 0.004
 """Between the agreement on a start and the start."""
@@ -141,7 +140,7 @@ class Runner:
             sequence_method=case.method, sequence_order=case.order, sequence_inner=case.inner,
             sequence_teams=case.teams, sequence_inside=case.inside,
         )  # fmt: skip
-        METHODS[layout.sequence.method](self.blocks, self.team, layout)
+        method_named(layout.sequence.method)(self.blocks, self.team, layout)
         self.index = torch.tensor(self.team.index(rank))
         self.context = Context(None, Tokens(shape.length, self.index, None, shape.grid))
         if shape.grid:

@@ -13,16 +13,10 @@ from layouts import new_layout
 
 from partool.cost import collective
 from partool.cost.case import (
-    ALL_GATHER,
     ATTENTION,
-    DSP,
     INSIDES,
     RECOMPUTE,
-    RING_OF_KEYS,
     SEQUENCE_METHODS,
-    STARTRAIL,
-    ULYSSES,
-    USP,
     Layouts,
     TrainingJob,
 )
@@ -31,16 +25,20 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.memory.peak import peak_memory
 from partool.cost.memory.sequence import buffer_bytes, saved_bytes
 from partool.cost.memory.transient import communicators
+from partool.cost.sequence.types import ExchangeTime, SequenceTeams
 from partool.cost.time.attention import attention_s, pairs
 from partool.cost.time.bound import bound_s
 from partool.cost.time.predict import predict_time
-from partool.cost.time.sequence import ExchangeTime, exchange
-from partool.cost.traffic.sequence import SequenceTeams, heads_of, sent_by_rank
+from partool.cost.time.sequence import exchange
+from partool.cost.traffic.sequence import heads_of, sent_by_rank
 from partool.cost.traffic.total import traffic_bytes
 from partool.plan.layout import Layout, Mesh
 from partool.spec.hardware import Devices
 from partool.spec.model import ModelConfig
 
+ULYSSES, RING_OF_KEYS, USP, STARTRAIL, ALL_GATHER, DSP = map(
+    SEQUENCE_METHODS.index, ("ulysses", "ring", "usp", "startrail", "all_gather", "dsp")
+)
 FULL = Kind(None, False)
 MODEL = ModelConfig(
     layers=4, hidden=4096, ffn_hidden=14336, heads=32, kv_heads=8, head_dim=128, vocab=32000, max_position=131072

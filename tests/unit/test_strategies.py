@@ -10,6 +10,7 @@ from typing import Annotated
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from partool.cost.sequence.types import price_of
 from partool.launch.target import ClusterTarget, Target
 from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
@@ -21,7 +22,7 @@ from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS, PREFERENCE
 from partool.strategies.targets import SECTIONS, TARGETS
 from partool_kernels.host import MOMENTS
-from partool_runtime.parallel.sequence.table import METHODS as RUN
+from partool_runtime.parallel.sequence.types import method_named
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,9 @@ def test_a_schedule_is_made_tested_and_told(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_run_tested_and_told(name: str) -> None:
     record = METHODS[name]
-    assert name in RUN
+    assert callable(method_named(name))
+    price = price_of(name)
+    assert all(callable(each) for each in (price.parts, price.exchange, price.buffers))
     assert has_test(record.parity)
     assert f"`{name}`" in page("sequence.md")
     assert record.words
@@ -121,7 +124,6 @@ def test_no_target_is_compared_by_name_outside_of_its_rooms() -> None:
 
 def test_nothing_runs_that_has_no_record() -> None:
     assert ORDERS.keys() == SCHEDULES.keys()
-    assert RUN.keys() == METHODS.keys()
     assert MOMENTS.keys() == OPTIMIZERS.keys()
     assert sorted(record.preference for record in METHODS.values()) == list(range(len(METHODS)))
     assert len(PREFERENCE) == len(METHODS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import USP, Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts, TrainingJob, among
 from partool.cost.memory.activations import micro_batch_tokens, widths
 from partool.cost.memory.rank_parameters import DENSE, MOE
 from partool.cost.memory.sequence import buffer_bytes
 from partool.cost.memory.stacks import MemoryStack
+from partool.cost.sequence.shares import TRADE_GROUPS
 from partool_kernels.registry.chunking import WIDE_ABOVE, chunk_rows
 
 
@@ -80,7 +81,7 @@ def exchange_bytes(job: TrainingJob, layouts: Layouts) -> Column:
 
 def communicators(layouts: Layouts) -> Column:
     """Return the number of groups that a rank communicates in."""
-    # Ulysses inside of a ring: those that trade heads, and those of the ring.
-    traded = np.where(np.asarray(layouts.sequence_method) == USP, layouts.sequence_inner, 1)
+    # Groups that trade heads within a ring: those groups, and those of the ring.
+    traded = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
     groups = (layouts.dp * layouts.cp, layouts.tp, layouts.pp, layouts.cp // traded, traded, layouts.ep)
     return sum(np.where(ranks > 1, 1, 0) for ranks in groups)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from partool.cost import collective
+from partool.cost.case import Column
 from partool.cost.sequence import halo as sequence_halo
-from partool.cost.sequence.types import AttentionSizes, Sent
+from partool.cost.sequence.types import (
+    GATHER_OPERATORS,
+    NOTHING,
+    AttentionBuffers,
+    AttentionSizes,
+    AttentionTransfer,
+    ExchangeTime,
+    Sent,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
 from partool.layout.sequence import Spans, tokens
 
 
@@ -21,3 +34,30 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     size = heads.batch * heads.keys * (heads.key_dim + heads.value_dim) * max(map(tokens, shares))
     others = (len(shares) - 1) * size
     return Sent(forward=others, backward=others, backward_wide=others)
+
+
+def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+    """Return what a rank sends in one layer: all within attention."""
+    return SentParts(sent(every, heads, rank), NOTHING)
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return the gather of all keys and values, beside the attention to a rank's own; backward their gradients' sum."""
+    if one.windowed:
+        return sequence_halo.exchange(one)
+    group = one.group(one.layouts.cp, 1)
+    whole = one.rows * one.layouts.cp * one.key_width
+    found = ExchangeTime(
+        steps=[AttentionTransfer(1, collective.gather_s(one.job, whole * one.small, group), 1.0 / one.layouts.cp)],
+        operators=GATHER_OPERATORS * (2.0 if one.backward else 1.0),
+    )
+    if one.backward:
+        found.inside = collective.reduce_scatter_s(one.job, whole * one.wide, group)
+    return found
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of the keys and values of all ranks, and their wide gradients."""
+    if one.window is not None:
+        return sequence_halo.buffers(one)
+    return one.layouts.cp * one.sizes.keys * (one.small + one.wide) + one.sizes.query * one.wide

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.sequence.types import Sent
+from partool.cost import collective, tensor_shares
+from partool.cost.case import Column
+from partool.cost.sequence.types import (
+    NOTHING,
+    TRADE_OPERATORS,
+    AttentionBuffers,
+    AttentionSizes,
+    ExchangeTime,
+    Sent,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
 from partool.layout.grid import Axis, Turn, common, held, turns
-from partool.layout.sequence import tokens
+from partool.layout.sequence import Spans, tokens
 
 
 def sent(grid: tuple[int, int], ranks: int, rank: int, turn: Turn, width: int, *, tensor: int = 1) -> Sent:
@@ -33,3 +45,21 @@ def sent_by_stages(
     """Return the same of some stages, given the axes of the layers of each: every one begins and ends alike."""
     parts = [sent(grid, ranks, rank, turn, width, tensor=tensor) for axes in stages for turn in turns(axes)]
     return Sent(sum(part.forward for part in parts), sum(part.backward for part in parts))
+
+
+def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+    """Return nothing: attention sends nothing; :func:`sent` counts what layers exchange around themselves."""
+    return SentParts(NOTHING, NOTHING)
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return the exchanges of the hidden state around a layer."""
+    group = one.group(one.layouts.cp, 1)
+    hidden = one.job.model.hidden / tensor_shares.stream(one.job, one.layouts)
+    each = collective.all_to_all_s(one.job, one.rows * hidden * one.small, group)
+    return ExchangeTime(turns=one.kind.turns * each, operators=one.kind.turns * TRADE_OPERATORS)
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of the hidden state, twice."""
+    return 2.0 * one.job.model.hidden / tensor_shares.stream(one.job, one.layouts) * one.small

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.sequence.types import AttentionSizes, Sent
+import numpy as np
+
+from partool.cost import tensor_shares
+from partool.cost.case import ZIGZAG, Column
+from partool.cost.sequence import shares as sequence_shares
+from partool.cost.sequence.ring_steps import hop_s
+from partool.cost.sequence.types import (
+    BLOCK_OPERATORS,
+    AttentionBuffers,
+    AttentionSizes,
+    AttentionTransfer,
+    ExchangeTime,
+    Sent,
+    SequencePass,
+)
+from partool.cost.time.attention import keys_between
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, tokens
 
@@ -20,3 +35,33 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int) -> Sent:
     given = sum(tokens(needed(share, shares[rank], heads.window)) for share in others)
     seen = sum(tokens(needed(shares[rank], share, heads.window)) for share in others)
     return Sent(forward=given * pair, backward=given * pair, backward_wide=seen * pair)
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return what windows need of the tokens before each stretch: ranks hold one, or two with zigzag.
+
+    Backward the keys come first, and their gradients go back beside the attention to a rank's own tokens.
+    """
+    inner = sequence_shares.trading(one.layouts)
+    ranks = one.layouts.cp // inner
+    group = one.group(ranks, inner)
+    share = tensor_shares.width(one.job.sequence_length, ranks)
+    stretches = np.where(np.asarray(one.layouts.sequence_order) == ZIGZAG, 2, 1)
+    rows = np.minimum(stretches * ((one.kind.window or 1) - 1), one.job.sequence_length - share)
+    elements = one.layouts.micro_batch * rows * one.key_width
+    window, near = one.kind.window or 1, np.where(ranks > 1, np.minimum(rows, 1), 0)
+    # Beside the attention to a rank's own tokens.
+    piece = share / stretches
+    own = keys_between(0, piece, window) / np.minimum(window, one.job.sequence_length)
+    narrow, wide = (hop_s(one, elements * width, group) for width in (one.small, one.wide))
+    if not one.backward:
+        return ExchangeTime(steps=[AttentionTransfer(near, narrow, own)], operators=BLOCK_OPERATORS)
+    return ExchangeTime(inside=near * narrow, steps=[AttentionTransfer(near, wide, own)], operators=2 * BLOCK_OPERATORS)
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of its neighbours' rows, with their wide gradients."""
+    # As a share of a rank's own tokens.
+    near = sequence_shares.tokens(one.job, one.layouts) * sequence_shares.trading(one.layouts)
+    share = np.minimum(((one.window or 1) - 1) / np.maximum(near, 1), one.layouts.cp)
+    return share * one.sizes.keys * (one.small + one.wide) + one.sizes.query * one.wide

@@ -5,17 +5,32 @@ Everything is that of the rank that has most: uneven shares are those of :mod:`p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import DSP, ORDERS, RING_OF_KEYS, STARTRAIL, ULYSSES, USP, Column, Layouts, Mask, TrainingJob
+from partool.cost.case import ORDERS, Column, Layouts, Mask, TrainingJob, among
 from partool.cost.kinds import Kind
 from partool.layout.sequence import deal_heads
+from partool.strategies.sequence import METHODS, SequenceRecord
 
 _GRID = ORDERS.index("grid")
+
+
+def _where(applies: Callable[[SequenceRecord], bool]) -> tuple[int, ...]:
+    return tuple(index for index, record in enumerate(METHODS.values()) if applies(record))
+
+
+TRADE_ALL = _where(lambda record: record.heads == "all")
+TRADE_GROUPS = _where(lambda record: record.heads == "groups")
+RINGS = _where(lambda record: record.keys == "ring")
+GATHERED = _where(lambda record: record.keys == "gathered")
+TEAMS = _where(lambda record: record.keys == "teams")
+ON_GRIDS = _where(lambda record: record.on_grids)
+"""Indices of the methods whose ranks do so; see :class:`partool.strategies.sequence.SequenceRecord`."""
 
 
 def tokens(job: TrainingJob, layouts: Layouts) -> Column:
@@ -29,16 +44,15 @@ def tokens(job: TrainingJob, layouts: Layouts) -> Column:
 
 def trading(layouts: Layouts) -> Column:
     """Return the ranks that trade sequence for heads, of those that share a sequence."""
-    method = np.asarray(layouts.sequence_method)
-    return np.where(method == ULYSSES, layouts.cp, np.where(method == USP, layouts.sequence_inner, 1))
+    groups = np.where(among(layouts.sequence_method, TRADE_GROUPS), layouts.sequence_inner, 1)
+    return np.where(among(layouts.sequence_method, TRADE_ALL), layouts.cp, groups)
 
 
 def ring(layouts: Layouts) -> Column:
     """Return the ranks of one ring of keys and values; 1 where none travel."""
-    method = np.asarray(layouts.sequence_method)
+    method = layouts.sequence_method
     teams = np.maximum(layouts.cp // np.maximum(layouts.sequence_teams * layouts.sequence_teams, 1), 1)
-    whole = np.where(method == STARTRAIL, teams, np.where(method == RING_OF_KEYS, layouts.cp, 1))
-    return np.where(method == USP, layouts.cp // layouts.sequence_inner, whole)
+    return np.where(among(method, TEAMS), teams, np.where(among(method, RINGS), layouts.cp // trading(layouts), 1))
 
 
 def blocks(layouts: Layouts, kind: Kind) -> Column:
@@ -50,7 +64,7 @@ def blocks(layouts: Layouts, kind: Kind) -> Column:
 
 def turned(layouts: Layouts) -> Mask:
     """Return where the axis that is cut changes from layer to layer."""
-    there: Mask = (np.asarray(layouts.sequence_method) == DSP) & (np.asarray(layouts.cp) > 1)
+    there: Mask = among(layouts.sequence_method, ON_GRIDS) & (np.asarray(layouts.cp) > 1)
     return there
 
 

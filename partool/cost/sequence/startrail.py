@@ -4,8 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from partool.cost import collective, tensor_shares
+from partool.cost.case import INSIDES, Column
 from partool.cost.sequence import halo as sequence_halo
-from partool.cost.sequence.types import AttentionSizes, Sent
+from partool.cost.sequence import shares as sequence_shares
+from partool.cost.sequence.ring_steps import hop_s, steps_of
+from partool.cost.sequence.types import (
+    NOTHING,
+    TRADE_OPERATORS,
+    AttentionBuffers,
+    AttentionSizes,
+    ExchangeTime,
+    Sent,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
+from partool.cost.time.attention import widths
 from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
 
@@ -43,3 +60,56 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, trails: Trai
         forward_wide=heads.batch * others * heads.queries,
         backward_wide=heads.batch * (team_mates * heads.queries + (passed + returned) * pair),
     )
+
+
+def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+    """Return what a rank sends in one layer: all within attention."""
+    return SentParts(sent(every, heads, rank, team.trails), NOTHING)
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return queries for the team, the placement of keys, rings of a team's keys, and partial results for the team.
+
+    Backward the team needs queries, results and their gradients, and returns gradients of queries; those of keys go
+    round with them and then home.
+    """
+    if one.windowed:
+        return sequence_halo.exchange(one)
+    job, layouts = one.job, one.layouts
+    members = np.maximum(layouts.sequence_teams, 1)
+    ranks = sequence_shares.ring(layouts)
+    teams_apart = np.asarray(layouts.sequence_inside) == INSIDES.index("rings")
+    team = one.group(members, np.where(teams_apart, ranks, 1))
+    circle = one.group(ranks, np.where(teams_apart, 1, members))
+    across = one.group(members, ranks * members)
+    query, _, values = widths(job, layouts)
+    heads, keys = tensor_shares.heads(job.model, layouts.tp)
+    result = values / keys * heads
+    block = one.rows * members * one.key_width
+    within = one.rows * members
+    found = steps_of(one, ranks, block, circle, alone=1)
+    if one.backward:
+        there = within * ((query + 2.0 * result) * one.small + heads * one.wide)
+        back = within * query * one.small
+    else:
+        there, back = within * query * one.small, within * (result * one.small + heads * one.wide)
+    sent = collective.all_to_all_s(job, there, team) + collective.all_to_all_s(job, back, team)
+    near = one.group(ranks * members, 1)
+
+    def placed(width: int) -> Column:
+        # One ring of each group of ranks begins with a rank's keys, one of them in its own group.
+        others = collective.all_to_all_s(job, block * width, across)
+        return others + np.where(members > 1, hop_s(one, block / members * width, near), 0.0)
+
+    found.inside = found.inside + sent + placed(one.small) + (placed(one.wide) if one.backward else 0.0)
+    found.operators = found.operators + 4 * TRADE_OPERATORS
+    return found
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of a ring's blocks but its own, for a team; with queries and results."""
+    if one.window is not None:
+        return sequence_halo.buffers(one)
+    sizes, small, wide = one.sizes, one.small, one.wide
+    blocks = sizes.keys * (2.0 * small + 3.0 * wide) + sizes.query * wide
+    return one.layouts.sequence_teams * (blocks + (sizes.query + 2.0 * sizes.result) * small)

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partool.cost.sequence.types import AttentionSizes, Sent
+import numpy as np
+
+from partool.cost import collective, tensor_shares
+from partool.cost.case import Column
+from partool.cost.sequence import shares as sequence_shares
+from partool.cost.sequence.types import (
+    NOTHING,
+    TRADE_OPERATORS,
+    AttentionBuffers,
+    AttentionSizes,
+    ExchangeTime,
+    Sent,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
+from partool.cost.time.attention import widths
+from partool.cost.time.gemm import matmul_s
 from partool.layout.sequence import Deal, Spans, deal_heads, tokens
 
 
@@ -43,3 +60,50 @@ def _widths(deal: Deal, heads: AttentionSizes) -> tuple[int, int]:
 
 def _count(span: tuple[int, int]) -> int:
     return span[1] - span[0]
+
+
+def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+    """Return what a rank sends in one layer: all around attention."""
+    return SentParts(NOTHING, sent(every, heads, rank))
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return the exchanges of heads for tokens, each beside the projection that follows it.
+
+    Forward keys, then queries leave, each beside the next projection; backward the gradients of values come back first,
+    and pass through their projection while the others are under way.
+    """
+    job, layouts = one.job, one.layouts
+    ranks, small = sequence_shares.trading(layouts), one.small
+    group = one.group(ranks, 1)
+    query, key, value = widths(job, layouts)
+    _, keys = tensor_shares.heads(job.model, layouts.tp)
+    found = sequence_shares.heads(job, layouts)
+    rows = one.rows * small
+    # Each rank sends all heads of its tokens, and for the result all tokens of its heads.
+    key_s, query_s, value_s, result_s = (
+        collective.all_to_all_s(job, rows * width, group)
+        for width in (
+            key / keys * found.all_keys,
+            query,
+            value / keys * found.all_keys,
+            ranks * found.queries * (value / keys if job.model.mla else job.model.head_dim),
+        )
+    )
+    passes = 2.0 if one.backward else 1.0
+    projections = (matmul_s(job, one.rows, width, job.model.hidden) for width in (query, value))
+    of_query, of_value = (passes * each for each in projections)
+    beside = ((query_s, of_value), (key_s, of_query)) if one.backward else ((key_s, of_query), (query_s, of_value))
+    # With tensor ranks the three projections are one product, and a compiler orders exchanges by itself.
+    able = (np.asarray(layouts.tp) == 1) & (np.asarray(layouts.compiled) == 0)
+    hidden = sum(np.minimum(sent, job.stack.overlap_products * product) for sent, product in beside)
+    return ExchangeTime(
+        outside=key_s + query_s + value_s + result_s,
+        hidden=np.where(able, hidden / job.stack.contention, 0.0),
+        operators=4 * TRADE_OPERATORS,
+    )
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of what is sent and of what arrives."""
+    return 2.0 * (one.sizes.query + one.sizes.keys) * one.small

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from partool.cost.case import Column
 from partool.cost.sequence import ring as sequence_ring
 from partool.cost.sequence import ulysses as sequence_ulysses
-from partool.cost.sequence.types import AttentionSizes, Sent
+from partool.cost.sequence.types import (
+    AttentionBuffers,
+    AttentionSizes,
+    ExchangeTime,
+    Sent,
+    SentParts,
+    SequencePass,
+    SequenceTeams,
+)
 from partool.layout.sequence import Spans, joined
 
 
@@ -20,3 +31,24 @@ def sent(shares: Sequence[Spans], heads: AttentionSizes, rank: int, inner: int) 
     traded = sequence_ulysses.sent(shares[group * inner : (group + 1) * inner], heads, place)
     around = sequence_ring.sent(joined(shares, inner), sequence_ulysses.inside(heads, inner, place), group)
     return Sent(*(a + b for a, b in zip(traded, around, strict=True)))
+
+
+def parts(team: SequenceTeams, every: Sequence[Spans], heads: AttentionSizes, rank: int) -> SentParts:
+    """Return what a rank sends in one layer: heads around attention, keys within."""
+    group, place = divmod(rank, team.inner)
+    mine = every[group * team.inner : (group + 1) * team.inner]
+    around = sequence_ulysses.sent(mine, heads, place)
+    both = sent(every, heads, rank, team.inner)
+    return SentParts(Sent(*(a - b for a, b in zip(both, around, strict=True))), around)
+
+
+def exchange(one: SequencePass) -> ExchangeTime:
+    """Return the exchanges of heads within groups, and the steps of the ring of groups."""
+    found = sequence_ulysses.exchange(one)
+    found.add(True, sequence_ring.exchange(one))
+    return found
+
+
+def buffers(one: AttentionBuffers) -> Column:
+    """Return the bytes per token of a rank of the part that needs more."""
+    return np.maximum(sequence_ulysses.buffers(one), sequence_ring.buffers(one))

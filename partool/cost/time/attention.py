@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from partool.cost import tensor_shares
-from partool.cost.case import ALL_GATHER, DSP, RING_OF_KEYS, STARTRAIL, USP, Column, Layouts, TrainingJob
+from partool.cost.case import Column, Layouts, TrainingJob, among
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.gemm import matmul_s
@@ -68,12 +68,12 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
     window = length if kind.window is None else kind.window
     share = tensor_shares.width(length, ranks // inner)
     mean: Column = keys_between(0, length, window)
-    method, order = np.asarray(layouts.sequence_method), np.asarray(layouts.sequence_order)
-    uneven = (order == 0) & (ranks > 1) & ((method == RING_OF_KEYS) | (method == ALL_GATHER) | (method == USP))
+    method, order = layouts.sequence_method, np.asarray(layouts.sequence_order)
+    uneven = (order == 0) & (ranks > 1) & among(method, sequence_shares.RINGS + sequence_shares.GATHERED)
     keys: Column = np.where(uneven & (share < length), keys_between(length - share, length, window), mean)
     # The last team works on all its queries together, each member with its part of the keys.
     team = np.minimum(tensor_shares.width(length, ranks) * layouts.sequence_teams, length)
-    late = (order == 0) & (ranks > 1) & (method == STARTRAIL)
+    late = (order == 0) & (ranks > 1) & among(method, sequence_shares.TEAMS)
     keys = np.where(late, keys_between(length - team, length, window), keys)
     return share * keys * heads
 
@@ -81,7 +81,7 @@ def pairs(job: TrainingJob, layouts: Layouts, kind: Kind) -> Column:
 def _line_pairs(grid: tuple[int, int], kind: Kind, layouts: Layouts) -> Column:
     """Return the pairs along rows or columns of a grid; DSP cuts the other axis, Ulysses none."""
     line, lines = (grid[1], grid[0]) if kind.axis == "row" else grid
-    turned = np.asarray(layouts.sequence_method) == DSP
+    turned = among(layouts.sequence_method, sequence_shares.ON_GRIDS)
     return line * line / 2.0 * np.where(turned, tensor_shares.width(lines, layouts.cp), lines)
 
 

@@ -11,6 +11,7 @@ from partool.cost import collective, tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
+from partool.cost.sequence.types import ExchangeTime
 from partool.cost.stacks import Stack
 from partool.cost.time import attention, sequence
 from partool.cost.time import tensor as tensor_time
@@ -39,7 +40,7 @@ class LayerPass:
     tensor_s: Column = 0.0
     sequence_s: Column = 0.0
     expert_s: Column = 0.0
-    shared: sequence.ExchangeTime = field(default_factory=sequence.ExchangeTime)
+    shared: ExchangeTime = field(default_factory=ExchangeTime)
     """What makes up ``sequence_s``."""
     host_s: Column = 0.0
     """What the host needs to start the pass's operators."""

@@ -5,73 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from partool.cost import tensor_shares
 from partool.cost.case import TrainingJob
 from partool.cost.kinds import axis_of, kinds
-from partool.cost.sequence import all_gather as sequence_gather
 from partool.cost.sequence import dsp as sequence_dsp
-from partool.cost.sequence import ring as sequence_ring
-from partool.cost.sequence import startrail as sequence_startrail
-from partool.cost.sequence import ulysses as sequence_ulysses
-from partool.cost.sequence import usp as sequence_usp
-from partool.cost.sequence.types import AttentionSizes, Sent
+from partool.cost.sequence.types import NOTHING, AttentionSizes, Sent, SentParts, SequenceTeams, price_of
 from partool.cost.time.pipeline import stages_of_ranks
 from partool.layout.grid import Axis, Turn, turns
-from partool.layout.sequence import Order, Spans, shares
-from partool.layout.startrail import Trails
 from partool.plan.layout import Layout
-from partool.spec.parallel import Inside, SequenceMethod
+from partool.strategies.sequence import METHODS
 
-NOTHING = Sent(0, 0)
 MANY = 64
 """Ranks of one sequence up to which each is counted by itself."""
-
-
-class SequenceTeams(NamedTuple):
-    """How ranks share sequences."""
-
-    method: SequenceMethod
-    ranks: int
-    order: Order
-    inner: int
-    teams: int
-    inside: Inside
-    length: int
-    columns: int
-
-    @classmethod
-    def of(cls, job: TrainingJob, layout: Layout) -> SequenceTeams:
-        """Return that of a layout."""
-        return cls(
-            layout.sequence.method,
-            layout.mesh.cp,
-            layout.sequence.order,
-            layout.sequence.ulysses,
-            layout.sequence.teams,
-            layout.sequence.inside,
-            job.sequence_length,
-            job.model.grid[1] if job.model.grid else 0,
-        )
-
-    @property
-    def trails(self) -> Trails:
-        """Places of the ranks of StarTrail."""
-        return Trails(self.ranks, self.teams, self.inside)
-
-    @property
-    def shares(self) -> tuple[Spans, ...]:
-        """Tokens of each rank."""
-        found = shares(self.length, self.ranks, self.order, inner=self.inner, columns=self.columns)
-        return self.trails.dealt(found) if self.method == "startrail" else found
-
-
-class SentParts(NamedTuple):
-    """What a rank sends in one layer: within attention's core, and around it."""
-
-    inside: Sent
-    outside: Sent
 
 
 def sequence_bytes(job: TrainingJob, layout: Layout) -> int:
@@ -89,7 +35,7 @@ def _busiest_bytes(job: TrainingJob, layout: Layout, stages: Sequence[int]) -> i
     """Return what the busiest rank with these stages sends for one micro-batch."""
     bounds = [layout.pipeline.bounds[stage] for stage in stages]
     team, kind_of = SequenceTeams.of(job, layout), kinds(job.model)
-    if team.method == "dsp":
+    if METHODS[team.method].on_grids:
         tensor = layout.mesh.tp if layout.tensor.sequence_norms else 1
         return layout.micro_batch * max(
             sum(sent.bytes(job.compute_bytes)) for sent in _turns(job, layout.mesh.cp, bounds, tensor)
@@ -149,7 +95,7 @@ def heads_of(job: TrainingJob, layout: Layout) -> AttentionSizes:
         # Only whole sequences are attended to with values of another width; elsewhere zeros travel with them.
         wide = max(key, value)
         return AttentionSizes(
-            1, queries, keys, *((key, value) if layout.sequence.method == "ulysses" else (wide, wide))
+            1, queries, keys, *((key, value) if METHODS[layout.sequence.method].whole_sequences else (wide, wide))
         )
     return AttentionSizes(1, queries, keys, model.head_dim, model.head_dim)
 
@@ -166,19 +112,5 @@ def looked_at(ranks: int) -> tuple[int, ...]:
 def sent_by_rank(team: SequenceTeams, heads: AttentionSizes) -> tuple[SentParts, ...]:
     """Return what the ranks of :func:`looked_at` send in one layer, forward once and backward."""
     every = team.shares
-    return tuple(_sent(team, every, heads, rank) for rank in looked_at(team.ranks))
-
-
-def _sent(team: SequenceTeams, every: tuple[Spans, ...], heads: AttentionSizes, rank: int) -> SentParts:
-    if team.method == "ulysses":
-        return SentParts(NOTHING, sequence_ulysses.sent(every, heads, rank))
-    if team.method == "usp":
-        group, place = divmod(rank, team.inner)
-        mine = every[group * team.inner : (group + 1) * team.inner]
-        around = sequence_ulysses.sent(mine, heads, place)
-        both = sequence_usp.sent(every, heads, rank, team.inner)
-        return SentParts(Sent(*(a - b for a, b in zip(both, around, strict=True))), around)
-    if team.method == "startrail":
-        return SentParts(sequence_startrail.sent(every, heads, rank, team.trails), NOTHING)
-    form = sequence_gather.sent if team.method == "all_gather" else sequence_ring.sent
-    return SentParts(form(every, heads, rank), NOTHING)
+    price = price_of(team.method)
+    return tuple(price.parts(team, every, heads, rank) for rank in looked_at(team.ranks))

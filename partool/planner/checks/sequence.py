@@ -17,6 +17,7 @@ from partool.planner.search.sequence_rules import (
 )
 from partool.spec.sequence_checks import methods_of
 from partool.strategies.schedules import MOVING_WEIGHTS
+from partool.strategies.sequence import IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS
 
 _PATH = ("parallel", "sequence")
 
@@ -63,7 +64,7 @@ def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     if degree > length:
         message = f"a sequence of {length} tokens leaves some of the {degree} ranks of sequence.degree without any"
         yield Diagnostic("PT265", message, path=path, help=f"use at most {length}")
-    elif methods(problem) == ("dsp",) and grid is not None and degree > min(grid):
+    elif _all(methods(problem), ON_GRIDS) and grid is not None and degree > min(grid):
         message = (
             f"{grid[0]} rows and {grid[1]} columns leave some of the {degree} ranks of sequence.degree without any"
         )
@@ -73,7 +74,7 @@ def _tokens(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     """Find teams whose square does not divide the ranks."""
     teams = problem.spec.parallel.sequence.teams
-    if methods(problem) != ("startrail",) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
+    if not _all(methods(problem), IN_TEAMS) or (teams in team_sizes(degree) if teams != "auto" else team_sizes(degree)):
         return
     legal = team_sizes(degree)
     if teams == 1:
@@ -81,7 +82,8 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     elif teams == "auto":
         message = f"no square of a team's size divides sequence.degree: {degree}"
     else:
-        message = f"startrail has teams · teams rings: {teams} · {teams} = {teams**2} does not divide {degree} ranks"
+        name = methods(problem)[0]
+        message = f"{name} has teams · teams rings: {teams} · {teams} = {teams**2} does not divide {degree} ranks"
     if legal:
         help = f"use teams: {nearest(0 if teams == 'auto' else teams, legal)}, or method: ring"
     else:
@@ -93,7 +95,7 @@ def _teams(problem: Problem, degree: int) -> Iterator[Diagnostic]:
 def _inner(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     """Find groups of USP that do not divide the ranks, or leave nothing to the other axis."""
     inner = problem.spec.parallel.sequence.ulysses
-    if methods(problem) != ("usp",):
+    if not _all(methods(problem), IN_GROUPS):
         return
     legal = inner_sizes(degree)
     if legal and (inner == "auto" or inner in legal):
@@ -115,14 +117,20 @@ def _heads(problem: Problem, degree: int) -> Iterator[Diagnostic]:
     sequence = problem.spec.parallel.sequence
     tensor = 1 if problem.tensor_degree == "auto" else problem.tensor_degree
     heads = least_heads(problem, tensor)
-    inner = sequence.ulysses if sequence.method == "usp" and sequence.ulysses != "auto" else degree
-    if sequence.method not in ("ulysses", "usp") or inner <= heads or (sequence.method == "usp" and inner == degree):
+    traded = METHODS[sequence.method].heads if sequence.method != "auto" else "own"
+    inner = sequence.ulysses if traded == "groups" and sequence.ulysses != "auto" else degree
+    if traded == "own" or inner <= heads or (traded == "groups" and inner == degree):
         return
     beside = "" if tensor == 1 else f" of each of {tensor} tensor ranks"
     message = f"{heads} attention heads{beside} leave {inner - heads} of {inner} ranks idle while the others attend"
-    field = "degree" if sequence.method == "ulysses" else "ulysses"
+    field = "degree" if traded == "all" else "ulysses"
     help = f"use {field}: {heads} or less, or method: {'ring or usp' if field == 'degree' else 'ring'}"
     yield Diagnostic("PT470", message, severity="warning", path=(*_PATH, field), help=help)
+
+
+def _all(left: tuple[str, ...], kind: tuple[str, ...]) -> bool:
+    """Return True if the methods that are left are all of a kind."""
+    return bool(left) and set(left) <= set(kind)
 
 
 def _beside(problem: Problem, degree: int) -> Iterator[Diagnostic]:

@@ -18,7 +18,7 @@ from partool.planner.search.sequence_rules import SequenceForm, all_forms, kinds
 from partool.spec.numbers import GIB
 from partool.spec.parallel import Sequence
 from partool.spec.sequence_checks import methods_of
-from partool.strategies.sequence import ANY_ORDER, METHODS, PREFERENCE
+from partool.strategies.sequence import ANY_ORDER, METHODS, ON_GRIDS, PREFERENCE
 
 _CLOSE = 5e-4
 """Share of the step time below which a difference is not worth a number."""
@@ -89,7 +89,7 @@ def _others(problem: Problem, best: Priced) -> Iterator[str]:
     for name in wanted:
         why = why_none(free, name, layout.mesh.cp, layout.mesh.tp).removeprefix(f"{name} ")
         # Models without a grid, which are almost all, need not be told about it.
-        if why and (name != "dsp" or problem.model.grid):
+        if why and (name not in ON_GRIDS or problem.model.grid):
             whys.setdefault(why, []).append(name)
     if whys:
         told = [f"{', '.join(names)} ({why})" for why, names in whys.items()]
@@ -131,7 +131,7 @@ def _order(problem: Problem, layout: Layout) -> Iterator[str]:
 
 def _heads(problem: Problem, layout: Layout) -> Iterator[str]:
     """Tell of heads that are not even over the ranks that trade them, and of heads of keys that several need."""
-    ranks = {"ulysses": layout.mesh.cp, "usp": layout.sequence.ulysses}.get(layout.sequence.method, 1)
+    ranks = {"all": layout.mesh.cp, "groups": layout.sequence.ulysses}.get(METHODS[layout.sequence.method].heads, 1)
     model, tensor = problem.model, layout.mesh.tp
     if ranks == 1 or model.mla is not None:
         return

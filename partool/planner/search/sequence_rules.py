@@ -10,7 +10,7 @@ from partool.layout import startrail
 from partool.planner.problem import Problem, divisors
 from partool.spec.model import ModelConfig
 from partool.spec.sequence_checks import methods_of
-from partool.strategies.sequence import ANY_ORDER, PREFERENCE, WHOLE_AXES
+from partool.strategies.sequence import ANY_ORDER, IN_GROUPS, IN_TEAMS, METHODS, ON_GRIDS, PREFERENCE, WHOLE_AXES
 
 AXES = ("row", "column")
 """Kinds of attention along one axis of a grid."""
@@ -55,7 +55,7 @@ def orders_of(problem: Problem, method: str) -> tuple[str, ...]:
     one stretch, whose window is fetched from ranks before; two fetch two. Models with layers of both kinds,
     or with wide windows, may take either.
     """
-    if method == "dsp":
+    if method in ON_GRIDS:
         return ("grid",)
     if method not in ANY_ORDER:
         return ("contiguous",)
@@ -78,8 +78,8 @@ def layers_problem(model: ModelConfig, method: str) -> str | None:
     """Return which of a model's kinds of attention a method does not know; None: it knows all."""
     kinds = kinds_of(model)
     along = sorted(kinds & set(AXES))
-    if method == "dsp" and kinds - set(AXES):
-        return f"dsp changes between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
+    if method in ON_GRIDS and kinds - set(AXES):
+        return f"{method} changes between the axes of a grid, and {_layers(kinds - set(AXES))} attend along none"
     if along and method not in WHOLE_AXES:
         return f"{method} knows full and sliding layers, not {_layers(along)}"
     return None
@@ -112,12 +112,13 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
     )
     for name, form in starts:
         heads = ranks * tensor if pinned.method == name else least_heads(problem, tensor)
-        if name == "usp":
+        record = METHODS[name]
+        if record.heads == "groups":
             sizes = inner_sizes(ranks) if pinned.ulysses == "auto" else [pinned.ulysses]
             yield from (
                 form._replace(inner=n) for n in sizes if n in inner_sizes(ranks) and (n <= heads or pinned.ulysses == n)
             )
-        elif name == "startrail":
+        elif record.keys == "teams":
             sizes = team_sizes(ranks) if pinned.teams == "auto" else [pinned.teams]
             sides = INSIDES if pinned.inside == "auto" else (pinned.inside,)
             yield from (
@@ -127,10 +128,10 @@ def all_forms(problem: Problem, ranks: int, tensor: int) -> Iterator[SequenceFor
                 # A ring of one rank is one either way.
                 for side in (sides if n * n < ranks else sides[:1])
             )
-        elif name == "dsp":
+        elif record.on_grids:
             if problem.model.grid is not None and ranks <= min(problem.model.grid):
                 yield form
-        elif name != "ulysses" or ranks <= heads:
+        elif record.heads != "all" or ranks <= heads:
             yield form
 
 
@@ -141,11 +142,11 @@ def why_none(problem: Problem, method: str, ranks: int, tensor: int) -> str:
     if problem_of_layers := method_problem(problem, method):
         return problem_of_layers
     heads, grid = least_heads(problem, tensor), problem.model.grid
-    if method == "startrail":
+    if method in IN_TEAMS:
         return f"{ranks} ranks divide by no square of a team's size"
-    if method == "usp" and not inner_sizes(ranks):
+    if method in IN_GROUPS and not inner_sizes(ranks):
         return f"{ranks} ranks are not several groups of several"
-    if method == "dsp" and grid is not None:
+    if method in ON_GRIDS and grid is not None:
         return f"{ranks} ranks are more than the {min(grid)} {'rows' if grid[0] <= grid[1] else 'columns'}"
     each = "" if tensor == 1 else " on a tensor rank"
     return f"{heads} head{'s' * (heads != 1)}{each} are too few"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from partool.plan.types import Plan
-from partool_runtime.errors import ConfigurationError
+from partool.strategies.sequence import ON_GRIDS
 from partool_runtime.hf.attention import HfBlock, take
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
@@ -18,8 +18,7 @@ from partool_runtime.model.attention import attention_layout
 from partool_runtime.model.decoder import Block, Contexts
 from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.dsp import turned
-from partool_runtime.parallel.sequence.table import METHODS
-from partool_runtime.parallel.sequence.types import Put, SequenceTeam
+from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 from partool_runtime.parallel.tensor.apply import no_heads
 
 
@@ -48,18 +47,17 @@ def apply_sequence(model: AnyDecoder, plan: Plan, ranks: Ranks) -> SequenceTeam 
     """Let a rank's layers see the shares of other ranks of its team, in place; a collective of all ranks.
 
     Comes after tensor parallelism, whose ranks have cut the heads, and before recomputation, which may wrap what is put
-    here. Layers without heads have nothing to exchange. Returns the team, or None without sequence parallelism. Raises
-    ConfigurationError PT650 for a method that the model cannot have.
+    here. Layers without heads have nothing to exchange. Returns the team, or None without sequence parallelism.
     """
     if isinstance(model, HfPart):
         return _to_transformers(model, plan, ranks)
     if ranks.cp.size() == 1:
         return None
-    team, put = open_team(plan, ranks), _method(model, plan)
+    team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
     blocks = _blocks(cast(Decoder | DecoderParts, model))
     for stage in model.stages.values() if isinstance(model, DecoderParts) else [cast(Decoder, model)]:
         stage.contexts.share = (team.length, tuple(team.index(team.rank)))
-        if plan.layout.sequence.method == "dsp" and plan.model.grid is not None:
+        if plan.layout.sequence.method in ON_GRIDS and plan.model.grid is not None:
             stage.contexts.turned = turned(team, plan.model.grid)
     without = [block for block in blocks if block.attention.core is no_heads]
     put(blocks, team, plan.layout)
@@ -75,19 +73,11 @@ def _to_transformers(model: HfPart, plan: Plan, ranks: Ranks) -> SequenceTeam | 
     blocks = take_attention(model, plan)
     if ranks.cp.size() == 1:
         return None
-    team, put = open_team(plan, ranks), _method(model, plan)
+    team, put = open_team(plan, ranks), method_named(plan.layout.sequence.method)
     for part in model.stages.values() if isinstance(model, HfParts) else [cast(HfDecoder, model)]:
         cast(Contexts, part.contexts).share = (team.length, tuple(team.index(team.rank)))
     put(cast(list[Block], blocks), team, plan.layout)
     return team
-
-
-def _method(model: AnyDecoder, plan: Plan) -> Put:
-    put = METHODS.get(plan.layout.sequence.method)
-    if put is None:
-        message = f"{plan.layout.sequence.method} is not there for {type(model).__name__}"
-        raise ConfigurationError("PT650", message, "Plan it again with this version.")
-    return put
 
 
 def _blocks(model: Decoder | DecoderParts) -> list[Block]:

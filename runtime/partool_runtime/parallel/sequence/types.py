@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,6 +64,12 @@ def open_groups(team: SequenceTeam, sets: Iterable[Sequence[int]]) -> dict[tuple
             if mine in ranks:
                 found[tuple(places)] = group
     return found
+
+
+def method_named(name: str) -> Put:
+    """Return what cuts a model's attention by a method: ``put`` of the module of its name; raises ImportError."""
+    put: Put = importlib.import_module(f"partool_runtime.parallel.sequence.{name}").put
+    return put
 
 
 class Attend(Protocol):

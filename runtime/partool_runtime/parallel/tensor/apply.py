@@ -17,6 +17,7 @@ from partool.layout.grid import whole_rows
 from partool.layout.sequence import tokens
 from partool.layout.tensor import Partition, by_name
 from partool.plan.types import Plan
+from partool.strategies.sequence import ON_GRIDS
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
@@ -55,7 +56,7 @@ def apply_tensor(model: Decoder | DecoderParts, plan: Plan, ranks: Ranks) -> Non
 
 def _of_layer(team: Team, block: Block, plan: Plan, ranks: Ranks) -> Team:
     """Return how tensor ranks work together in a layer, which may hold other tokens than the first one."""
-    turned = plan.layout.sequence.method == "dsp" and block.attention.layout.axis == "row"
+    turned = plan.layout.sequence.method in ON_GRIDS and block.attention.layout.axis == "row"
     if team.length is None or not turned or plan.model.grid is None:
         return team
     rows = whole_rows(*plan.model.grid, ranks.cp.size())[ranks.cp.get_local_rank()]

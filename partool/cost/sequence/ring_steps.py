@@ -1,0 +1,34 @@
+"""Seconds of rings in which each rank hands blocks of keys and values on to the next."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from partool.cost import collective
+from partool.cost.case import Column
+from partool.cost.collective import RankGroup
+from partool.cost.sequence.types import BLOCK_OPERATORS, AttentionTransfer, ExchangeTime, SequencePass
+
+
+def steps_of(one: SequencePass, ranks: Column, block: Column, group: RankGroup, *, alone: int) -> ExchangeTime:
+    """Return the steps of a ring of blocks of so many elements.
+
+    Backward, keys travel with no gradients ``alone`` times, and the last gradients that stay in the ring without keys.
+    """
+    steps, share = np.maximum(ranks - 1, 0), 1.0 / np.maximum(ranks, 1)
+    narrow = hop_s(one, block * one.small, group)
+    if not one.backward:
+        return ExchangeTime(steps=[AttentionTransfer(steps, narrow, share)], operators=steps * BLOCK_OPERATORS)
+    wide, both = (hop_s(one, block * width, group) for width in (one.wide, one.small + one.wide))
+    first = np.minimum(steps, alone)
+    times = ((first, narrow), (steps - first, both), (np.clip(steps + 1 - alone, 0, 1), wide))
+    return ExchangeTime(
+        steps=[AttentionTransfer(count, seconds, share) for count, seconds in times],
+        operators=2 * steps * BLOCK_OPERATORS,
+    )
+
+
+def hop_s(one: SequencePass, sent_bytes: Column, group: RankGroup) -> Column:
+    """Return the seconds in which each rank of a ring hands something on, over the slowest link between neighbours."""
+    far = group.domains > 1
+    return collective.send_s(one.job, sent_bytes, np.where(far, one.job.domain, 1))
