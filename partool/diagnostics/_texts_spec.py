@@ -175,7 +175,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "PT224",
         "Offload settings that contradict each other",
-        "gpu_fraction splits an offloaded optimizer; parameters leave as ZeRO-3 shards, with their optimizer.",
+        "gpu_fraction splits an offloaded optimizer; parameters leave as ZeRO-3 shards, with their optimizer. An "
+        "optimizer without a pass in host memory stays on the device.",
         BASE + "parallel: {offload: {optimizer: none, gpu_fraction: 0.5}}\n",
         BASE + "parallel: {offload: {optimizer: none}}\n",
     ),

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Compile, Recompute
 from partool.spec.training import Fused, Precision
+from partool.strategies.kernel_parts import IN_BLOCKS, PARTS
 
 WIDTHS = ("hidden", "query", "key", "inner", "heads", "kv_heads", "scores", "vocab", "one")
 """Widths per token that a saved tensor may have: the residual stream, all heads' queries, all heads' keys, the inner
@@ -15,14 +16,10 @@ COEFFICIENTS = (*WIDTHS, "layer")
 """Coefficients of a family in the order of the data: bytes per token and width, and per layer and micro-batch."""
 
 
-IN_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")
-"""Parts of a block that kernels of partool may compute."""
-
-
 def applicable(model: ModelConfig) -> tuple[Fused, ...]:
     """Return the parts of a block that a model has, of those that can be fused."""
-    has = {"norm": True, "glu": model.gated, "rope": model.position == "rope" and model.mla is None}
-    return tuple(part for part in IN_BLOCKS if has[part])
+    has = {"nothing": True, "gate": model.gated, "rotation": model.position == "rope" and model.mla is None}
+    return tuple(part for part in IN_BLOCKS if has[PARTS[part].needs])
 
 
 def family(

@@ -153,7 +153,7 @@ def _job(plan: Plan, devices: Devices) -> TrainingJob:
         frozen=plan.frozen,
         time_scalar=plan.prediction.time_scalar,
         memory_scalar=plan.prediction.memory_scalar,
-        moments=OPTIMIZERS[plan.optimizer.name].moments,
+        moments=len(OPTIMIZERS[plan.optimizer.name].moments),
         offload=plan.layout.offload,
     )
 

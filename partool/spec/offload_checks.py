@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from partool.diagnostics.record import Diagnostic, Severity
 from partool.spec.spec import Spec
+from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import MOVING_WEIGHTS
 
 _PATH = ("parallel", "offload")
@@ -15,11 +16,23 @@ OF_THE_OPTIMIZER = ("speculate", "undo_gib", "gradients", "moments", "bucket_mib
 
 def check_offload(spec: Spec) -> Iterator[Diagnostic]:
     """Yield what is wrong with what a spec keeps in host memory or on disks."""
+    yield from _host_pass(spec)
     yield from _together(spec)
     yield from _schedule(spec)
     yield from _disks(spec)
     yield from _update(spec)
     yield from _types(spec)
+
+
+def _host_pass(spec: Spec) -> Iterator[Diagnostic]:
+    """Find state that is to leave the device with an optimizer that only steps there."""
+    name = spec.optimizer.name
+    for part in () if OPTIMIZERS[name].host else ("optimizer", "parameters"):
+        if (tier := getattr(spec.parallel.offload, part)) not in ("auto", "none"):
+            message = f"{part}: {tier}, but {name} has no pass in host memory: it steps on the device only"
+            others = " or ".join(other for other, record in OPTIMIZERS.items() if record.host)
+            help = f"use {part}: none, or optimizer: {{name: {others}}}"
+            yield Diagnostic("PT224", message, path=(*_PATH, part), help=help)
 
 
 def _together(spec: Spec) -> Iterator[Diagnostic]:

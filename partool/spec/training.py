@@ -15,6 +15,7 @@ from pydantic import (
 from partool.spec._base import OneOf, Section
 from partool.spec.numbers import Factor, FactorOrNone, Seed, Sequences, Share, Steps, StepsOrNone, Tokens
 from partool.spec.patterns import FilePath
+from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
@@ -146,7 +147,7 @@ class DataSpec(Section):
     """Folder for the token cache; default: the user's cache folder."""
 
 
-Fused = Literal["norm", "glu", "rope", "loss", "adamw"]
+Fused = Annotated[str, OneOf(PARTS)]
 
 
 def _once(parts: list[Fused]) -> list[Fused]:

@@ -10,16 +10,20 @@ class OptimizerRecord:
     """Facts about an optimizer."""
 
     source: str
-    moments: int
-    """Numbers that it keeps per trained parameter beside the weight."""
+    moments: tuple[str, ...]
+    """Tensors as large as the parameter that it keeps beside the weight, by the names that checkpoints give them."""
     reads: tuple[str, ...]
     """Those of the settings that are not every optimizer's which it reads."""
+    test: str = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
+    """The test that compares its steps with another implementation."""
+    host: bool = True
+    """``partool_kernels.host`` has a pass for it, so that its state may lie in host memory or in files."""
 
 
 OPTIMIZERS: dict[str, OptimizerRecord] = {
-    "adamw": OptimizerRecord("Loshchilov and Hutter, arXiv 1711.05101", 2, ("betas", "eps")),
-    "lion": OptimizerRecord("Chen et al., arXiv 2302.06675", 1, ("betas",)),
-    "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", 1, ("eps",)),
-    "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", 1, ("momentum",)),
+    "adamw": OptimizerRecord("Loshchilov and Hutter, arXiv 1711.05101", ("exp_avg", "exp_avg_sq"), ("betas", "eps")),
+    "lion": OptimizerRecord("Chen et al., arXiv 2302.06675", ("exp_avg",), ("betas",)),
+    "adagrad": OptimizerRecord("Duchi et al., JMLR 12 (2011)", ("sum",), ("eps",)),
+    "sgd": OptimizerRecord("with momentum: Polyak, USSR Comp. Math. 4 (1964)", ("momentum",), ("momentum",)),
 }
 """By the name that specs use."""

@@ -240,10 +240,6 @@ def check_refusals(ranks: Ranks) -> None:
     short = MicroBatch(pair.batch.tokens_BS[:, 1:], pair.batch.labels_BS[:, 1:])
     with pytest.raises(ConfigurationError, match="PT651"):
         pair.passes.step([short], torch.ones(()), lambda _: contextless())
-    grids = Case("five", "dsp").plan()
-    unknown = grids.model_copy(update={"layout": grids.layout.changed({"sequence.method": "unheard"})})
-    with pytest.raises(ConfigurationError, match="PT650"):
-        apply_sequence(copy.deepcopy(pair.whole), unknown, ranks)
 
 
 def main(only: str) -> None:

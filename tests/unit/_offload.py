@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partool_kernels.host import MOMENTS, Kind, Part, Pool, Rule, UpdatePass, sums, update
+from partool_kernels.host import MOMENTS, Part, Pool, Rule, UpdatePass, sums, update
 from partool_kernels.reductions import total
 from partool_runtime.offload.buckets import Bucket, fill_buckets, places
 from partool_runtime.offload.buffers import Buffers
@@ -24,7 +24,7 @@ from partool_runtime.offload.verdicts import Verdicts
 SHARDS = {"a": 7, "b": 2**16 + 5, "c": 2**11, "d": 1, "e": 70001}
 GROUPS = {"a": 1, "b": 0, "c": 0, "d": 1, "e": 0}
 BUCKET = 2**16 + 2**12
-KINDS: tuple[Kind, ...] = ("adamw", "lion", "adagrad", "sgd")
+KINDS: tuple[str, ...] = ("adamw", "lion", "adagrad", "sgd")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Case:
 
     speculation: Speculation = "deferred"
     micro_batches: int = 1
-    kind: Kind = "adamw"
+    kind: str = "adamw"
     compute: torch.dtype = torch.bfloat16
     wire: torch.dtype = torch.bfloat16
     moments: torch.dtype | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from partool.spec import load_text
 from partool.spec.hardware import HardwareSpec
 from partool.spec.model import ModelConfig
 from partool.spec.parallel import Offload
+from partool.strategies.optimizers import OPTIMIZERS
 
 ONE_CPU = """\
 model: {layers: 2, hidden: 64, heads: 4, vocab: 256}
@@ -102,6 +104,20 @@ def test_what_is_open_follows_from_the_layout() -> None:
     cores = planned(ONE_GPU, offloaded("optimizer: cpu, activations: none"), "hardware.host_cores=16").layout.offload
     assert cores.threads == 14
     assert not planned(ONE_CPU).layout.offload.active
+
+
+def test_an_optimizer_without_a_host_pass_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = ("model.layers=140", "optimizer.name=sgd", "hardware.host_memory_gib=512")
+    asked = [(ONE_GPU, "optimizer: cpu"), (ONE_CPU, "optimizer: nvme, dir: state"), (ONE_GPU, "parameters: cpu")]
+    assert planned(ONE_GPU, *large).layout.offload.optimizer == "cpu"
+    assert all(plan_of(text, offloaded(fields), "optimizer.name=sgd").plan for text, fields in asked)
+    monkeypatch.setitem(OPTIMIZERS, "sgd", replace(OPTIMIZERS["sgd"], host=False))
+    assert plan_of(ONE_GPU, *large).plan is None
+    assert plan_of(ONE_GPU, *large, offloaded("optimizer: auto, dir: /nvme")).plan is None
+    for text, fields in asked:
+        refused = load_text(text, overrides=[offloaded(fields), "optimizer.name=sgd"]).diagnostics
+        assert [(found.code, found.path[:2]) for found in refused] == [("PT224", ("parallel", "offload"))]
+        assert "adamw or lion or adagrad" in refused[0].help
 
 
 @pytest.mark.parametrize(("text", "tier"), [(ONE_CPU, "cpu"), (ONE_CPU, "nvme"), (ONE_GPU, "nvme")])

@@ -12,16 +12,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from partool.cost.sequence.types import price_of
 from partool.launch.target import ClusterTarget, Target
+from partool.plan.layout import SequenceLayout
 from partool.schedule import generate, problems
 from partool.schedule.generators import ORDERS
 from partool.spec._base import OneOf, Section
 from partool.spec.launch import LaunchSpec
 from partool.spec.targets.rules import TargetRules, rules_of
+from partool.spec.training import OptimizerSpec
+from partool.strategies.kernel_parts import PARTS
 from partool.strategies.optimizers import OPTIMIZERS
 from partool.strategies.schedules import SCHEDULES
 from partool.strategies.sequence import METHODS, PREFERENCE
 from partool.strategies.targets import SECTIONS, TARGETS
 from partool_kernels.host import MOMENTS
+from partool_runtime.fused.apply import PARTS as PUT
+from partool_runtime.optim.steps import STEPS
 from partool_runtime.parallel.sequence.types import method_named
 
 ROOT = Path(__file__).parents[2]
@@ -67,9 +72,12 @@ def test_a_method_is_run_tested_and_told(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_has_a_host_kernel_and_is_told(name: str) -> None:
+def test_an_optimizer_has_a_step_and_is_told(name: str) -> None:
     record = OPTIMIZERS[name]
-    assert len(MOMENTS[name]) == record.moments  # type: ignore[index]
+    assert record.moments == MOMENTS.get(name, record.moments)
+    assert record.host == (name in MOMENTS)
+    assert name in STEPS
+    assert has_test(record.test)
     assert f"`{name}`" in page("optimizers.md")
     assert record.reads
     assert record.source
@@ -122,11 +130,28 @@ def test_no_target_is_compared_by_name_outside_of_its_rooms() -> None:
     assert "slurm" in compared(ROOT / "partool/launch/slurm/target.py")
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_has_a_kernel_and_is_told(name: str) -> None:
+    part = PARTS[name]
+    assert (part.place == "update") == (name in OPTIMIZERS)
+    assert (part.place != "update") == (name in PUT)
+    assert any(line.startswith(f"| `{name}` |") for line in page("kernels.md").splitlines())
+    assert has_test(part.test)
+    assert part.words
+
+
 def test_nothing_runs_that_has_no_record() -> None:
     assert ORDERS.keys() == SCHEDULES.keys()
-    assert MOMENTS.keys() == OPTIMIZERS.keys()
+    assert MOMENTS.keys() <= OPTIMIZERS.keys()
+    assert STEPS.keys() == OPTIMIZERS.keys()
     assert sorted(record.preference for record in METHODS.values()) == list(range(len(METHODS)))
     assert len(PREFERENCE) == len(METHODS)
+
+
+def test_plans_name_only_what_has_a_record() -> None:
+    for section, field in ((SequenceLayout, "method"), (OptimizerSpec, "name")):
+        with pytest.raises(ValidationError, match="Input should be"):
+            section.model_validate_json(f'{{"{field}": "unheard"}}')
 
 
 def test_names_are_an_enum_in_json_schema_and_errors_list_them() -> None:

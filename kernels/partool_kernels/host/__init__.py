@@ -1,13 +1,12 @@
 """Optimizer steps on the host's processors: one pass over memory, exact bits on every processor and thread count."""
 
 from partool_kernels.host.pool import Pool
-from partool_kernels.host.types import MOMENTS, HostKernelError, Kind, Part, Rule, Sums, UpdatePass
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, Sums, UpdatePass
 from partool_kernels.host.update import accumulate, sums, update, zero
 
 __all__ = [
     "MOMENTS",
     "HostKernelError",
-    "Kind",
     "Part",
     "Pool",
     "Rule",

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["adamw", "lion", "adagrad", "sgd"]
 Mode = Literal["auto", "native", "torch"]
 """native: only with the compiled library; torch: never with it."""
-MOMENTS: dict[Kind, tuple[str, ...]] = {
+MOMENTS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "adagrad": ("sum",),
@@ -34,7 +33,8 @@ class Rule:
     decay is decoupled in all of them.
     """
 
-    kind: Kind
+    kind: str
+    """One of :data:`MOMENTS` for passes on the host."""
     lr: float
     beta1: float
     beta2: float

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import get_args
 
 from partool.diagnostics import Diagnostic
 from partool.plan.layout import Layout
 from partool.planner.problem import Problem
 from partool.spec.parallel import Compile
 from partool.spec.training import Fused
+from partool.strategies.kernel_parts import PARTS, UPDATES, WHOLE_WIDTH
 from partool_kernels.registry import ARCHITECTURES
-
-PARTS: tuple[Fused, ...] = get_args(Fused)
-_OF_BLOCKS: tuple[Fused, ...] = ("norm", "glu", "rope")
-"""Parts that a compiler fuses by itself in compiled blocks."""
 
 
 def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ...]:
@@ -26,12 +22,14 @@ def fused(problem: Problem, compile: Compile, inner: int = 1) -> tuple[Fused, ..
     that applies. The optimizer's update is left to torch's own kernel, which moves as little.
     """
     pinned = problem.spec.kernels.fused
-    left = {"norm"} if inner > 1 else set()
+    left = WHOLE_WIDTH if inner > 1 else ()
     if pinned != "auto":
         return tuple(part for part in PARTS if part in pinned and part not in left)
     if problem.spec.kernels.mode == "torch" or problem.spec.training.precision == "fp64" or not has_kernels(problem):
         return ()
-    wanted: tuple[Fused, ...] = ("loss",) if compile == "block" else (*_OF_BLOCKS, "loss")
+    wanted: tuple[Fused, ...] = tuple(
+        name for name, part in PARTS.items() if part.place == "loss" or (part.place == "block" and compile != "block")
+    )
     return tuple(part for part in wanted if part not in left and not why_not(problem, part))
 
 
@@ -43,13 +41,14 @@ def has_kernels(problem: Problem) -> bool:
 def why_not(problem: Problem, part: Fused) -> str:
     """Return why a part of the model cannot be fused; empty: it can."""
     model = problem.model
-    if part in _OF_BLOCKS and problem.described is not None:
+    record = PARTS[part]
+    if record.place == "block" and problem.described is not None:
         return "transformers builds the layers"
-    if part == "adamw" and problem.spec.optimizer.name != "adamw":
+    if record.place == "update" and problem.spec.optimizer.name != part:
         return f"optimizer.name is {problem.spec.optimizer.name}"
-    if part == "glu" and not model.gated:
+    if record.needs == "gate" and not model.gated:
         return f"activation: {model.activation} has no gate"
-    if part == "rope" and (model.position != "rope" or model.mla is not None):
+    if record.needs == "rotation" and (model.position != "rope" or model.mla is not None):
         return "positions are not rotated" if model.position != "rope" else "latent attention rotates parts of heads"
     return ""
 
@@ -65,7 +64,7 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
             yield Diagnostic("PT485", f"kernels.fused: {part} has nothing to compute: {reason}", path=path, help=help)
     shape, offload = spec.parallel.tensor.shape, spec.parallel.offload
     for name, why in _left(pinned, 1 if shape == "auto" else shape[1], offload.optimizer):
-        how = "on the host" if name == "adamw" else "by torch's operators"
+        how = "on the host" if name in UPDATES else "by torch's operators"
         message = f"kernels.fused: {name} will be computed {how}: {why}"
         yield Diagnostic("PT486", message, severity="warning", path=path, help=f"leave {name} out")
     on_cpu = problem.devices.backend == "cpu"
@@ -90,10 +89,10 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
     """Yield those of the parts that torch computes all the same, and why."""
-    if "norm" in parts and inner > 1:
-        yield "norm", f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
-    if "adamw" in parts and optimizer in ("cpu", "nvme"):
-        yield "adamw", "the optimizer's state is in host memory"
+    for name in (name for name in parts if name in WHOLE_WIDTH and inner > 1):
+        yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
+    for name in (name for name in parts if name in UPDATES and optimizer in ("cpu", "nvme")):
+        yield name, "the optimizer's state is in host memory"
 
 
 def words(problem: Problem, layout: Layout) -> Iterator[str]:
@@ -105,8 +104,7 @@ def words(problem: Problem, layout: Layout) -> Iterator[str]:
         return
     if not layout.derived.fused:
         return
-    named = {"norm": "norms", "glu": "gates", "rope": "rotations", "loss": "the loss", "adamw": "the update"}
-    listed = [named[part] for part in layout.derived.fused]
+    listed = [PARTS[part].words for part in layout.derived.fused]
     joined = " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
     how = "loss and its gradients at once" if layout.derived.fused == ("loss",) else f"{joined}, each in one pass"
     rest = "; the compiler fuses the rest" if layout.compile == "block" else ""

@@ -38,6 +38,6 @@ def _job(problem: Problem, compile: Compile) -> TrainingJob:
         lists=problem.lists,
         stage_layers=problem.stage_layers,
         controls=problem.controls,
-        moments=OPTIMIZERS[problem.spec.optimizer.name].moments,
+        moments=len(OPTIMIZERS[problem.spec.optimizer.name].moments),
         offload=problem.offload,
     )

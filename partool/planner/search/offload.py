@@ -21,6 +21,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.cost_job import cost_job
 from partool.planner.search.price import Priced
 from partool.spec.numbers import GIB, MIB
+from partool.strategies.optimizers import OPTIMIZERS
 
 _CORES_KEPT = 2
 """Of a rank's cores: for training's own thread and the data loader."""
@@ -101,6 +102,7 @@ def to_disks(problem: Problem) -> Problem | None:
     """Return the problem with the optimizer's state in files; None where it is there already, or may not be."""
     offload = problem.spec.parallel.offload
     may = offload.optimizer == "auto" and offload.dir is not None and problem.host_link
+    may = may and OPTIMIZERS[problem.spec.optimizer.name].host
     return problem.relax("disks") if may and "disks" not in problem.relaxed else None
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from partool.cost.case import RECOMPUTE, Layouts
 from partool.planner.problem import Problem
 from partool.spec.parallel import Recompute
+from partool.strategies.optimizers import OPTIMIZERS
 
 SHARES = (0.25, 0.5, 1.0)
 """Shares of the layers that recompute, where the policy is open."""
@@ -61,17 +62,18 @@ def policies_of(problem: Problem) -> Policies:
     else:
         recompute = [(0, 1.0), *((index, share) for index in _open_policies(problem) for share in SHARES)]
     may = problem.host_link
+    state_may = may and OPTIMIZERS[problem.spec.optimizer.name].host
     # Where the state has to leave, all of it does, but for what hides the host's last work once a layout is found,
     # and for what host memory has no room for.
-    several = GPU_FRACTIONS if may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
+    several = GPU_FRACTIONS if state_may and (offload.optimizer == "auto" or "split" in problem.relaxed) else (0.0,)
     fractions = several if offload.gpu_fraction == "auto" else (offload.gpu_fraction,)
     fractions = (0.0,) if offload.parameters in ("cpu", "nvme") else fractions
     # Parameters that have to leave take the optimizer's state with them.
     follows = offload.parameters in ("cpu", "nvme") and offload.optimizer == "auto"
     stays = sorted((round(float(fraction), 6) for fraction in fractions), reverse=True)
-    optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=may)
+    optimizer = _open("cpu" if follows else offload.optimizer, 1.0, stays, may=state_may)
     activations = _open(offload.activations, 0, [1], may=may)
-    parameters = _open(offload.parameters, 0, [1], may=may and parallel.data.zero in ("auto", 3))
+    parameters = _open(offload.parameters, 0, [1], may=state_may and parallel.data.zero in ("auto", 3))
     rows = [
         (policy, share, kept, stored, saved)
         for stored in parameters

@@ -34,7 +34,7 @@ def open_optimizer(plan: Plan, prepared: Prepared, ranks: Ranks) -> Optimizer:
     """
     if plan.layout.offload.optimizer == "none":
         # Which parts are fused is said for accelerators; a CPU's compiled pass goes by the mode alone.
-        ours = ranks.device.type == "cpu" or "adamw" in plan.layout.derived.fused
+        ours = ranks.device.type == "cpu" or plan.optimizer.name in plan.layout.derived.fused
         kernels, model = plan.kernels.mode if ours else "torch", prepared.model
         return DeviceOptimizer(trained_parameters(model), plan.optimizer, model.copies, kernels=kernels)
     optimizer = _on_host(plan, prepared, ranks)

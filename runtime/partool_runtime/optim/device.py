@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from partool.spec.training import OptimizerSpec
+from partool.strategies.optimizers import OPTIMIZERS
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
 from partool_kernels.host import Part, Pool, Rule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
@@ -107,7 +108,7 @@ class DeviceOptimizer:
         """Update with gradients times ``scale``, which may scale the gradients in place."""
         self.updates += 1
         rules = self._groups.rules(lr, self.updates, scale)
-        if self._kernels == "native" and self._device.type == "cpu":
+        if self._kernels == "native" and self._device.type == "cpu" and OPTIMIZERS[self._groups.kind].host:
             self._in_one_pass(rules)
             return
         for places in self._launches:

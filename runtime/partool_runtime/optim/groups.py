@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from partool.layout.parameters import group_of
 from partool.spec.training import OptimizerGroup, OptimizerSpec
-from partool_kernels.host import MOMENTS, Kind, Rule
+from partool.strategies.optimizers import OPTIMIZERS
+from partool_kernels.host import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class ParameterGroup:
 
     lr_factor: float
     beta1: float
-    """Of sgd: its momentum."""
+    """Of an optimizer that reads ``momentum``: that."""
     beta2: float
     eps: float
     weight_decay: float
@@ -27,7 +27,7 @@ class ParameterGroup:
 class ParameterGroups:
     """All groups of a spec, the same and in the same order on all ranks, and which of them each parameter is in."""
 
-    kind: Kind
+    kind: str
     groups: tuple[ParameterGroup, ...]
     of: Mapping[str, int]
     """By the parameter's name: its group's place in ``groups``, and so in :meth:`rules`."""
@@ -35,7 +35,7 @@ class ParameterGroups:
     @property
     def moments(self) -> tuple[str, ...]:
         """What is kept per element beside the weight, by the names that checkpoints give it."""
-        return MOMENTS[self.kind]
+        return OPTIMIZERS[self.kind].moments
 
     def rules(self, lr: float, step: int, scale: float) -> list[Rule]:
         """Return what a step does to each group: the step counts from 1, gradients are multiplied with ``scale``."""
@@ -58,12 +58,12 @@ def grouped(spec: OptimizerSpec, dimensions: Mapping[str, int]) -> ParameterGrou
         for matrix in (True, False)
     }
     of = {name: by_pattern[group_of(name, spec.groups), count >= 2] for name, count in dimensions.items()}
-    return ParameterGroups(cast(Kind, spec.name), tuple(places), of)
+    return ParameterGroups(spec.name, tuple(places), of)
 
 
 def _group(spec: OptimizerSpec, settings: OptimizerGroup, *, matrix: bool) -> ParameterGroup:
     beta1, beta2 = spec.betas if settings.betas is None else settings.betas
-    if spec.name == "sgd":
+    if "momentum" in OPTIMIZERS[spec.name].reads:
         beta1 = spec.momentum if settings.momentum is None else settings.momentum
     decay = (spec.weight_decay if matrix else 0.0) if settings.weight_decay is None else settings.weight_decay
     return ParameterGroup(settings.lr_factor, beta1, beta2, spec.eps if settings.eps is None else settings.eps, decay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class Shards:
     weights: list[torch.Tensor]
     gradients: list[torch.Tensor]
     moments: Sequence[list[torch.Tensor]]
-    """As :data:`partool_kernels.host.MOMENTS` says."""
+    """As the optimizer's record says, :data:`partool.strategies.optimizers.OPTIMIZERS`."""
 
     def pieces(self) -> Iterator[Shards]:
         """Yield parts of at most :data:`PIECE_ELEMENTS` in all; tensors with gaps between elements are not cut."""
@@ -53,12 +53,7 @@ def step(shards: Shards, rule: Rule) -> None:
     """
     if rule.scale != 1.0:
         torch._foreach_mul_(shards.gradients, rule.scale)
-    if rule.kind == "adamw":
-        return _adamw(shards, rule)
-    if rule.weight_decay:
-        torch._foreach_mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
-    {"lion": _lion, "adagrad": _adagrad, "sgd": _sgd}[rule.kind](shards, rule)
-    return None
+    STEPS[rule.kind](shards, rule)
 
 
 def _adamw(shards: Shards, rule: Rule) -> None:
@@ -78,7 +73,13 @@ def _adamw(shards: Shards, rule: Rule) -> None:
     )
 
 
+def _decay(shards: Shards, rule: Rule) -> None:
+    if rule.weight_decay:
+        torch._foreach_mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
+
+
 def _lion(shards: Shards, rule: Rule) -> None:
+    _decay(shards, rule)
     for piece in shards.pieces():
         (momentum,) = piece.moments
         directions = torch._foreach_mul(momentum, rule.beta1)
@@ -90,6 +91,7 @@ def _lion(shards: Shards, rule: Rule) -> None:
 
 
 def _adagrad(shards: Shards, rule: Rule) -> None:
+    _decay(shards, rule)
     for piece in shards.pieces():
         (sums,) = piece.moments
         torch._foreach_addcmul_(sums, piece.gradients, piece.gradients)
@@ -99,7 +101,12 @@ def _adagrad(shards: Shards, rule: Rule) -> None:
 
 
 def _sgd(shards: Shards, rule: Rule) -> None:
+    _decay(shards, rule)
     (momentum,) = shards.moments
     torch._foreach_mul_(momentum, rule.beta1)
     torch._foreach_add_(momentum, shards.gradients)
     torch._foreach_add_(shards.weights, momentum, alpha=-rule.lr)
+
+
+STEPS: dict[str, Callable[[Shards, Rule], None]] = {"adamw": _adamw, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
+"""By the name of the optimizer; each decays the weights as well."""
