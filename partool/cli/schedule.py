@@ -142,11 +142,11 @@ def _sizes_help(name: str, chunks: int, cap: int) -> str:
     if cap and not SCHEDULES[name].capped:
         capped = " and ".join(other for other, known in SCHEDULES.items() if known.capped)
         return f"leave out --in-flight; {capped} take it"
-    if SCHEDULES[name].stages == "2 per wave":
+    if SCHEDULES[name].waves:
         return (
             f"--chunks {chunks - 1} or {chunks + 1}: two stages per wave, or say --waves" if chunks > 1 else "--waves 1"
         )
-    if name == "zb-v":
+    if SCHEDULES[name].stages == "2":
         return "--chunks 2, or leave it out"
     return "leave out --chunks; interleaved takes several stages per rank, hanayo --waves"
 

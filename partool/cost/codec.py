@@ -19,6 +19,7 @@ from partool.plan.layout import (
 )
 from partool.spec.parallel import Inside, Recompute, Style, TensorOverlap, TensorPattern, ZeroStage
 from partool.spec.training import Fused
+from partool.strategies.schedules import WITH_WAVES
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _pipeline(row: Layouts, rest: LayoutLists) -> PipelineLayout:
         stages=int(row.pp),
         schedule=schedule,
         chunks=chunks,
-        waves=chunks // 2 if schedule == "hanayo" else 0,
+        waves=chunks // 2 if schedule in WITH_WAVES else 0,
         in_flight=int(row.in_flight),
         layers=rest.layers,
     )

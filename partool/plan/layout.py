@@ -48,7 +48,7 @@ from partool.spec.parallel import (
 )
 from partool.spec.patterns import FilePath, Sha256
 from partool.spec.training import Fused
-from partool.strategies.schedules import SCHEDULES
+from partool.strategies.schedules import SCHEDULES, WITH_WAVES
 from partool.strategies.sequence import METHODS
 
 
@@ -102,6 +102,16 @@ class PipelineLayout(Record):
     """Most micro-batches that the schedule may hold on a rank; 0: as many as its generator wants."""
     layers: tuple[Layers, ...]
     """Layers of each of the ``stages`` × ``chunks`` pipeline stages, in the order of the model."""
+
+    @property
+    def form(self) -> str:
+        """The schedule in words, with its waves or chunks and the bound of what is in flight."""
+        text = "own lists" if self.schedule == "file" else self.schedule
+        if self.waves:
+            text += f", {self.waves} wave{'s' * (self.waves > 1)}"
+        elif self.chunks > 1 and (self.schedule == "file" or SCHEDULES[self.schedule].stages != "2"):
+            text += f" × {self.chunks} chunks"
+        return text + (f", at most {self.in_flight} in flight" if self.in_flight else "")
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
@@ -274,8 +284,9 @@ class Layout(Record):
             return f"layout.pipeline.layers names {named} stages, stages × chunks are {there}"
         if pipeline.schedule not in (*SCHEDULES, "file"):
             return f"layout.pipeline.schedule is {pipeline.schedule}, which no schedule is called"
-        if 2 * pipeline.waves != (pipeline.chunks if pipeline.schedule == "hanayo" else 0):
-            right = "half of chunks" if pipeline.schedule == "hanayo" else f"0 with schedule: {pipeline.schedule}"
+        waves = pipeline.schedule in WITH_WAVES
+        if 2 * pipeline.waves != (pipeline.chunks if waves else 0):
+            right = "half of chunks" if waves else f"0 with schedule: {pipeline.schedule}"
             return f"layout.pipeline.waves is {pipeline.waves}, and must be {right}"
         offload = self.offload
         if (offload.optimizer == "none") != (offload.gpu_fraction == 1.0):

@@ -93,26 +93,13 @@ def _layout(plan: Plan) -> Iterator[tuple[str, str]]:
         f"micro-batch {layout.micro_batch} × {layout.derived.accumulation} per step",
     ]
     if mesh.pp > 1:
-        parts.append(f"schedule {_schedule(plan)}, {_stage_sizes(plan)} per stage")
+        parts.append(f"schedule {layout.pipeline.form}, {_stage_sizes(plan)} per stage")
     if mesh.cp > 1:
         parts.append(f"sequences over {mesh.cp} ranks by {layout.sequence.form}, {layout.sequence.order}")
     parts += [f"recompute {_recompute(plan)}", f"compile {layout.compile}", *_tiles(plan), *_offloaded(plan)]
     yield "Layout", "; ".join(parts)
     if variables := environment.summary(plan):
         yield "Env", variables
-
-
-def _schedule(plan: Plan) -> str:
-    """Return the schedule with what it has beside a name: waves, chunks, a bound of micro-batches in flight."""
-    layout = plan.layout
-    if layout.pipeline.schedule == "hanayo":
-        waves = layout.pipeline.chunks // 2
-        text = f"hanayo, {waves} wave{'s' * (waves > 1)}"
-    else:
-        name = "of one's own" if layout.pipeline.schedule == "file" else layout.pipeline.schedule
-        shown = layout.pipeline.chunks > 1 and layout.pipeline.schedule != "zb-v"
-        text = name + (f" × {layout.pipeline.chunks} chunks" if shown else "")
-    return text + (f", at most {layout.pipeline.in_flight} in flight" if layout.pipeline.in_flight else "")
 
 
 def _stage_sizes(plan: Plan) -> str:

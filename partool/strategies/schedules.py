@@ -55,6 +55,11 @@ class ScheduleRecord:
         return self.stages in ("2 or more", "2 per wave")
 
     @property
+    def waves(self) -> bool:
+        """Whether stages go to and fro in waves, whose number a spec chooses."""
+        return self.stages == "2 per wave"
+
+    @property
     def least_stages(self) -> int:
         """The fewest stages per pipeline rank."""
         return 1 if self.stages in ("1", "any") else 2
@@ -106,4 +111,5 @@ SCHEDULES: dict[str, ScheduleRecord] = {
 SPLIT = tuple(name for name, record in SCHEDULES.items() if record.split)
 CAPPED = tuple(name for name, record in SCHEDULES.items() if record.capped)
 MOVING_WEIGHTS = tuple(name for name, record in SCHEDULES.items() if record.moves == "weights")
+WITH_WAVES = tuple(name for name, record in SCHEDULES.items() if record.waves)
 SEVERAL_STAGES = tuple(name for name, record in SCHEDULES.items() if record.stages != "1")

@@ -422,7 +422,7 @@ def test_a_pinned_v_is_doubted_where_it_idles_more(tmp_path: Path) -> None:
     (said,) = [reason for reason in uneven.reasons if "made for equal times" in reason]
     other = planned(text("micro_batch: 1, pipeline: {stages: 4, schedule: interleaved, chunks: 2}"), tmp_path)
     idle, step_s = (other.prediction.time.terms_s["pipeline_bubble"], other.prediction.time.step_time_s)
-    assert said.startswith(f"interleaved × 2 would idle {idle / step_s:.1%}")
+    assert said.startswith(f"interleaved × 2 chunks would idle {idle / step_s:.1%}")
     even = text("micro_batch: 1, pipeline: {stages: 4, schedule: 1f1b}")
     assert not any("made for equal times" in reason for reason in planned(even, tmp_path).reasons)
 

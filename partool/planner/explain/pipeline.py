@@ -10,7 +10,6 @@ from partool.cost.case import SCHEDULES
 from partool.cost.time.pipeline import moves_weights, sent_bytes
 from partool.layout.stages import balance
 from partool.plan.layout import Layout, PipelineLayout
-from partool.planner.explain.summary import schedule
 from partool.planner.problem import Problem
 from partool.planner.search.layouts import layout_of
 from partool.planner.search.price import Priced
@@ -49,13 +48,13 @@ def pipeline_reasons(solution: Solution, best: Priced) -> Iterator[str]:
     others = list(_others(solution, best))
     pinned = solution.problem.spec.parallel.pipeline.schedule != "auto"
     narrowed = _narrowed(solution.problem, layout)
-    text = f"Schedule {schedule(layout)}: ranks idle {idle:.1%} of the step"
+    text = f"Schedule {layout.pipeline.form}: ranks idle {idle:.1%} of the step"
     if pinned:
         yield f"{text}; the spec asks for it."
         yield from _uneven(solution, best)
     else:
         listed = ", ".join(
-            f"{schedule(one.layout)}{'' if one.layout.compile == layout.compile else _compiled(one.layout)} "
+            f"{one.layout.pipeline.form}{'' if one.layout.compile == layout.compile else _compiled(one.layout)} "
             f"{_more(one, best)}"
             for one in others
             if not moves_weights(one.layout)
@@ -86,8 +85,9 @@ def _uneven(solution: Solution, best: Priced) -> Iterator[str]:
     others = [_under(solution, best, name, chunks) for name, chunks in (("zb-h1", 1), ("1f1b", 1), ("interleaved", 2))]
     other = min((one for one in others if one is not None), key=_idle, default=None)
     if other is not None and _idle(other) < _idle(best) - _CLEARLY:
+        form = other.layout.pipeline.form
         yield (
-            f"{schedule(other.layout)} would idle {_idle(other):.1%} on the same ranks, and take {_more(other, best)}: "
+            f"{form} would idle {_idle(other):.1%} on the same ranks, and take {_more(other, best)}: "
             "the list of zb-v is made for equal times of forward passes and both halves of backward passes, and for "
             "stages alike."
         )
@@ -157,7 +157,7 @@ def _travels(solution: Solution, best: Priced, others: list[Priced]) -> Iterator
     )
     wanted = [one for one in others if moves_weights(one.layout) != ring]
     if wanted:
-        text += f"; {'its step' if not ring else schedule(wanted[0].layout)} would take {_more(wanted[0], best)}"
+        text += f"; {'its step' if not ring else wanted[0].layout.pipeline.form} would take {_more(wanted[0], best)}"
     elif not ring:
         pinned = _pinned_away(problem)
         text += f"; the spec rules it out ({pinned})" if pinned else "; it does not fit"

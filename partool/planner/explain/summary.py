@@ -21,7 +21,7 @@ def summary(layout: Layout) -> str:
     if mesh.tp > 1:
         parts.append(f"tensor {mesh.tp}{_tensor_form(layout)}")
     if mesh.pp > 1:
-        parts.append(f"pipeline {mesh.pp} ({schedule(layout)})")
+        parts.append(f"pipeline {mesh.pp} ({layout.pipeline.form})")
     if mesh.cp > 1:
         parts.append(f"sequence {mesh.cp} ({layout.sequence.form})")
     if layout.expert > 1:
@@ -38,18 +38,6 @@ def _tensor_form(layout: Layout) -> str:
     inner = layout.tensor.inner
     parts = [f"{layout.mesh.tp // inner} × {inner}"] * (inner > 1) + ["sequence norms"] * layout.tensor.sequence_norms
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def schedule(layout: Layout) -> str:
-    """Return the schedule with its chunks per rank or its waves, and the bound of what is in flight."""
-    if waves := layout.pipeline.waves:
-        text = f"{layout.pipeline.schedule}, {waves} wave{'s' * (waves > 1)}"
-    else:
-        named = "own lists" if layout.pipeline.schedule == "file" else layout.pipeline.schedule
-        text = named + (
-            f" × {layout.pipeline.chunks}" if layout.pipeline.chunks > 1 and layout.pipeline.schedule != "zb-v" else ""
-        )
-    return text + (f", {layout.pipeline.in_flight} in flight" if layout.pipeline.in_flight else "")
 
 
 def recompute(layout: Layout) -> str:

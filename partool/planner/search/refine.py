@@ -16,6 +16,7 @@ from partool.planner.problem import Problem
 from partool.planner.search.layouts import Bounds, job_of_rows, recompute_of, splits, variant_costs
 from partool.schedule import makespan, rank_of
 from partool.strategies.schedules import SCHEDULES as KNOWN
+from partool.strategies.schedules import WITH_WAVES
 
 _LOOSE = 0.96
 _MOST = 20_000
@@ -32,9 +33,9 @@ def refined_s(problem: Problem, rows: Layouts) -> Any:
     first = rows.take(0)
     pp, chunks, schedule = int(first.pp), int(first.chunks), SCHEDULES[int(first.schedule)]
     short = min(int(np.min(rows.accumulation)), pp)
-    longer = schedule == "hanayo" and np.any(rows.accumulation > pp)
+    longer = schedule in WITH_WAVES and np.any(rows.accumulation > pp)
     if pp * chunks * short > _MOST or longer or schedule == "file" or KNOWN[schedule].moves == "weights":
-        # Hanayo's lists for more micro-batches than ranks are others, found by search.
+        # Lists of waves for more micro-batches than ranks are others, found by search.
         return bound_s(job, rows)
     costs, (count,) = variant_costs(problem, rows), rows.shape
     counts = np.stack(

@@ -44,7 +44,7 @@ class Scheduled(NamedTuple):
         if self.pinned or not KNOWN[name].capped:
             return True
         # Made for one micro-batch per rank; with more, interleaved schedules idle as little and send less.
-        if name == "hanayo" and micro_batches > ranks:
+        if KNOWN[name].waves and micro_batches > ranks:
             return False
         return (2 + KNOWN[name].split) * ranks * self.chunks * micro_batches <= MOST_ACTIONS
 
