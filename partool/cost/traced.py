@@ -125,7 +125,7 @@ def _last_message(stderr: str) -> str:
     return " ".join(line.strip() for line in lines[starts[-1] :]) if starts else "the tracer failed"
 
 
-class Kind(NamedTuple):
+class TracedKind(NamedTuple):
     """What decides which tensors a layer keeps, besides the model and its precision."""
 
     compiled: int
@@ -133,7 +133,7 @@ class Kind(NamedTuple):
     fused: tuple[Fused, ...] = ()
 
 
-def coefficients(model: ModelConfig, precision: Precision, kind: Kind) -> Coefficients | None:
+def coefficients(model: ModelConfig, precision: Precision, kind: TracedKind) -> Coefficients | None:
     """Return what a dense layer keeps, or None for kinds of models that the runtime cannot build.
 
     For parts that are fused in an unusual combination it is what a layer keeps without, which is no less.
@@ -142,7 +142,7 @@ def coefficients(model: ModelConfig, precision: Precision, kind: Kind) -> Coeffi
 
 
 @lru_cache(maxsize=256)
-def _coefficients(model: ModelConfig, precision: Precision, kind: Kind, sha256: str) -> Coefficients | None:
+def _coefficients(model: ModelConfig, precision: Precision, kind: TracedKind, sha256: str) -> Coefficients | None:
     if model.mla is not None:
         return None
     choice: Compile = "block" if kind.compiled else "none"

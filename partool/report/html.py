@@ -23,7 +23,7 @@ _VERDICTS = {"green": "sure to fit", "amber": "may not fit", "red": "does not fi
 
 
 @dataclass(frozen=True)
-class Figure:
+class TermFigure:
     """A term with its colour, its value in words, and its share."""
 
     name: str
@@ -178,12 +178,12 @@ def _rank_bars(plan: Plan) -> list[RankBar]:
     return found
 
 
-def _memory_terms(plan: Plan) -> list[Figure]:
+def _memory_terms(plan: Plan) -> list[TermFigure]:
     memory = plan.prediction.memory
     colours = _classes(list(MEMORY_TERMS))
     total = max(memory.total_bytes, 1)
     return [
-        Figure(name, colours.get(name, "c0"), gib(size), f"{size / total:.1%}", MEMORY_TERMS.get(name, ""))
+        TermFigure(name, colours.get(name, "c0"), gib(size), f"{size / total:.1%}", MEMORY_TERMS.get(name, ""))
         for name, size in _in_order(dict(memory.terms_bytes), MEMORY_TERMS)
     ]
 
@@ -198,11 +198,11 @@ def _time_bar(plan: Plan) -> str:
     return bar("time-terms", "Time of a step by term", parts, time.step_time_s, [])
 
 
-def _time_terms(plan: Plan) -> list[Figure]:
+def _time_terms(plan: Plan) -> list[TermFigure]:
     time = plan.prediction.time
     colours = _classes(list(TIME_TERMS))
     return [
-        Figure(
+        TermFigure(
             name,
             colours.get(name, "c0"),
             seconds(value),
@@ -213,13 +213,13 @@ def _time_terms(plan: Plan) -> list[Figure]:
     ]
 
 
-def _time_parts(plan: Plan) -> list[Figure]:
+def _time_parts(plan: Plan) -> list[TermFigure]:
     time = plan.prediction.time
     parts = {name: value for name, value in time.breakdown_s.items() if value > _TINY * time.step_time_s}
     whole = max([time.step_time_s, *parts.values()])
     ordered = [name for name in TIME_PARTS if name in parts]
     return [
-        Figure(
+        TermFigure(
             name,
             "part",
             seconds(parts[name]),

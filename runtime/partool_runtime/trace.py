@@ -53,7 +53,7 @@ Found = Counter[tuple[int, int]]
 """Number of storages by elements and bytes of an element."""
 
 
-class Case(NamedTuple):
+class TraceCase(NamedTuple):
     """What is traced."""
 
     model: ModelConfig
@@ -123,13 +123,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from itertools.chain.from_iterable(_tensors(item) for item in value)
 
 
-def block_storages(case: Case) -> Found:
+def block_storages(case: TraceCase) -> Found:
     """Return what one more block keeps: the difference between two blocks in a row and one."""
     one, two = (_chain(case, count) for count in (1, 2))
     return two - one
 
 
-def _chain(case: Case, count: int) -> Found:
+def _chain(case: TraceCase, count: int) -> Found:
     model, context = _built(case)
     blocks = model.layers[:count]
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
@@ -146,7 +146,7 @@ def _chain(case: Case, count: int) -> Found:
     return handed.found()
 
 
-def _built(case: Case) -> tuple[Decoder, Context]:
+def _built(case: TraceCase) -> tuple[Decoder, Context]:
     dtype = COMPUTE_DTYPE[case.precision]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -165,7 +165,7 @@ def _built(case: Case) -> tuple[Decoder, Context]:
     return model, model.contexts(x_BSH, model.contexts.tokens(LENGTH, x_BSH.device))
 
 
-def head_storages(case: Case) -> Found:
+def head_storages(case: TraceCase) -> Found:
     """Return what final norm, head and loss keep besides their input."""
     model, _ = _built(case)
     x_BSH = torch.empty(BATCH, LENGTH, case.model.hidden, dtype=COMPUTE_DTYPE[case.precision], requires_grad=True)
@@ -208,7 +208,7 @@ def coefficients(found: Found, model: ModelConfig) -> list[int]:
     return list(result.values())
 
 
-def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
+def trace(cases: Iterable[TraceCase]) -> dict[str, list[int]]:
     """Return the coefficients of blocks and heads, by family."""
     found: dict[str, list[int]] = {}
     with FakeTensorMode():
@@ -221,19 +221,19 @@ def trace(cases: Iterable[Case]) -> dict[str, list[int]]:
     return found
 
 
-def shipped_cases() -> Iterator[Case]:
+def shipped_cases() -> Iterator[TraceCase]:
     """Yield one case of every kind of model that the runtime runs."""
     positions: tuple[Position, ...] = ("rope", "none")
     kinds = itertools.product(get_args(Norm), get_args(Activation), positions, (False, True))
     for norm, activation, position, qk_norm in kinds:
         config = ModelConfig(**SIZES, norm=norm, activation=activation, position=position, qk_norm=qk_norm)
         for compile, policy in itertools.product(get_args(Compile), get_args(Recompute)):
-            yield Case(config, "bf16", compile, policy)
-            yield Case(config, "fp32", compile, policy)
+            yield TraceCase(config, "bf16", compile, policy)
+            yield TraceCase(config, "fp32", compile, policy)
             if compile == "none":
                 # Compilers fuse what is inside of blocks by themselves.
-                yield Case(config, "bf16", compile, policy, applicable(config))
-                yield Case(config, "fp32", compile, policy, applicable(config))
+                yield TraceCase(config, "bf16", compile, policy, applicable(config))
+                yield TraceCase(config, "fp32", compile, policy, applicable(config))
 
 
 def model_cases(
@@ -241,11 +241,11 @@ def model_cases(
     precision: Precision,
     compiles: Sequence[Compile],
     fused: Mapping[str, Sequence[Fused]] = MappingProxyType({}),
-) -> Iterator[Case]:
+) -> Iterator[TraceCase]:
     """Yield the cases of one model: its layers, compiled or not, under each policy, with parts ``fused`` in both."""
     config = model.model_copy(update={"layers": 2, "layer_types": (), "window": None, "grid": None})
     for compile, policy in itertools.product(compiles, get_args(Recompute)):
-        yield Case(config, precision, compile, policy, tuple(fused.get(compile, ())))
+        yield TraceCase(config, precision, compile, policy, tuple(fused.get(compile, ())))
 
 
 def main(arguments: Sequence[str]) -> int:

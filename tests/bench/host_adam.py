@@ -24,7 +24,7 @@ import _record
 import torch
 
 from partool_kernels import isa
-from partool_kernels.host import Part, Pool, Rule, UpdatePass, sums, update
+from partool_kernels.host import Part, Pool, StepRule, UpdatePass, sums, update
 
 Run = Callable[[], object]
 TRAFFIC = """
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
 
 def _runs(a: Arrays, pool: Pool, threads: int) -> dict[str, Run]:
     part, narrow = [Part(a.p, (a.m, a.v))], [Part(a.p, a.narrow)]
-    rule = [Rule("adamw", 1e-4, 0.9, 0.95, 1e-8, 0.1, 10)]
+    rule = [StepRule("adamw", 1e-4, 0.9, 0.95, 1e-8, 0.1, 10)]
     step, before, wide = UpdatePass([a.g], rule), UpdatePass([a.h], rule), UpdatePass([a.wide], rule)
     parameter = torch.nn.Parameter(a.p)
     parameter.grad = torch.empty_like(a.p)

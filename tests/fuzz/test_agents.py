@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator
 import pytest
 from _attack import Attack
 
-from partool_runtime.agent.node_messages import Outcome, Timing
+from partool_runtime.agent.node_messages import Outcome, WaitTimes
 from partool_runtime.agent.nodes import Board
 from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.together import judged
 
 pytestmark = pytest.mark.timeout(4000)
-QUICK = Timing(beat_s=0.02, silent_s=3.0, arrival_s=20, notice_s=0.5, farewell_s=2, stranger_s=2)
+QUICK = WaitTimes(beat_s=0.02, silent_s=3.0, arrival_s=20, notice_s=0.5, farewell_s=2, stranger_s=2)
 KEY = b"the key of this run, and no other"
 PATIENCE_S = 4.0
 

@@ -18,7 +18,7 @@ from partool_kernels.registry import kernels as registered
 from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.tables import stored
 from partool_runtime.tune.journal import Journal
-from partool_runtime.tune.machine import Machine
+from partool_runtime.tune.machine import TuningMachine
 from partool_runtime.tune.run import TuneOptions, tune
 from partool_runtime.tune.search import Tools
 
@@ -58,7 +58,7 @@ def _few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tuned(folder: Path) -> list[dict[str, Any]]:
-    machine = Machine(torch.device("cpu"), "sm_90", "Fake", 8, "1.0", "3.9.1", InTurn())
+    machine = TuningMachine(torch.device("cpu"), "sm_90", "Fake", 8, "1.0", "3.9.1", InTurn())
     tools = Tools(machine, Registry(folder=folder), Journal(folder), prove=prove)
     events: list[dict[str, Any]] = []
     assert tune(REQUESTS, tools, TuneOptions(folder, budget_s=60.0), events.append)

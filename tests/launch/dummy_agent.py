@@ -4,10 +4,10 @@ import json
 import os
 import sys
 
-from partool_runtime.agent.node_messages import Timing
+from partool_runtime.agent.node_messages import WaitTimes
 from partool_runtime.agent.options import parse
 from partool_runtime.agent.run import run_agent
 
 if __name__ == "__main__":
-    timing = Timing(**json.loads(os.environ.pop("PARTOOL_TEST_TIMING", "{}")))
+    timing = WaitTimes(**json.loads(os.environ.pop("PARTOOL_TEST_TIMING", "{}")))
     sys.exit(run_agent(parse(sys.argv[1:]), worker="dummy_job", timing=timing))

@@ -190,14 +190,14 @@ def test_following_survives_dropped_connections(here: Case, run: Run) -> None:
 
 def test_following_goes_over_restarts_of_the_gang(here: Case, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """In their order, also where the last words of an attempt come late."""
-    lines_of = k8s_streams.Reader.lines
+    lines_of = k8s_streams.StreamReader.lines
 
     def late(self: Any, **how: Any) -> Iterator[Any]:
         for line in lines_of(self, **how):
             time.sleep(0.5 if b"dying" in line.text else 0.0)
             yield line
 
-    monkeypatch.setattr(k8s_streams.Reader, "lines", late)
+    monkeypatch.setattr(k8s_streams.StreamReader, "lines", late)
     first = [here.pod(run, node) for node in (0, 1)]
     here.cluster.write(first[0], "[0] one")
     following = Following(here, run)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partool_runtime.parallel.comm import CommCounter
-from partool_runtime.parallel.host_exchange import AHEAD, Gather, ReplicaSum, ScatterSum
+from partool_runtime.parallel.host_exchange import AHEAD, ParameterGather, ReplicaSum, ScatterSum
 
 SIZE = 7
 UNITS = 4
@@ -67,7 +67,7 @@ def main() -> None:
             want = sum(drawn(other, unit, 1) for other in range(ranks))
             torch.testing.assert_close(gradients, want, rtol=1e-15, atol=1e-15)
         assert counter.snapshot()["all_reduce"].calls == UNITS
-    gather = Gather()
+    gather = ParameterGather()
     for background in (False, True):
         whole = torch.empty(SIZE * ranks, dtype=torch.float64)
         work = gather(whole, drawn(rank, 0, 1), group, async_op=background)

@@ -29,7 +29,7 @@ from partool.spec.model import Weights
 from partool.spec.training import LrSchedule, OptimizerSpec
 from partool_runtime.data.batches import MicroBatch
 from partool_runtime.errors import ConfigurationError
-from partool_runtime.hf.attention import HfAttention, HfBlock, Seen
+from partool_runtime.hf.attention import HfAttention, HfBlock, MaskStandIn
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.mesh import Ranks, close_ranks, lay_mesh
@@ -356,7 +356,7 @@ def dropped_weights_are_those_of_one_process() -> None:
 
     def drawn(block: HfBlock, parts: list[torch.Tensor], tokens: Tokens) -> torch.Tensor:
         q, k, v = parts
-        draws = [block.attention((q, k, v), Seen(5, tokens), None, 0.3, {}) for _ in range(times)]
+        draws = [block.attention((q, k, v), MaskStandIn(5, tokens), None, 0.3, {}) for _ in range(times)]
         return torch.stack(draws)[:, 0].transpose(1, 2)
 
     over_ranks = drawn(shared, [x[:, :, mine] for x in whole], Tokens(LENGTH, mine))

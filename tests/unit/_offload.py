@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partool_kernels.host import MOMENTS, Part, Pool, Rule, UpdatePass, sums, update
+from partool_kernels.host import MOMENTS, Part, Pool, StepRule, UpdatePass, sums, update
 from partool_kernels.reductions import total
 from partool_runtime.offload.buckets import Bucket, fill_buckets, places
 from partool_runtime.offload.buffers import Buffers
@@ -163,12 +163,12 @@ class Together:
                 flat.copy_(value)
         self.engine.rebuild()
 
-    def rules(self, step: int, lr: float, scale: float) -> list[Rule]:
+    def rules(self, step: int, lr: float, scale: float) -> list[StepRule]:
         """Two groups with everything of their own."""
         kind = self.case.kind
         return [
-            Rule(kind, lr, 0.9, 0.95, 1e-8, 0.1, step, scale),
-            Rule(kind, lr * 0.3, 0.8, 0.99, 1e-6, 0.0, step, scale),
+            StepRule(kind, lr, 0.9, 0.95, 1e-8, 0.1, step, scale),
+            StepRule(kind, lr * 0.3, 0.8, 0.99, 1e-6, 0.0, step, scale),
         ]
 
     def gradients(self, step: Step) -> list[dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import cycles, graph, modules
+from house import cycles, graph, modules, shared_names
 
 from partool.process import python_command
 
@@ -95,6 +95,10 @@ def test_no_modules_import_each_other() -> None:
     """Counted over all imports, those in functions and type-checking blocks too."""
     assert cycles(graph(modules(ROOT))) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_no_two_files_have_classes_of_one_name() -> None:
+    assert shared_names(modules(ROOT)) == {}
 
 
 def test_registry_of_kernels_imports_neither_torch_nor_triton() -> None:

@@ -14,7 +14,7 @@ from partool.plan.types import HfModel
 from partool.spec.model import ModelConfig, Weights
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.asked import AttentionAsked, UnknownAttentionError, asked
-from partool_runtime.hf.attention import HfAttention, Seen, padded
+from partool_runtime.hf.attention import HfAttention, MaskStandIn, padded
 from partool_runtime.hf.building import meta_parameters
 from partool_runtime.hf.model import HfDecoder
 from partool_runtime.hf.structure import describe
@@ -106,9 +106,9 @@ def test_descriptions_tell_them_and_price_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seen", "options", "what"),
     [
-        (Seen(None, None), {}, "has a window of None, and of 3 by the plan"),
-        (Seen(3, None), {"sliding_window": 4}, "has a window of 4, and of 3"),
-        (Seen(3, None), {"sliding_window": 3, "s_aux": torch.zeros(2)}, "asks for s_aux"),
+        (MaskStandIn(None, None), {}, "has a window of None, and of 3 by the plan"),
+        (MaskStandIn(3, None), {"sliding_window": 4}, "has a window of 4, and of 3"),
+        (MaskStandIn(3, None), {"sliding_window": 3, "s_aux": torch.zeros(2)}, "asks for s_aux"),
         (None, {"sliding_window": 3}, "gets a NoneType as its mask"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partool_kernels import _native
-from partool_kernels.host import MOMENTS, Part, Pool, Rule, Sums, UpdatePass, accumulate, sums, update, zero
+from partool_kernels.host import MOMENTS, Part, Pool, StepRule, Sums, UpdatePass, accumulate, sums, update, zero
 from partool_kernels.host.types import Mode
 from partool_kernels.reductions import BLOCK, block_sums
 
@@ -22,8 +22,8 @@ needs_library = pytest.mark.skipif(_native.library() is None, reason="no compile
 KINDS: list[str] = list(MOMENTS)
 
 
-def rule(kind: str, step: int, scale: float = 1.0, lr: float = 1e-2) -> Rule:
-    return Rule(kind, lr, 0.9, 0.95, 1e-8, 0.1, step, scale)
+def rule(kind: str, step: int, scale: float = 1.0, lr: float = 1e-2) -> StepRule:
+    return StepRule(kind, lr, 0.9, 0.95, 1e-8, 0.1, step, scale)
 
 
 def part(kind: str, size: int, real: torch.dtype, moment: torch.dtype, seed: int = 0) -> Part:

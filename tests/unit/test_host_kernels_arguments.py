@@ -15,13 +15,13 @@ import torch
 
 from partool.launch import doctor
 from partool_kernels import KernelUnavailableError, _native
-from partool_kernels.host import HostKernelError, Part, Pool, Rule, UpdatePass, accumulate, sums, update, zero
+from partool_kernels.host import HostKernelError, Part, Pool, StepRule, UpdatePass, accumulate, sums, update, zero
 from partool_kernels.host.types import Mode
 from partool_kernels.reductions import BLOCK
 
 MODES: list[Mode] = ["torch", "native"] if _native.library() else ["torch"]
 needs_library = pytest.mark.skipif(_native.library() is None, reason="no compiled library")
-RULE = Rule("adamw", 1e-2, 0.9, 0.95, 1e-8, 0.1, 1)
+RULE = StepRule("adamw", 1e-2, 0.9, 0.95, 1e-8, 0.1, 1)
 SIZE = 10
 
 

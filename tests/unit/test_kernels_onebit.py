@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from partool_kernels.onebit.op import Packed, pack, unpack
+from partool_kernels.onebit.op import OneBitTensor, pack, unpack
 
 
 @pytest.mark.parametrize("norm", ["l1", "l2"])
@@ -42,7 +42,7 @@ def test_several_senders_are_averaged() -> None:
     torch.manual_seed(2)
     packs = [pack(torch.randn(1500), torch.zeros(1500), 512) for _ in range(3)]
     alone = torch.stack([unpack(one, 1500, torch.float64) for one in packs]).mean(0)
-    together = unpack(Packed(*(torch.stack(parts) for parts in zip(*packs, strict=True))), 1500)
+    together = unpack(OneBitTensor(*(torch.stack(parts) for parts in zip(*packs, strict=True))), 1500)
     assert torch.allclose(together.double(), alone, rtol=1e-6, atol=1e-7)
 
 
@@ -65,7 +65,7 @@ def test_nothing_and_what_is_no_number() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, packed = torch.zeros(4, 6), Packed(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2))
+    x, packed = torch.zeros(4, 6), OneBitTensor(torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2))
     for error in (torch.zeros(24), torch.zeros(4, 6, dtype=torch.float64), torch.zeros(6, 4).T):
         with pytest.raises(ValueError, match=r"x \[4, 6\] float32 on cpu: contiguous"):
             pack(x, error)
@@ -79,4 +79,4 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match=rf"\[2, 64\] uint8 .* are not those of {size} elements"):
             unpack(packed, size)
     with pytest.raises(ValueError, match=r"scales \[3\]"):
-        unpack(Packed(packed.bits, torch.zeros(3)), 1000)
+        unpack(OneBitTensor(packed.bits, torch.zeros(3)), 1000)

@@ -26,7 +26,7 @@ from partool.cost.memory.rank_parameters import held_by_rank
 from partool.cost.memory.stacks import MEMORY_STACKS, memory_stack
 from partool.cost.memory.states import States, states
 from partool.cost.stacks import STACKS
-from partool.cost.traced import Kind, coefficients
+from partool.cost.traced import TracedKind, coefficients
 from partool.layout.parameters import count, groups, parameters
 from partool.plan.layout import Layout, Mesh
 from partool.plan.terms import MEMORY_TERMS
@@ -187,7 +187,7 @@ def test_formulas_agree_with_the_trace(precision: Any, policy: str, compiled: in
     counted = replace(MEMORY_STACKS["partool"], traced=False)
     for norm, activation in itertools.product(("rmsnorm", "layernorm"), ("swiglu", "gelu", "relu")):
         model = LLAMA.model_copy(update={"norm": norm, "activation": activation})
-        assert coefficients(model, precision, Kind(compiled, policy)) is not None
+        assert coefficients(model, precision, TracedKind(compiled, policy)) is not None
         case = TrainingJob(model, CPU, 1024, 64, precision)
         of_trace, of_formula = (
             float(saved_by_layer(case, Layouts(compiled=compiled), stack, 0, RECOMPUTE.index(policy)))

@@ -17,7 +17,7 @@ from torch import nn
 from partool.spec.model import ModelConfig
 from partool_runtime.model import Decoder
 from partool_runtime.offload import Activations, HostMemory, Slabs
-from partool_runtime.offload.lanes import Lane, Mark, ThreadLanes
+from partool_runtime.offload.lanes import CopyLane, Mark, ThreadLanes
 from partool_runtime.parallel.recompute import recompute
 from partool_runtime.parallel.tiling import tile_networks
 
@@ -218,7 +218,7 @@ def test_what_is_not_passed_back_frees_its_memory() -> None:
 class Watched:
     """A lane that notes when a copy is asked for."""
 
-    def __init__(self, lane: Lane, name: str, log: list[str]) -> None:
+    def __init__(self, lane: CopyLane, name: str, log: list[str]) -> None:
         self._lane, self._name, self._log = lane, name, log
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:

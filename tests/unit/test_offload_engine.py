@@ -13,7 +13,7 @@ from _offload import KINDS, SHARDS, Case, Lender, Step, together
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partool_kernels.host import Part, Pool, Rule, UpdatePass, update
+from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.offload.buckets import fill_buckets
 from partool_runtime.offload.buffers import Buffers
@@ -283,7 +283,7 @@ def test_what_steps_on_a_gpu_agrees_with_what_steps_in_host_memory() -> None:
     draws = torch.Generator().manual_seed(3)
     master, first, gradient = torch.randn(3, 1001, generator=draws, dtype=torch.float64)
     second = torch.rand(1001, generator=draws, dtype=torch.float64)
-    rule = Rule("adamw", 1e-2, 0.9, 0.95, 1e-8, 0.1, 7, 0.5)
+    rule = StepRule("adamw", 1e-2, 0.9, 0.95, 1e-8, 0.1, 7, 0.5)
     mine = Part(master.clone(), (first.clone(), second.clone()))
     _fused(mine, gradient, rule)
     other = Part(master.clone(), (first.clone(), second.clone()))

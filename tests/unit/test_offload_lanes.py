@@ -13,7 +13,7 @@ import torch
 from partool_runtime.offload import lanes as lanes_module
 from partool_runtime.offload.lanes import StreamLanes, ThreadLanes, open_lanes
 from partool_runtime.offload.leaving import Leaving
-from partool_runtime.offload.worker import Worker
+from partool_runtime.offload.worker import SerialWorker
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -200,7 +200,7 @@ def test_small_gradients_on_their_way_do_not_hold_the_host_back() -> None:
 
 
 def test_a_worker_stops_at_an_error_and_nobody_hangs() -> None:
-    worker, done = Worker("worker"), []
+    worker, done = SerialWorker("worker"), []
 
     def fail() -> None:
         raise OSError("gone")

@@ -15,7 +15,7 @@ from partool.plan.layout import OffloadLayout
 from partool.spec.training import OptimizerSpec
 from partool_kernels.host import Pool
 from partool_runtime.offload import HostMemory
-from partool_runtime.offload.disk.file import Block
+from partool_runtime.offload.disk.file import FileBlock
 from partool_runtime.offload.lanes import ThreadLanes
 from partool_runtime.offload.optimizer import HostOptimizer, HostSetting
 from partool_runtime.offload.shards import DiskShelf
@@ -46,7 +46,7 @@ def test_an_evaluation_between_steps_is_not_expected_of_the_next_one(
 
     read = shelf._store._file.read
 
-    def slowly(block: Block, into: memoryview) -> None:
+    def slowly(block: FileBlock, into: memoryview) -> None:
         time.sleep(0.3 if block.place == 0 else 0.0)
         read(block, into)
 

@@ -14,7 +14,7 @@ from partool.layout.sequence import Spans, index, shares, tokens
 from partool_runtime.errors import ConfigurationError
 from partool_runtime.model import blocks, kernels
 from partool_runtime.model.attention import Tokens, attend
-from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.blocks import BlockPair, Returned, Seen
 from partool_runtime.model.kernels import Sight
 from partool_runtime.model.operator import WHOLE
 from partool_runtime.model.rectangles import Rectangle, joined, pieces, rectangles
@@ -140,14 +140,14 @@ def test_blocks_in_any_order_equal_attention_written_out(
             seen = Seen(q)
             for theirs in order:
                 k, v = (x[:, :, index(theirs)] for x in whole[1:])
-                seen.meet(k, v, Meeting(mine, theirs, layout, documents_BL))
+                seen.meet(k, v, BlockPair(mine, theirs, layout, documents_BL))
             same(seen.result()[0], out[:, :, rows])
             same(seen.result()[1], lse[:, :, rows])
             returned = Returned(q, back, *seen.result())
             for theirs in order:
                 k, v = (x[:, :, index(theirs)] for x in whole[1:])
                 parts = torch.zeros_like(k), torch.zeros_like(v)
-                returned.meet((k, v), parts, Meeting(mine, theirs, layout, documents_BL))
+                returned.meet((k, v), parts, BlockPair(mine, theirs, layout, documents_BL))
                 found_dk[:, :, index(theirs)] += parts[0]
                 found_dv[:, :, index(theirs)] += parts[1]
             same(returned.dq_BNQD, dq[:, :, rows])
@@ -301,7 +301,7 @@ def test_no_mask_of_all_tokens(window: int | None, packed: bool, monkeypatch: py
     length, spans = 2000, ((0, 2000),)
     q = torch.randn(1, 1, length, 8)
     documents_BL = (torch.arange(length)[None] // 700).int() if packed else None
-    meeting = Meeting(spans, spans, AttentionLayout(window), documents_BL)
+    meeting = BlockPair(spans, spans, AttentionLayout(window), documents_BL)
     assert tokens(spans) == length
     with Largest() as largest:
         seen = Seen(q)

@@ -13,7 +13,7 @@ import pytest
 
 from partool_runtime.agent.clock import AwakeClock
 from partool_runtime.agent.interfaces import interface_towards, is_loopback, resolves_to_network
-from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
 from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.together import first_failure, judged
@@ -21,7 +21,7 @@ from partool_runtime.agent.wire import Desk, listen
 from partool_runtime.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
-QUICK = Timing(beat_s=0.05, silent_s=1.0, arrival_s=10, notice_s=0.2, farewell_s=2, stranger_s=0.5)
+QUICK = WaitTimes(beat_s=0.05, silent_s=1.0, arrival_s=10, notice_s=0.2, farewell_s=2, stranger_s=0.5)
 
 
 KEY = b"k" * 32
@@ -46,7 +46,7 @@ class Nodes:
         nodes: int = 2,
         run: str = "run",
         plan_hash: str = "a" * 64,
-        timing: Timing = QUICK,
+        timing: WaitTimes = QUICK,
         host: str = "127.0.0.1",
         key: bytes = KEY,
     ) -> Board:
@@ -179,7 +179,7 @@ def test_an_agent_with_another_key_is_kept_out(nodes: Nodes) -> None:
 
 
 def test_missing_nodes_are_named_again_and_again(nodes: Nodes) -> None:
-    patient = Timing(beat_s=0.05, arrival_s=1.2, notice_s=0.2, stranger_s=0.5)
+    patient = WaitTimes(beat_s=0.05, arrival_s=1.2, notice_s=0.2, stranger_s=0.5)
     nodes.add("0", 0, nodes=4, timing=patient)
     nodes.add("2", 2, nodes=4, timing=patient)
     nodes.join()
@@ -232,7 +232,7 @@ def test_a_silent_node_is_noticed(nodes: Nodes, silent: str, monkeypatch: pytest
     assert other.trouble() == ""
     if silent == "0":
         monkeypatch.setattr(Desk, "serve", lambda self, wait_s: time.sleep(wait_s))
-    nodes.boards[silent]._meeting.timing = Timing(beat_s=30)
+    nodes.boards[silent]._meeting.timing = WaitTimes(beat_s=30)
     begin = time.monotonic()
     wait_for(lambda: other.trouble() != "")
     assert "vanished" in other.trouble()
@@ -262,7 +262,7 @@ def test_an_agent_that_was_away_takes_nobody_for_gone(nodes: Nodes, monkeypatch:
     end = time.monotonic() + 2 * QUICK.beat_s
     while time.monotonic() < end:
         assert [nodes.boards[name].trouble() for name in "01"] == ["", ""]
-    nodes.boards["1"]._meeting.timing = Timing(beat_s=30)
+    nodes.boards["1"]._meeting.timing = WaitTimes(beat_s=30)
     wait_for(lambda: "vanished" in nodes.boards["0"].trouble())
 
 

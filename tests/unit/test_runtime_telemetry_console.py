@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from partool_runtime.telemetry._console import Lines, LivePanel, open_display, sparkline
+from partool_runtime.telemetry._console import ConsoleLines, LivePanel, open_display, sparkline
 from partool_runtime.telemetry._figures import TrainingFigures
 from partool_runtime.telemetry._lasting import LastingDisplay
 
@@ -120,7 +120,7 @@ def test_the_curve_spans_the_whole_run() -> None:
 
 @pytest.mark.parametrize(
     ("file", "environment", "kind"),
-    [(Terminal(), {}, LivePanel), (Terminal(), {"TERM": "dumb"}, Lines), (StringIO(), {}, Lines)],
+    [(Terminal(), {}, LivePanel), (Terminal(), {"TERM": "dumb"}, ConsoleLines), (StringIO(), {}, ConsoleLines)],
 )
 def test_the_panel_is_for_terminals_that_can_draw(file: StringIO, environment: dict[str, str], kind: type) -> None:
     display = open_display("x", 3, console(file, **environment))

@@ -22,8 +22,8 @@ from partool.plan.event_log import event_log, read_events
 from partool.plan.pipeline_log import Executed, pipeline_data, read_pipeline
 from partool.schedule import Action
 from partool_runtime.telemetry import Recorder
-from partool_runtime.telemetry._console import Lines
-from partool_runtime.telemetry.summary import Measurement, Measures, combine
+from partool_runtime.telemetry._console import ConsoleLines
+from partool_runtime.telemetry.summary import MeasuredValue, Measures, combine
 
 KINDS = ("F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "SEND_FW", "RECV_BW", "SEND_G")
 MICROSECONDS = st.integers(0, 10**9).map(lambda us: us / 1e6)
@@ -79,7 +79,7 @@ class Clock:
 
 def recorder(run_dir: Path, clock: Clock, **plan: Any) -> Recorder:
     made = small_plan(**plan)
-    lines = Lines(made.training.steps, Console(file=StringIO()))
+    lines = ConsoleLines(made.training.steps, Console(file=StringIO()))
     return Recorder(made, run_dir, rank=0, world_size=1, device=torch.device("cpu"), now=clock, display=lines)
 
 
@@ -182,7 +182,7 @@ def test_what_was_sent_is_the_traffic_of_the_latest_step(tmp_path: Path, clock: 
 def test_a_rank_that_computes_longest_stands_for_a_pipelines_times() -> None:
     def rank(forward: float, backward: float, bubble: float, memory: float) -> Measures:
         times = {"forward": forward, "backward": backward, "pipeline_bubble": bubble}
-        return Measures({"total": Measurement(memory, "x")}, {k: Measurement(v, "x") for k, v in times.items()})
+        return Measures({"total": MeasuredValue(memory, "x")}, {k: MeasuredValue(v, "x") for k, v in times.items()})
 
     ranks = [rank(1, 2, 9, 70), rank(4, 5, 3, 50), rank(2, 3, 5, 60)]
     combined = combine(ranks, busiest=True)

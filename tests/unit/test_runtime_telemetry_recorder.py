@@ -19,9 +19,9 @@ from partool.plan.event_log import event_log, read_events
 from partool.plan.types import Plan
 from partool_runtime.errors import ConfigurationError, Preempted
 from partool_runtime.telemetry import Recorder
-from partool_runtime.telemetry._console import Lines
+from partool_runtime.telemetry._console import ConsoleLines
 from partool_runtime.telemetry._events import EventWriter
-from partool_runtime.telemetry.summary import Measurement, Measures
+from partool_runtime.telemetry.summary import MeasuredValue, Measures
 from partool_runtime.torch_internals.collectives import _Waits, finished
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ class Case:
         self.run_dir, self.rank = run_dir, rank
         self.clock = FakeClock()
         self.out = StringIO()
-        display = Lines(plan.training.steps, Console(file=self.out, width=100))
+        display = ConsoleLines(plan.training.steps, Console(file=self.out, width=100))
         self.recorder = Recorder(
             plan, run_dir, rank=rank, world_size=world_size, device=CPU, now=self.clock, display=display
         )
@@ -167,8 +167,8 @@ def test_sampled_step_counts_saved_tensors_and_changes_nothing(case: Callable[..
     plain.recorder._sampler._possible = False
     assert torch.equal(train(sampled), train(plain))
     # x for the product, tanh's result (saved by tanh and by square): the parameter does not count
-    assert sampled.recorder.measures().memory["activations"] == Measurement((7 * 3 + 7 * 5) * 8, "saved-tensor hook")
-    assert sampled.recorder.measures().traffic["gradient_sync"] == Measurement(0, "collective counter")
+    assert sampled.recorder.measures().memory["activations"] == MeasuredValue((7 * 3 + 7 * 5) * 8, "saved-tensor hook")
+    assert sampled.recorder.measures().traffic["gradient_sync"] == MeasuredValue(0, "collective counter")
     assert "activations" not in plain.recorder.measures().memory
 
 
@@ -271,7 +271,7 @@ def test_memory_notes_keep_the_largest_and_refuse_unknown_terms(case: Callable[.
     c = case()
     for size in (5, 9, 3):
         c.recorder.note_memory("gradients", size)
-    assert c.recorder.measures().memory["gradients"] == Measurement(9.0, "counted tensors")
+    assert c.recorder.measures().memory["gradients"] == MeasuredValue(9.0, "counted tensors")
     with pytest.raises(ValueError, match="unknown memory term 'grads'"):
         c.recorder.note_memory("grads", 1)
 
@@ -288,14 +288,16 @@ def test_probes_look_in_the_sampled_step_only_and_keep_the_largest(case: Callabl
             loss.backward()
         c.recorder.step(step, 1.0)
     assert next(values, None) is None  # amid the forward pass, after it, and after the backward pass
-    assert c.recorder.measures().memory["gathered"] == Measurement(9, "counted tensors")
+    assert c.recorder.measures().memory["gathered"] == MeasuredValue(9, "counted tensors")
     with pytest.raises(ValueError, match="unknown memory term 'x'"):
         c.recorder.probe_memory("x", lambda: 0)
 
 
 def test_rank_0_waits_for_the_others_and_prints_the_table(case: Callable[..., Case], tmp_path: Path) -> None:
     old = EventWriter(tmp_path, 1)  # of an attempt before
-    old.write("summary", {"scope": "rank", "measures": Measures(memory={"total": Measurement(1e15, "old")}).to_json()})
+    old.write(
+        "summary", {"scope": "rank", "measures": Measures(memory={"total": MeasuredValue(1e15, "old")}).to_json()}
+    )
     old.close()
     zero, one = case(world_size=2), case(rank=1, world_size=2)
     for c, seconds in ((zero, 1.0), (one, 3.0)):

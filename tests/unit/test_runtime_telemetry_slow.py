@@ -14,7 +14,7 @@ from rich.console import Console
 from partool.plan.event_log import event_log, read_events
 from partool.report.run import read_summary, render_run
 from partool_runtime.telemetry import Recorder
-from partool_runtime.telemetry._console import Lines
+from partool_runtime.telemetry._console import ConsoleLines
 from partool_runtime.telemetry._slow import Busy, SlowWatch, slower, waited_s
 
 QUIET = Busy(waited_s=0.0, load=1.0, cores=8, own=1)
@@ -67,7 +67,7 @@ def test_it_is_said_once_on_the_console_in_events_and_in_the_report(
 ) -> None:
     monkeypatch.setattr("partool_runtime.telemetry._slow.waited_s", dict)
     now, out, plan = [0.0], io.StringIO(), small_plan(steps=30)
-    display = Lines(30, Console(file=out, width=200))
+    display = ConsoleLines(30, Console(file=out, width=200))
     recorder = Recorder(
         plan, tmp_path, rank=0, world_size=1, device=torch.device("cpu"), now=lambda: now[0], display=display
     )
@@ -98,7 +98,7 @@ def test_a_short_run_says_it_at_its_end_and_one_as_planned_says_nothing(tmp_path
             world_size=1,
             device=torch.device("cpu"),
             now=lambda now=now: now[0],  # type: ignore[misc]
-            display=Lines(5, Console(file=out, width=200)),
+            display=ConsoleLines(5, Console(file=out, width=200)),
         ) as recorder:
             for step in range(1, 6):
                 now[0] += step_s

@@ -14,10 +14,10 @@ from rich.console import Console
 from partool.plan.terms import MEMORY_TERMS, TIME_TERMS, TRAFFIC_TERMS
 from partool_runtime.telemetry import _figures, summary
 from partool_runtime.telemetry._closing import closing_table
-from partool_runtime.telemetry.summary import NOT_MEASURED, TOTAL, Measurement, Measures
+from partool_runtime.telemetry.summary import NOT_MEASURED, TOTAL, MeasuredValue, Measures
 
 VALUES = st.floats(min_value=0, max_value=1e12)
-MEASURE = st.builds(Measurement, VALUES, st.sampled_from(["timer", "collective counter", "counted tensors"]))
+MEASURE = st.builds(MeasuredValue, VALUES, st.sampled_from(["timer", "collective counter", "counted tensors"]))
 MEASURES = st.builds(
     Measures,
     st.dictionaries(st.sampled_from([*MEMORY_TERMS, TOTAL]), MEASURE),
@@ -40,7 +40,7 @@ def test_every_term_has_a_row_with_its_own_measure_or_not_measured(measures: Mea
 
 
 def test_ratio_is_measured_over_predicted() -> None:
-    measures = Measures(time={"forward": Measurement(0.025, "timer")})
+    measures = Measures(time={"forward": MeasuredValue(0.025, "timer")})
     (row,) = [r for r in summary.rows(prediction(), measures) if (r.section, r.term) == ("time", "forward")]
     assert row.ratio == pytest.approx(2.5)
     free = prediction(terms_s={"forward": 0.0})
@@ -51,14 +51,16 @@ def test_ratio_is_measured_over_predicted() -> None:
 def test_ranks_combine_by_largest_memory_and_traffic_and_median_time() -> None:
     ranks = [
         Measures(
-            {"total": Measurement(m, "m")}, {"forward": Measurement(t, "t")}, {"gradient_sync": Measurement(b, "c")}
+            {"total": MeasuredValue(m, "m")},
+            {"forward": MeasuredValue(t, "t")},
+            {"gradient_sync": MeasuredValue(b, "c")},
         )
         for m, t, b in [(10, 1.0, 5), (30, 4.0, 7), (20, 2.0, 6)]
     ]
-    both = summary.combine([*ranks, Measures(memory={"optimizer": Measurement(1, "x")})])
-    assert both.memory == {"total": Measurement(30, "m"), "optimizer": Measurement(1, "x")}
-    assert both.time == {"forward": Measurement(2.0, "t")}
-    assert both.traffic == {"gradient_sync": Measurement(7, "c")}
+    both = summary.combine([*ranks, Measures(memory={"optimizer": MeasuredValue(1, "x")})])
+    assert both.memory == {"total": MeasuredValue(30, "m"), "optimizer": MeasuredValue(1, "x")}
+    assert both.time == {"forward": MeasuredValue(2.0, "t")}
+    assert both.traffic == {"gradient_sync": MeasuredValue(7, "c")}
 
 
 @given(MEASURES)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from partool.cost import traced
-from partool.cost.traced import Kind as Traced
+from partool.cost.traced import TracedKind as Traced
 from partool.layout.traced import COEFFICIENTS
 from partool.spec.model import Mla, ModelConfig
 from partool_runtime import trace
@@ -95,7 +95,7 @@ def test_real_tensors_give_the_same_trace(kind: str, policy: Any) -> None:
     """What selective recomputation caches is seen by its life, not by autograd's hooks; real and fake tensors agree."""
     grid = (8, trace.LENGTH // 8) if kind == "rows" else None
     config = model(kind, layers=2, layer_types=KINDS[kind].get("layer_types", ())[:2], grid=grid)
-    case = trace.Case(config, "bf16", "none", policy)
+    case = trace.TraceCase(config, "bf16", "none", policy)
     real = trace.coefficients(trace.block_storages(case), config)
     known = traced.shipped().families
     assert tuple(real) == known[trace.family(config, "bf16", "none", policy)]
@@ -108,7 +108,7 @@ def test_shipped_data_are_what_this_torch_gives() -> None:
     data = traced.shipped()
     config = ModelConfig(**trace.SIZES)
     ways = ["none", "block"] if data.torch.split("+")[0] == torch.__version__.split("+")[0] else ["none"]
-    found = trace.trace(trace.Case(config, "bf16", way, "none") for way in ways)  # type: ignore[arg-type]
+    found = trace.trace(trace.TraceCase(config, "bf16", way, "none") for way in ways)  # type: ignore[arg-type]
     assert {key: tuple(values) for key, values in found.items()}.items() <= data.families.items()
 
 

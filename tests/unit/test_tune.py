@@ -31,7 +31,7 @@ from partool_kernels.registry.look_up import Registry
 from partool_kernels.registry.tables import stored
 from partool_runtime.tune.candidates import MOST, beside, first, grid, runnable
 from partool_runtime.tune.journal import FAILED, FILE, Journal
-from partool_runtime.tune.machine import Machine
+from partool_runtime.tune.machine import TuningMachine
 from partool_runtime.tune.requests import RequestError, as_json, examples, from_json, placed
 from partool_runtime.tune.run import TuneOptions, rehearse, tune
 from partool_runtime.tune.search import BrokenDeviceError, Tools, tune_one
@@ -83,7 +83,7 @@ class Bench:
             yield Proof(job, None if bad else NEEDS, ("spills 8 bytes per thread, 0 are on record",) if bad else ())
 
     def tools(self, folder: Path) -> Tools:
-        machine = Machine(torch.device("cpu"), "sm_90", "Fake", 8, "1.0", "3.9.1", self)
+        machine = TuningMachine(torch.device("cpu"), "sm_90", "Fake", 8, "1.0", "3.9.1", self)
         return Tools(machine, Registry(folder=folder), Journal(folder), prove=self.prove, make_case=self.case)
 
 

@@ -1,7 +1,7 @@
 """Optimizer steps on the host's processors: one pass over memory, exact bits on every processor and thread count."""
 
 from partool_kernels.host.pool import Pool
-from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, Sums, UpdatePass
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, StepRule, Sums, UpdatePass
 from partool_kernels.host.update import accumulate, sums, update, zero
 
 __all__ = [
@@ -9,7 +9,7 @@ __all__ = [
     "HostKernelError",
     "Part",
     "Pool",
-    "Rule",
+    "StepRule",
     "Sums",
     "UpdatePass",
     "accumulate",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, UpdatePass
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, StepRule, UpdatePass
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +85,7 @@ def check_rules(parts: Sequence[Part], steps: Iterable[UpdatePass], weights: Seq
                 raise HostKernelError(f"part {index} has {len(part.moments)} moments; {kind} keeps {wanted}")
 
 
-def _check_rule(rule: Rule) -> None:
+def _check_rule(rule: StepRule) -> None:
     if rule.kind not in MOMENTS:
         raise HostKernelError(f"there is no optimizer {rule.kind!r}; there are {', '.join(MOMENTS)}")
     if rule.step < 1:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from partool_kernels.host.arguments import Taken, check_rules, master_of, moments_of, other_of
-from partool_kernels.host.types import MOMENTS, HostKernelError, Part, Rule, Sums, UpdatePass
+from partool_kernels.host.types import MOMENTS, HostKernelError, Part, StepRule, Sums, UpdatePass
 
 if TYPE_CHECKING:
     import torch
@@ -142,7 +142,7 @@ def _gradient(taken: Taken, one: UpdatePass | None, index: int, what: str, eleme
     return other_of(taken, tensors, index, what, elements=elements, writes=False)
 
 
-def _rules(rules: Sequence[Rule]) -> bytes:
+def _rules(rules: Sequence[StepRule]) -> bytes:
     return b"".join(
         _RULE.pack(r.lr, r.beta1, r.beta2, r.eps, r.weight_decay, r.scale, r.step, _KINDS[r.kind], 0) for r in rules
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from partool_kernels.host.types import Part, Rule, Sums, UpdatePass
+from partool_kernels.host.types import Part, StepRule, Sums, UpdatePass
 from partool_kernels.reductions import block_sums
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def accumulate(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], 
         total.copy_(gradient) if first else total.add_(gradient)
 
 
-def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: Rule) -> None:
+def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
     """Update a master and its moments in place; moments that are kept narrow are rounded once, at the end."""
     if rule.kind == "adamw" and all(moment.dtype == master.dtype for moment in moments):
         _fused_adamw(master, moments, gradient, rule)
@@ -77,7 +77,7 @@ def _apply(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torc
             moment.copy_(value)
 
 
-def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: Rule) -> None:
+def _fused_adamw(master: torch.Tensor, moments: Sequence[torch.Tensor], gradient: torch.Tensor, rule: StepRule) -> None:
     """Step by torch's single pass.
 
     Its bits do not depend on threads, nor on cuts at multiples of 64 bytes: where a tensor ends it rounds otherwise.

@@ -25,7 +25,7 @@ class HostKernelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StepRule:
     """What one step does to one group of parameters.
 
     ``adamw``: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. ``lion``: Chen et al., arXiv 2302.06675.
@@ -64,7 +64,7 @@ class UpdatePass:
 
     gradients: Sequence[torch.Tensor]
     """float32, float64, bfloat16 or float16, contiguous."""
-    rules: Sequence[Rule]
+    rules: Sequence[StepRule]
 
 
 @dataclass(frozen=True, slots=True)

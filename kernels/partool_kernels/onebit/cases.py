@@ -8,7 +8,7 @@ import torch
 
 from partool_kernels.cases import FORWARD, Case
 from partool_kernels.onebit.op import (
-    Packed,
+    OneBitTensor,
     launch_pack,
     launch_unpack,
     reference_pack,
@@ -28,7 +28,7 @@ def _pack(request: Request, device: torch.device, generator: torch.Generator) ->
     x = torch.randn(size, dtype=getattr(torch, request.dtypes[0]), device=device, generator=generator)
     before = torch.randn(size, device=device, generator=generator)
     chunks = -(-size // chunk)
-    packed = Packed(
+    packed = OneBitTensor(
         torch.empty(chunks, chunk // 8, dtype=torch.uint8, device=device), torch.empty(chunks, device=device)
     )
     # Into another tensor, so that every call finds the same.
@@ -55,7 +55,7 @@ def _unpack(request: Request, device: torch.device, generator: torch.Generator) 
     out = torch.empty(size, dtype=dtype, device=device)
 
     def run(config: Config) -> Sequence[torch.Tensor]:
-        launch_unpack(Packed(bits, scales), out, config)
+        launch_unpack(OneBitTensor(bits, scales), out, config)
         return (out,)
 
     return Case(

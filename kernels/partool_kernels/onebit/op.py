@@ -17,7 +17,7 @@ from partool_kernels.onebit.describe import CHUNKS, NORMS
 from partool_kernels.registry import Config
 
 
-class Packed(NamedTuple):
+class OneBitTensor(NamedTuple):
     """A compressed tensor."""
 
     bits: torch.Tensor
@@ -26,7 +26,7 @@ class Packed(NamedTuple):
     """Magnitude that stands for every element of a chunk ``[chunks]``: float32, float64 of float64."""
 
 
-def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> Packed:
+def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l2", mode: str = "auto") -> OneBitTensor:
     """Compress ``x + error``, and write to ``error`` what that loses.
 
     ``error`` is contiguous, of x's shape and float32 (float64 if x is); ``norm`` is what a scale is: ``l1``, the mean
@@ -39,10 +39,10 @@ def pack(x: torch.Tensor, error: torch.Tensor, chunk: int = 2048, norm: str = "l
         raise ValueError(f"the error {_words(error)} of x {_words(x)}: contiguous float32 (float64) of its shape")
     if chunk not in CHUNKS or norm not in NORMS:
         raise ValueError(f"chunks of {chunk}, norm {norm!r}; there are {', '.join(map(str, CHUNKS))} and l1, l2")
-    return Packed(*torch.ops.partool.onebit_pack(x, error, chunk, norm, mode))
+    return OneBitTensor(*torch.ops.partool.onebit_pack(x, error, chunk, norm, mode))
 
 
-def unpack(packed: Packed, size: int, dtype: torch.dtype = torch.float32, mode: str = "auto") -> torch.Tensor:
+def unpack(packed: OneBitTensor, size: int, dtype: torch.dtype = torch.float32, mode: str = "auto") -> torch.Tensor:
     """Return the ``size`` elements that a compressed tensor stands for, or the mean of several senders' tensors.
 
     Several: bits ``[senders, chunks, chunk / 8]`` and scales ``[senders, chunks]``, added up in their order. Raises
@@ -100,7 +100,7 @@ def _pack(
         error.view(-1).copy_(lost)
         return bits, scales
     bits, scales = _empty(x, error, chunk)
-    launch_pack((x.contiguous(), error, error), Packed(bits, scales), norm)
+    launch_pack((x.contiguous(), error, error), OneBitTensor(bits, scales), norm)
     return bits, scales
 
 
@@ -123,7 +123,7 @@ def _unpack(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype: torch.dt
     out = scales.new_empty(size, dtype=dtype)
     if not uses_triton(mode, bits, scales, out):
         return reference_unpack(bits, scales, size, dtype)
-    launch_unpack(Packed(bits.contiguous(), scales.contiguous()), out)
+    launch_unpack(OneBitTensor(bits.contiguous(), scales.contiguous()), out)
     return out
 
 
@@ -133,7 +133,10 @@ def _(bits: torch.Tensor, scales: torch.Tensor, size: int, dtype: torch.dtype, m
 
 
 def launch_pack(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], packed: Packed, norm: str, config: Config | None = None
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    packed: OneBitTensor,
+    norm: str,
+    config: Config | None = None,
 ) -> None:
     """Run the kernel on x, the old and the new error, contiguous; unless told, as the registry says."""
     from partool_kernels.onebit import kernel
@@ -148,7 +151,7 @@ def launch_pack(
         )
 
 
-def launch_unpack(packed: Packed, out: torch.Tensor, config: Config | None = None) -> None:
+def launch_unpack(packed: OneBitTensor, out: torch.Tensor, config: Config | None = None) -> None:
     """Run the kernel on several senders' contiguous tensors; unless told, as the registry says."""
     from partool_kernels.onebit import kernel
 

@@ -20,7 +20,7 @@ from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
 from partool.cost.time.tiled import in_tiles
 from partool.cost.traced import Coefficients, coefficients
-from partool.cost.traced import Kind as Traced
+from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered
 
 IMBALANCE = 1.1
@@ -29,7 +29,7 @@ NONE = RECOMPUTE.index("none")
 
 
 @dataclass(frozen=True)
-class Widths:
+class LayerWidths:
     """Elements per token on one rank of the tensors of one layer; each field is a column."""
 
     hidden: Column
@@ -60,7 +60,7 @@ def micro_batch_tokens(job: TrainingJob, layouts: Layouts) -> Column:
     return layouts.micro_batch * sequence_shares.tokens(job, layouts)
 
 
-def widths(job: TrainingJob, layouts: Layouts, kind: int) -> Widths:
+def widths(job: TrainingJob, layouts: Layouts, kind: int) -> LayerWidths:
     """Return the widths of a layer of a kind."""
     m, ranks = job.model, tensor_shares.outer(layouts)
     latent: Column = 0.0
@@ -80,7 +80,7 @@ def widths(job: TrainingJob, layouts: Layouts, kind: int) -> Widths:
         visits = m.moe.top_k * IMBALANCE
         inner = (visits + m.moe.shared_experts) * tensor_shares.width(m.moe.ffn_hidden, ranks)
         routed = 2 * visits * m.hidden + 2 * m.moe.experts
-    return Widths(
+    return LayerWidths(
         hidden=m.hidden / tensor_shares.stream(job, layouts),
         query=query,
         key=key,
@@ -177,7 +177,7 @@ def _gathered(job: TrainingJob, layouts: Layouts, policy: int) -> Column:
     return np.where(np.asarray(layouts.sequence_norms) == 1, kept * more, 0.0)
 
 
-def _eager(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
+def _eager(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token of operators' inputs and results, the core of attention left out."""
     small = job.compute_bytes
     masks = 2 * sizes.hidden if stack.dropout else 0.0
@@ -186,7 +186,7 @@ def _eager(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     return 2 * _norm(job, stack, sizes) + small * (sizes.attention + expanded + inner + sizes.routed) + masks
 
 
-def _compiled(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
+def _compiled(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token that a compiler's partitioner keeps, the core of attention left out.
 
     As traced from torch.compile: inputs of matrix products, what attention needs, and the sums of norms.
@@ -199,7 +199,7 @@ def _compiled(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     return small * (4 * sizes.hidden + sizes.attention + expanded + inner + sizes.routed) + 2 * wide
 
 
-def _core(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
+def _core(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return what the core of attention keeps besides its inputs and its result."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.stack.attention == "unfused":
@@ -207,7 +207,7 @@ def _core(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
     return sizes.heads * wide
 
 
-def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: Widths, compiled: Column) -> Column:
+def _matmuls(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths, compiled: Column) -> Column:
     """Return the bytes per token of the block's input, of matrix products' results and of attention's."""
     small = job.compute_bytes
     gates = 2 if job.model.gated else 1
@@ -230,7 +230,7 @@ def _products(job: TrainingJob, stack: MemoryStack) -> int:
     return 1 if job.model.activation == "relu" else 2
 
 
-def _norm(job: TrainingJob, stack: MemoryStack, sizes: Widths) -> Column:
+def _norm(job: TrainingJob, stack: MemoryStack, sizes: LayerWidths) -> Column:
     """Return the bytes per token that a norm keeps: its input, wide where it is eager, and its results."""
     small, wide = job.compute_bytes, max(job.compute_bytes, 4)
     if job.model.norm == "layernorm":

@@ -24,7 +24,7 @@ COMMUNICATION = ("tensor_parallel", "sequence_parallel", "expert_parallel")
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitSeconds:
     """Seconds of a layer kind, of the embedding or of the head per micro-batch, communication that shows included."""
 
     forward_s: Column
@@ -53,12 +53,12 @@ class Unit:
 class Micro:
     """Everything one micro-batch costs, by unit."""
 
-    layers: dict[Kind, Unit]
+    layers: dict[Kind, UnitSeconds]
     counts: dict[Kind, int]
     """Layers of each kind."""
-    first: Unit
+    first: UnitSeconds
     """The embedding."""
-    last: Unit
+    last: UnitSeconds
     """Final norm, head and loss."""
     passes: dict[Kind, Layer]
     """The layers' passes in detail."""
@@ -91,8 +91,8 @@ def micro(job: TrainingJob, layouts: Layouts) -> Micro:
     _, first, where = np.unique(code, return_index=True, return_inverse=True)
     found = _micro(job, layouts.take(first))
 
-    def spread(unit: Unit) -> Unit:
-        return Unit(**{field.name: _spread(getattr(unit, field.name), where) for field in fields(unit)})
+    def spread(unit: UnitSeconds) -> UnitSeconds:
+        return UnitSeconds(**{field.name: _spread(getattr(unit, field.name), where) for field in fields(unit)})
 
     units = {kind: spread(unit) for kind, unit in found.layers.items()}
     return Micro(units, found.counts, spread(found.first), spread(found.last), {})
@@ -121,7 +121,7 @@ def _micro(job: TrainingJob, layouts: Layouts) -> Micro:
     return Micro(units, dict(counts), _first(job, layouts), _last(job, layouts), passes)
 
 
-def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
+def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> UnitSeconds:
     backward = found.backward.total_s(job) + found.again.total_s(job)
     exposed = {
         name: found.forward.exposed[name] + found.backward.exposed[name] + found.again.exposed[name]
@@ -129,7 +129,7 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
     }
     shares = share_columns(job, layouts)
     dense, expert = shares.layers[int(kind.moe)]
-    return Unit(
+    return UnitSeconds(
         forward_s=found.forward.total_s(job),
         backward_s=backward,
         weight_s=np.minimum(0.5 * found.backward.matmul_s, 0.5 * backward),
@@ -141,13 +141,13 @@ def _unit(job: TrainingJob, layouts: Layouts, kind: Kind, found: Layer) -> Unit:
     )
 
 
-def _first(job: TrainingJob, layouts: Layouts) -> Unit:
+def _first(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
     sent = tensor_time.embedding_seconds(job, layouts)
     shares = share_columns(job, layouts)
     return replace(_end(job, layouts, embedding_s, sent, shares.embedding), summed=shares.summed[0])
 
 
-def _last(job: TrainingJob, layouts: Layouts) -> Unit:
+def _last(job: TrainingJob, layouts: Layouts) -> UnitSeconds:
     shares = share_columns(job, layouts)
     elements: Column = shares.head
     if job.model.tied_embeddings:
@@ -164,13 +164,13 @@ def _end(
     seconds: Callable[..., Column],
     sent: tensor_time.TensorSeconds,
     elements: Column,
-) -> Unit:
+) -> UnitSeconds:
     """Return the embedding or the head, none of whose communication is hidden."""
     forward, backward = (seconds(job, layouts, backward=which) for which in (False, True))
     exposed = {**dict.fromkeys(COMMUNICATION, 0.0), "tensor_parallel": sent.forward.total + sent.backward.total}
     shown = sent.forward.total
     weight = 0.5 * backward if seconds is head_s else 0.0
-    return Unit(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
+    return UnitSeconds(forward + shown, backward + sent.backward.total, weight, exposed, shown, elements, 0.0)
 
 
 @lru_cache(maxsize=64)

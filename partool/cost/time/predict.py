@@ -15,7 +15,7 @@ from partool.cost.kinds import Kind, kinds
 from partool.cost.time.attention import keys_seen
 from partool.cost.time.bound import StepParts, owned_elements, step
 from partool.cost.time.layer import Layer, LayerPass
-from partool.cost.time.micro import COMMUNICATION, Micro, Unit, micro
+from partool.cost.time.micro import COMMUNICATION, Micro, UnitSeconds, micro
 from partool.cost.time.pipeline import (
     messages,
     moves_weights,
@@ -81,7 +81,7 @@ _DATA_S = 1e-4
 class Stages:
     """Seconds and parameters of each stage, per micro-batch."""
 
-    units: tuple[tuple[Unit, ...], ...]
+    units: tuple[tuple[UnitSeconds, ...], ...]
     """What each stage runs: embedding, layers, head."""
 
     def total(self, name: str) -> list[float]:

@@ -18,7 +18,7 @@ from partool.launch.k8s import streams as k8s_streams
 from partool.launch.k8s.client import Client
 from partool.launch.k8s.errors import ApiError
 from partool.launch.k8s.resources import PODS
-from partool.launch.k8s.streams import Reader, Stream, StreamLine, streams
+from partool.launch.k8s.streams import Stream, StreamLine, StreamReader, streams
 from partool.launch.store import Run
 from partool.launch.target import LaunchError, LogLine, LogQuery, NoLogsError
 from partool.plan.outline import Outline, outline
@@ -85,7 +85,7 @@ def _once(client: Client, run: Run, query: LogQuery, node: int | None) -> Iterat
         stored = f"; a claim in launch.k8s.storage keeps them, under partool/runs/{run.id}/logs"
         raise NoLogsError(f"no logs{attempt} of {run.id}: {there}{stored}")
     for at in range(0, len(chosen), _AT_ONCE):
-        yield from heapq.merge(*(Reader(client, stream).rest() for stream in chosen[at : at + _AT_ONCE]))
+        yield from heapq.merge(*(StreamReader(client, stream).rest() for stream in chosen[at : at + _AT_ONCE]))
 
 
 def _streams_of(client: Client, run: Run) -> list[Stream]:
@@ -125,7 +125,7 @@ class _Follower:
                 self._known.update(fresh)
                 if fresh:
                     yield from self._said_before(min(stream.attempt for stream in fresh))
-                readers = [Reader(self._client, stream) for stream in fresh]
+                readers = [StreamReader(self._client, stream) for stream in fresh]
                 yield from heapq.merge(*(reader.rest() for reader in readers))
                 for reader in readers:
                     thread = threading.Thread(target=self._pump, args=(reader,), daemon=True)
@@ -190,7 +190,7 @@ class _Follower:
                         return
             self._stop.wait(_LOOK_S)
 
-    def _pump(self, reader: Reader) -> None:
+    def _pump(self, reader: StreamReader) -> None:
         """Pass a stream's lines on until its container has ended, over any number of connections."""
         end = time.monotonic() + k8s_streams.PATIENCE_S
         while not self._stop.is_set():

@@ -49,7 +49,7 @@ class StreamLine(NamedTuple):
     """With its line end."""
 
 
-class Reader:
+class StreamReader:
     """Reads one stream, over as many connections as it takes, each line once."""
 
     def __init__(self, client: Client, stream: Stream) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from partool_runtime.agent.clock import AwakeClock
-from partool_runtime.agent.node_messages import Notice, State, Timing, dump
+from partool_runtime.agent.node_messages import Notice, State, WaitTimes, dump
 from partool_runtime.agent.options import AgentPlace
 from partool_runtime.agent.wire import Desk, OtherRunError, Visitor, WireError, listen
 from partool_runtime.errors import ConfigurationError
@@ -58,7 +58,7 @@ class Meeting:
     """Empty if this node's plan cannot be used: it joins to say so."""
     key: bytes
     """The run's, which all its agents have and nobody else."""
-    timing: Timing
+    timing: WaitTimes
     say: Callable[[str], None]
     clock: AwakeClock = field(default_factory=AwakeClock)
     mine: State = field(default_factory=lambda: State(uuid.uuid4().hex, socket.gethostname()))

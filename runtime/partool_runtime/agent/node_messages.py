@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class WaitTimes:
     """How long agents wait for each other."""
 
     beat_s: float = 1.0

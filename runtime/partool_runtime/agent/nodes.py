@@ -10,7 +10,7 @@ from typing import Self
 
 from partool_runtime.agent.interfaces import is_loopback, is_own
 from partool_runtime.agent.meeting import Meeting, Peer
-from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.options import AgentPlace
 from partool_runtime.errors import EXIT_CONFIGURATION, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 
@@ -42,7 +42,7 @@ class Board:
     """
 
     def __init__(
-        self, place: AgentPlace, run: str, plan_hash: str, key: bytes, *, timing: Timing, say: Callable[[str], None]
+        self, place: AgentPlace, run: str, plan_hash: str, key: bytes, *, timing: WaitTimes, say: Callable[[str], None]
     ) -> None:
         self._place = place
         self._timing = timing

@@ -26,7 +26,7 @@ from partool.strategies.targets import HERE
 from partool_runtime.agent import report
 from partool_runtime.agent.failures import FailureLog, signature
 from partool_runtime.agent.lifeline import end_with_parent
-from partool_runtime.agent.node_messages import Timing, Verdict
+from partool_runtime.agent.node_messages import Verdict, WaitTimes
 from partool_runtime.agent.options import AgentOptions, check_plan, parse
 from partool_runtime.agent.secrets import read_secrets
 from partool_runtime.agent.status import StatusKeeper
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_agent(options)
 
 
-def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", timing: Timing | None = None) -> int:
+def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", timing: WaitTimes | None = None) -> int:
     """Start a rank per device of the plan's node, as ``python -m worker``, and see it through.
 
     Returns the exit code; messages go to standard error, the state to ``status.json``. To be called from the main
@@ -118,7 +118,7 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
             with contextlib.ExitStack() as held:
                 with lasting_refusals(options.run_dir):
                     held.enter_context(_lock(options))
-                verdict = _run(options, worker, timing or Timing(), signals)
+                verdict = _run(options, worker, timing or WaitTimes(), signals)
         except ConfigurationError as error:
             verdict = Verdict(EXIT_CONFIGURATION, str(error).splitlines()[0], f"partool: {error}")
         except OSError as error:
@@ -130,7 +130,7 @@ def run_agent(options: AgentOptions, *, worker: str = "partool_runtime.worker", 
         return verdict.code
 
 
-def _run(options: AgentOptions, worker: str, timing: Timing, signals: list[signal.Signals]) -> Verdict:
+def _run(options: AgentOptions, worker: str, timing: WaitTimes, signals: list[signal.Signals]) -> Verdict:
     keeper = StatusKeeper(options.run_dir) if options.place.node_rank == 0 else None
     try:
         with lasting_refusals(options.run_dir):  # a refusal while ranks run may pass

@@ -11,7 +11,7 @@ from partool.plan.terminal import say
 from partool.plan.types import Plan
 from partool_runtime.agent.elastic import Hooks, RanksStore, run_ranks
 from partool_runtime.agent.failures import FailureLog, signature
-from partool_runtime.agent.node_messages import Outcome, Timing, Verdict
+from partool_runtime.agent.node_messages import Outcome, Verdict, WaitTimes
 from partool_runtime.agent.nodes import Board, NodesError, StoppedError, combined
 from partool_runtime.agent.options import AgentOptions
 from partool_runtime.agent.report import AFTER_CHECKPOINT, BEFORE_FIRST_STEP, repeated, shortened, stopped_by, summarise
@@ -29,7 +29,7 @@ class Together:
     """The part of a run that is this node's; ``status`` is kept by node 0 alone."""
 
     options: AgentOptions
-    timing: Timing
+    timing: WaitTimes
     worker: str
     supervision: Supervision
     status: StatusKeeper | None

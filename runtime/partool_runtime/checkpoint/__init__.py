@@ -6,14 +6,14 @@ share.
 """
 
 from partool_runtime.checkpoint._agreement import CheckpointError
-from partool_runtime.checkpoint._manifest import Manifest, newest_step, read_manifest, step_folder
+from partool_runtime.checkpoint._manifest import CheckpointManifest, newest_step, read_manifest, step_folder
 from partool_runtime.checkpoint._reading import load_folder, tensor_shapes
 from partool_runtime.checkpoint.checkpointer import Checkpointer, WriteStats
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManifest",
     "Checkpointer",
-    "Manifest",
     "WriteStats",
     "load_folder",
     "newest_step",

@@ -19,7 +19,7 @@ _STEP = re.compile(r"^step-(\d{8,})$")
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """The content of a complete checkpoint."""
 
     step: int
@@ -48,7 +48,7 @@ def _checksum(body: dict[str, Any]) -> str:
     return str(digest.hexdigest())
 
 
-def write_manifest(files: Files, folder: Path, manifest: Manifest) -> None:
+def write_manifest(files: Files, folder: Path, manifest: CheckpointManifest) -> None:
     """Write it, and bring it and the folder's entries to the disk."""
     stream = HashedFile(files, folder / MANIFEST)
     try:
@@ -78,7 +78,7 @@ def newest_step(folder: Path) -> int | None:
     return max(steps_in(folder), default=None)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint's folder; raises ConfigurationError PT610 (none there), PT611 (damaged)."""
     if not path.is_dir():
         raise ConfigurationError("PT610", f"there is no checkpoint at {path}", _siblings_help(path))
@@ -96,7 +96,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ConfigurationError("PT611", f"{path / MANIFEST} names {strange[0]!r}, which is no file beside it")
         if METADATA not in body["files"]:
             raise ConfigurationError("PT611", f"{path / MANIFEST} does not name {METADATA}")
-        return Manifest(**body)
+        return CheckpointManifest(**body)
     except FileNotFoundError:
         raise ConfigurationError("PT611", f"{path / MANIFEST} is missing: the checkpoint is not complete") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -112,7 +112,7 @@ def _siblings_help(path: Path) -> str:
     )
 
 
-def check_files(path: Path, manifest: Manifest, names: Sequence[str], *, content: bool) -> None:
+def check_files(path: Path, manifest: CheckpointManifest, names: Sequence[str], *, content: bool) -> None:
     """Compare files with the manifest: sizes, and with ``content`` checksums.
 
     Raises ConfigurationError PT611 naming the file.

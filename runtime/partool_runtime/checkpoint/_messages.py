@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from partool_runtime.checkpoint._manifest import Manifest
+from partool_runtime.checkpoint._manifest import CheckpointManifest
 from partool_runtime.torch_internals.tensors import StorageInfo
 
 _CLASSES: tuple[type, ...] = (
     Metadata, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata, MetadataIndex, StorageMeta, SavePlan,
-    WriteItem, TensorWriteData, WriteResult, StorageInfo, Manifest,
+    WriteItem, TensorWriteData, WriteResult, StorageInfo, CheckpointManifest,
 )  # fmt: skip
 _BY_NAME = {each.__name__: each for each in _CLASSES}
 _FIELDS = {each: [own.name for own in dataclasses.fields(each)] for each in _CLASSES}

@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from partool_runtime.checkpoint._pickled import Name, Pairs, PickledCall, PickleError, read
+from partool_runtime.checkpoint._pickled import GlobalName, Pairs, PickledCall, PickleError, read
 from partool_runtime.torch_internals.tensors import StorageInfo
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex",
             "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
 _TYPES = {
-    Name("torch", str(each).removeprefix("torch.")): each
+    GlobalName("torch", str(each).removeprefix("torch.")): each
     for each in vars(torch).values()
     if isinstance(each, torch.dtype)
 }
-_SIZE, _LAYOUT = Name("torch", "Size"), Name("torch.serialization", "_get_layout")
-_STORAGE = Name(filesystem.__name__, "_StorageInfo")
-ALLOWED = frozenset({*(Name(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE})
+_SIZE, _LAYOUT = GlobalName("torch", "Size"), GlobalName("torch.serialization", "_get_layout")
+_STORAGE = GlobalName(filesystem.__name__, "_StorageInfo")
+ALLOWED = frozenset({*(GlobalName(_METADATA, name) for name in _CLASSES), *_TYPES, _SIZE, _LAYOUT, _STORAGE})
 """Every global that a checkpoint of tensors names."""
 _LARGEST = 2**62
 T = TypeVar("T")
@@ -75,7 +75,11 @@ def _count(value: Any) -> int:
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
     """Return the state of an object of one of the classes."""
-    if not isinstance(value, PickledCall) or value.name not in (Name(_METADATA, name), _STORAGE) or value.arguments:
+    if (
+        not isinstance(value, PickledCall)
+        or value.name not in (GlobalName(_METADATA, name), _STORAGE)
+        or value.arguments
+    ):
         raise PickleError(f"there is no {name} where one has to be")
     if value.name.name != name:
         raise PickleError(f"there is {value.name.name} in the place of {name}")
@@ -110,10 +114,10 @@ def _tensor(value: Any, room_bytes: int, most: int) -> TensorStorageMetadata:
 
 def _dtype(value: Any) -> torch.dtype:
     """Return the type among a tensor's properties; the others are those of every tensor that partool saves."""
-    if not isinstance(value, PickledCall) or value.name != Name(_METADATA, "TensorProperties") or value.arguments:
+    if not isinstance(value, PickledCall) or value.name != GlobalName(_METADATA, "TensorProperties") or value.arguments:
         raise PickleError("there are no TensorProperties where they have to be")
     state = _is(value.state, tuple)
-    if not state or not isinstance(state[0], Name) or state[0] not in _TYPES:
+    if not state or not isinstance(state[0], GlobalName) or state[0] not in _TYPES:
         raise PickleError("a tensor has no type")
     return _TYPES[state[0]]
 

@@ -22,7 +22,7 @@ class PickleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class GlobalName:
     """A global of a module, which has not been imported."""
 
     module: str
@@ -36,7 +36,7 @@ class Name:
 class PickledCall:
     """A global with what it would be called with, and the state that the result would be given."""
 
-    name: Name
+    name: GlobalName
     arguments: tuple[Any, ...]
     state: Any = None
 
@@ -48,8 +48,10 @@ class Pairs:
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-def read(data: bytes, allowed: Collection[Name]) -> Any:
-    """Return what a pickle describes: plain values, tuples, lists, :class:`Pairs`, :class:`Name`, :class:`PickledCall`.
+def read(data: bytes, allowed: Collection[GlobalName]) -> Any:
+    """Return what a pickle describes.
+
+    These are plain values, tuples, lists, :class:`Pairs`, :class:`GlobalName` and :class:`PickledCall`.
 
     Raises :class:`PickleError`.
     """
@@ -76,7 +78,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Machine:
-    def __init__(self, allowed: Collection[Name]) -> None:
+    def __init__(self, allowed: Collection[GlobalName]) -> None:
         self._allowed = frozenset(allowed)
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -153,14 +155,14 @@ class _Machine:
         self._global(module, name)
 
     def _global(self, module: str, name: str) -> None:
-        found = Name(module, name)
+        found = GlobalName(module, name)
         if found not in self._allowed:
             raise PickleError(f"it names {str(found)[:200]!r}, which no checkpoint needs")
         self._stack.append(found)
 
     def _call(self) -> None:
         arguments, name = self.pop(), self.pop()
-        if not isinstance(name, Name) or not isinstance(arguments, tuple):
+        if not isinstance(name, GlobalName) or not isinstance(arguments, tuple):
             raise PickleError("it calls what is no global")
         self._stack.append(PickledCall(name, arguments))
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from partool_runtime.checkpoint._agreement import SavingRanks
 from partool_runtime.checkpoint._manifest import (
     METADATA,
-    Manifest,
+    CheckpointManifest,
     check_files,
     is_intact,
     read_manifest,
@@ -99,7 +99,7 @@ def _type(name: str, value: Value, saved: Entries, cast: bool) -> torch.dtype:
     return found if cast or moment else value.dtype
 
 
-def _checked_manifest(path: Path, ranks: SavingRanks) -> Manifest:
+def _checked_manifest(path: Path, ranks: SavingRanks) -> CheckpointManifest:
     """Read every byte once before any is used; the ranks share the work."""
     manifest = ranks.on_first(lambda: read_manifest(path))
     names = sorted(manifest.files)
@@ -108,7 +108,7 @@ def _checked_manifest(path: Path, ranks: SavingRanks) -> Manifest:
     return manifest
 
 
-def _checked_metadata(path: Path, manifest: Manifest) -> Metadata:
+def _checked_metadata(path: Path, manifest: CheckpointManifest) -> Metadata:
     """Read DCP's metadata, which must be what the manifest describes; raises ConfigurationError PT611, PT685."""
     check_files(path, manifest, [METADATA], content=True)
     try:

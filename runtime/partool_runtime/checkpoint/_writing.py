@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from partool_runtime.checkpoint import _folders
 from partool_runtime.checkpoint._agreement import CheckpointError, SavingRanks
 from partool_runtime.checkpoint._files import Files, HashedFileSystem
-from partool_runtime.checkpoint._manifest import Manifest, check_files, step_folder, write_manifest
+from partool_runtime.checkpoint._manifest import CheckpointManifest, check_files, step_folder, write_manifest
 from partool_runtime.checkpoint._plan import StagedPlanner, WritePlan
 from partool_runtime.errors import ConfigurationError
 
@@ -105,7 +105,7 @@ def _publish(job: WriteJob, writer: _Writer, file_system: HashedFileSystem, part
     written = dict(file_system.written)
     for _, part in parts:
         written.update(part)
-    manifest = Manifest(job.step, job.extra, written, torch.__version__, len(parts))
+    manifest = CheckpointManifest(job.step, job.extra, written, torch.__version__, len(parts))
     try:
         check_files(temporary, manifest, list(written), content=False)
     except ConfigurationError as error:

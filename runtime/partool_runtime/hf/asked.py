@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
-from partool_runtime.hf.attention import NAME, Seen, place, register, unknown_options, watching
+from partool_runtime.hf.attention import NAME, MaskStandIn, place, register, unknown_options, watching
 from partool_runtime.hf.building import base_name, blocks_name, head_name
 from partool_runtime.hf.numerics import KeepWide
 from partool_runtime.model.attention import AttentionLayout, visible
@@ -137,7 +137,7 @@ def _asked(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
         return answer.found
     except Exception as error:  # whatever a model's own code raises
         first = (str(error).splitlines() or [""])[0]
-        if Seen.__name__ in first:
+        if MaskStandIn.__name__ in first:
             raise UnknownAttentionError("its layers compute with masks themselves") from error
         raise UnknownAttentionError(f"its layers cannot be followed ({type(error).__name__}: {first})") from error
     raise UnknownAttentionError("its attention does not go through the interface of transformers")
@@ -153,7 +153,7 @@ def _answer(
     """Stand for a layer's attention, called as ``HfAttention`` is."""
     q_BNSD, k_BKSD, v_BKSD = heads
     told, unknown = options.get("sliding_window"), unknown_options(options)
-    if not isinstance(seen, Seen):
+    if not isinstance(seen, MaskStandIn):
         raise _AnswerError(None, "its attention gets no mask of transformers")
     if unknown:
         raise _AnswerError(None, f"its attention uses {', '.join(unknown)}")

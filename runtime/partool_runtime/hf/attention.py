@@ -36,7 +36,7 @@ _watch: ContextVar[Callable[[Mapping[str, Any]], None] | None] = ContextVar("who
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MaskStandIn:
     """What a layer gets in the place of a mask: an opaque object, which wrappers hand on."""
 
     window: int | None
@@ -204,12 +204,12 @@ def _of_whole_sequences(
     return tuple(table[:, tokens.index_S] for table in found)
 
 
-def _mask(**described: Any) -> Seen:
+def _mask(**described: Any) -> MaskStandIn:
     """Stand for a mask of transformers: its window is the only thing in it that is not known anyway."""
     told = _watch.get()
     if told is not None:
         told(described)
-    return Seen(described.get("local_size"), _now.get())
+    return MaskStandIn(described.get("local_size"), _now.get())
 
 
 def _attention(  # noqa: PLR0917 - as transformers calls it
@@ -229,10 +229,10 @@ def _attention(  # noqa: PLR0917 - as transformers calls it
 
 def _check(layout: AttentionLayout, seen: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigurationError PT654 where a layer asks for another attention than was planned."""
-    asked = seen.window if isinstance(seen, Seen) else None
+    asked = seen.window if isinstance(seen, MaskStandIn) else None
     told = options.get("sliding_window")
     unknown = unknown_options(options)
-    if not isinstance(seen, Seen):
+    if not isinstance(seen, MaskStandIn):
         what = f"gets a {type(seen).__name__} as its mask"
     elif unknown:
         what = f"asks for {', '.join(unknown)}"

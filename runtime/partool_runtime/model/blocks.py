@@ -76,7 +76,7 @@ MOST_PAIRS = 1 << 22
 """Of queries and keys, times sequences, that one mask is made of; times heads, too, where their scores are held."""
 
 
-class Meeting(NamedTuple):
+class BlockPair(NamedTuple):
     """A block of queries and a block of keys, and what of them see each other besides being earlier."""
 
     queries: Spans
@@ -96,7 +96,7 @@ class Seen:
         self._out: torch.Tensor | None = None
         self._lse: torch.Tensor | None = None
 
-    def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: Meeting) -> None:
+    def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, meeting: BlockPair) -> None:
         """Let them see a block of keys and values, not seen before."""
         self._width = v_BKSD.shape[3]
         for call in _Calls(meeting, self._q, v_BKSD):
@@ -160,7 +160,7 @@ class Returned:
         self,
         keys: tuple[torch.Tensor, torch.Tensor],
         gradients: tuple[torch.Tensor, torch.Tensor],
-        meeting: Meeting,
+        meeting: BlockPair,
     ) -> None:
         """Add the gradients of a block of keys and values ``[B, K, S, D]`` to ``gradients``, wide, and to dq."""
         for call in _Calls(meeting, self._q, keys[1]):
@@ -201,7 +201,7 @@ class _Call(NamedTuple):
 class _Calls:
     """The calls of kernels that a meeting is computed by, for some queries and values."""
 
-    def __init__(self, meeting: Meeting, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
+    def __init__(self, meeting: BlockPair, q_BNQD: torch.Tensor, v_BKSD: torch.Tensor) -> None:
         self._meeting, self._layout, self._device = meeting, meeting.layout, q_BNQD.device
         self._batch, heads = q_BNQD.shape[:2]
         self._holds_scores = kernels.holds_scores(q_BNQD, v_BKSD)

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from partool.layout.sequence import Spans
-from partool_runtime.model.blocks import Meeting, Returned, Seen, like_tokens
+from partool_runtime.model.blocks import BlockPair, Returned, Seen, like_tokens
 from partool_runtime.model.kernels import wide
 from partool_runtime.model.visibility import AttentionLayout
 
@@ -78,9 +78,9 @@ class Whole:
         return back.dq_BNQD, dk_BKSD, dv_BKSD
 
 
-def _all(q_BNSD: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+def _all(q_BNSD: torch.Tensor, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
     spans: Spans = ((0, q_BNSD.shape[2]),)
-    return Meeting(spans, spans, layout, documents_BL)
+    return BlockPair(spans, spans, layout, documents_BL)
 
 
 WHOLE: Exchange = Whole()

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from partool_kernels.host import Pool, Rule
+from partool_kernels.host import Pool, StepRule
 from partool_runtime.offload.buckets import Bucket, Member
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.figures import HostFigures
@@ -24,10 +24,10 @@ from partool_runtime.offload.lanes import Lanes
 from partool_runtime.offload.leaving import Leaving
 from partool_runtime.offload.passes import Arriving, BucketPasses, Speculation, WeightsTarget
 from partool_runtime.offload.resident import Resident
-from partool_runtime.offload.store import Store
+from partool_runtime.offload.store import StateStore
 from partool_runtime.offload.undo import Undo
 from partool_runtime.offload.verdicts import Verdicts
-from partool_runtime.offload.worker import Worker
+from partool_runtime.offload.worker import SerialWorker
 
 __all__ = ["Buffers", "HostEngine", "WeightsTarget"]
 
@@ -47,7 +47,7 @@ class HostEngine:
         self,
         buckets: Sequence[Bucket],
         targets: Mapping[str, WeightsTarget],
-        store: Store,
+        store: StateStore,
         *,
         lanes: Lanes,
         pool: Pool,
@@ -86,17 +86,17 @@ class HostEngine:
         """Buckets whose gradients of this step are all on their way, in their order."""
         self._order = [bucket.index for bucket in buckets]
         """In which buckets left in the last step: the next one's will come so again."""
-        self._rules: Sequence[Rule] = ()
+        self._rules: Sequence[StepRule] = ()
         self._last, self._in_step, self._closed = True, False, False
         self._now: Speculation = "none"
-        self._worker = Worker("partool-optimizer")
+        self._worker = SerialWorker("partool-optimizer")
 
     @property
     def in_step(self) -> bool:
         """Whether a step was begun that nobody has settled: to begin another one, or to flush, writes weights then."""
         return self._in_step
 
-    def begin(self, rules: Sequence[Rule]) -> None:
+    def begin(self, rules: Sequence[StepRule]) -> None:
         """Begin a step that is expected to follow ``rules``, one per group."""
         self._worker.check()
         if self._in_step:
@@ -174,7 +174,7 @@ class HostEngine:
         more, good = self._resident.sums(leaving_out)
         return blocks + more, finite and good
 
-    def settle(self, rules: Sequence[Rule] | None) -> None:
+    def settle(self, rules: Sequence[StepRule] | None) -> None:
         """End the step as the verdict says: by these rules, or not at all. Compute's next work sees the weights.
 
         The verdict is that of all ranks, so that they do the same.
@@ -184,7 +184,7 @@ class HostEngine:
         self.figures.speculated, self.figures.rejected = self.verdicts.speculated, self.verdicts.rejected
         self._settle(rules, good=good)
 
-    def _settle(self, rules: Sequence[Rule] | None, *, good: bool) -> None:
+    def _settle(self, rules: Sequence[StepRule] | None, *, good: bool) -> None:
         self._worker.check()
         todo = [i for i in self._order if not (good and self._passes.accept(self._buckets[i], self._rules))]
         if rules is not None or self._now != "none":

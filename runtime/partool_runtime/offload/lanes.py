@@ -29,7 +29,7 @@ class Mark(Protocol):
         """Let work that compute is given from now on begin behind the mark."""
 
 
-class Lane(Protocol):
+class CopyLane(Protocol):
     """Copies, one after the other."""
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Mark:
@@ -39,8 +39,8 @@ class Lane(Protocol):
 class Lanes(Protocol):
     """A lane to the host, a lane to the device, and compute's own."""
 
-    down: Lane
-    up: Lane
+    down: CopyLane
+    up: CopyLane
 
     def now(self) -> Mark:
         """Return a mark behind what compute was given so far."""
@@ -102,8 +102,8 @@ class StreamLanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._down, self._up = device, _StreamLane(device), _StreamLane(device)
-        self.down: Lane = self._down
-        self.up: Lane = self._up
+        self.down: CopyLane = self._down
+        self.up: CopyLane = self._up
 
     def now(self) -> Mark:
         """See :class:`Lanes`."""
@@ -186,8 +186,8 @@ class ThreadLanes:
 
     def __init__(self, delays: random.Random | None = None) -> None:
         self._down, self._up = _ThreadLane("partool-down", delays), _ThreadLane("partool-up", delays)
-        self.down: Lane = self._down
-        self.up: Lane = self._up
+        self.down: CopyLane = self._down
+        self.up: CopyLane = self._up
 
     def now(self) -> Mark:
         """See :class:`Lanes`: the host's own work is done when it returns."""

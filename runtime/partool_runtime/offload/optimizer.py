@@ -20,7 +20,7 @@ from partool_runtime.offload.memory import HostMemory
 from partool_runtime.offload.parameters import HostParameters
 from partool_runtime.offload.passes import Speculation
 from partool_runtime.offload.resident import Resident, share_note, tail
-from partool_runtime.offload.store import MemoryStore, Store
+from partool_runtime.offload.store import MemoryStore, StateStore
 from partool_runtime.optim.grad_norm import LocalSums, Mode, host_sums
 from partool_runtime.optim.groups import grouped
 from partool_runtime.torch_internals.tensors import local, placed_like
@@ -256,7 +256,7 @@ class HostOptimizer:
 
 def _open_store(
     buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype], setting: HostSetting
-) -> tuple[Store, tuple[str, ...]]:
+) -> tuple[StateStore, tuple[str, ...]]:
     """Return where masters and moments are kept, and what is to be said of it."""
     if setting.work.optimizer != "nvme":
         return MemoryStore(buckets, dtypes, setting.pool), ()

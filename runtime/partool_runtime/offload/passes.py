@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
-from partool_kernels.host import Part, Pool, Rule, Sums, UpdatePass, accumulate, sums, update
+from partool_kernels.host import Part, Pool, StepRule, Sums, UpdatePass, accumulate, sums, update
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.buffers import Buffers
 from partool_runtime.offload.figures import HostFigures
-from partool_runtime.offload.lanes import Lane, Mark
-from partool_runtime.offload.store import Store
+from partool_runtime.offload.lanes import CopyLane, Mark
+from partool_runtime.offload.store import StateStore
 from partool_runtime.offload.undo import Undo
 
 Speculation = Literal["none", "deferred", "undo"]
@@ -56,7 +56,7 @@ class BucketStep:
 
     gradients: torch.Tensor | None = None
     """Flat; None: nothing came since the last commit."""
-    pending: Sequence[Rule] | None = None
+    pending: Sequence[StepRule] | None = None
     """Speculated on and verified, but not in masters and moments yet."""
     ahead: Speculation = "none"
     """How this step, of which the verdict is not known, was speculated on."""
@@ -69,9 +69,9 @@ class BucketPasses:
         self,
         buckets: Sequence[Bucket],
         targets: Mapping[str, WeightsTarget],
-        store: Store,
+        store: StateStore,
         *,
-        up: Lane,
+        up: CopyLane,
         pool: Pool,
         buffers: Buffers,
         undo: Undo | None,
@@ -87,7 +87,7 @@ class BucketPasses:
         self.sent: Mark | None = None
         """Behind the weights that were sent last."""
 
-    def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[Rule], speculation: Speculation) -> None:
+    def take_in(self, arriving: Arriving, *, last: bool, rules: Sequence[StepRule], speculation: Speculation) -> None:
         """Take a bucket's gradients, complete for this micro-batch, and make the step if it is the last."""
         bucket, staging = arriving.bucket, arriving.staging
         if arriving.mark is not None:
@@ -117,7 +117,7 @@ class BucketPasses:
         bucket: Bucket,
         step: BucketStep,
         staging: torch.Tensor,
-        rules: Sequence[Rule],
+        rules: Sequence[StepRule],
         speculation: Speculation,
     ) -> None:
         before = None if self._buffers.accumulates else step.gradients
@@ -152,7 +152,7 @@ class BucketPasses:
                 return None
             return self._over(bucket, state, None, step, keep=True, wants_sums=True)
 
-    def accept(self, bucket: Bucket, rules: Sequence[Rule]) -> bool:
+    def accept(self, bucket: Bucket, rules: Sequence[StepRule]) -> bool:
         """Take a verdict that agrees with what was speculated on; False where this was not."""
         step = self.steps[bucket.index]
         if step.ahead == "none":
@@ -164,7 +164,7 @@ class BucketPasses:
         step.ahead = "none"
         return True
 
-    def settle(self, bucket: Bucket, rules: Sequence[Rule] | None) -> None:
+    def settle(self, bucket: Bucket, rules: Sequence[StepRule] | None) -> None:
         """Do what a verdict asks for: step by other rules than were speculated on, step now, or leave it."""
         step = self.steps[bucket.index]
         assert step.gradients is not None
@@ -244,5 +244,5 @@ class BucketPasses:
         return parts
 
 
-def _pass(bucket: Bucket, flat: torch.Tensor, rules: Sequence[Rule]) -> UpdatePass:
+def _pass(bucket: Bucket, flat: torch.Tensor, rules: Sequence[StepRule]) -> UpdatePass:
     return UpdatePass([flat[m.offset : m.offset + m.elements] for m in bucket.members], rules)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from partool_kernels.host import Part, Pool, Rule, UpdatePass, accumulate, reference, sums, update
+from partool_kernels.host import Part, Pool, StepRule, UpdatePass, accumulate, reference, sums, update
 from partool_kernels.host.types import Mode
 from partool_runtime.offload.lanes import Lanes, Mark
 from partool_runtime.offload.passes import WeightsTarget
@@ -109,7 +109,7 @@ class Resident:
         return blocks, finite
 
     @torch.no_grad()
-    def settle(self, rules: Sequence[Rule] | None) -> None:
+    def settle(self, rules: Sequence[StepRule] | None) -> None:
         """End the step: by these rules, or not at all."""
         if rules is not None:
             for name, target in self._targets.items():
@@ -135,7 +135,7 @@ class Resident:
             total.add_(gradient)
 
     def _step(
-        self, target: WeightsTarget, state: tuple[torch.Tensor, ...], gradient: torch.Tensor, rules: Sequence[Rule]
+        self, target: WeightsTarget, state: tuple[torch.Tensor, ...], gradient: torch.Tensor, rules: Sequence[StepRule]
     ) -> None:
         master, *moments = state
         part, taken = Part(master, tuple(moments), target.group), UpdatePass([gradient], rules)
@@ -150,7 +150,7 @@ class Resident:
             reference.update([part], None, taken, keep=True, weights=weights, wants_sums=False)
 
 
-def _fused(part: Part, gradient: torch.Tensor, rule: Rule) -> None:
+def _fused(part: Part, gradient: torch.Tensor, rule: StepRule) -> None:
     # Filled on the device: a copy from the host would wait for all work before it.
     count = torch.full((), float(rule.step), dtype=torch.float32, device=part.master.device)
     fused_adamw(

@@ -12,7 +12,7 @@ from partool_kernels.host import Pool, zero
 from partool_runtime.offload.buckets import Bucket
 
 
-class Store(Protocol):
+class StateStore(Protocol):
     """Masters and moments of buckets, as flat tensors: the master first."""
 
     @property
@@ -54,26 +54,26 @@ class MemoryStore:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """See :class:`Store`."""
+        """See :class:`StateStore`."""
         return tuple(tensor.dtype for tensor in self._flat)
 
     def expect(self, order: Sequence[int]) -> None:
-        """See :class:`Store`: all of it is here."""
+        """See :class:`StateStore`: all of it is here."""
 
     @contextmanager
     def open(self, bucket: int, *, write: bool) -> Iterator[tuple[torch.Tensor, ...]]:
-        """See :class:`Store`."""
+        """See :class:`StateStore`."""
         yield tuple(tensor[self._spans[bucket]] for tensor in self._flat)
 
     def flat(self) -> tuple[torch.Tensor, ...]:
-        """See :class:`Store`: the live tensors."""
+        """See :class:`StateStore`: the live tensors."""
         return self._flat
 
     def written(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`StateStore`."""
 
     def flush(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`StateStore`."""
 
     def close(self) -> None:
-        """See :class:`Store`."""
+        """See :class:`StateStore`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 Work = Callable[[], object]
 
 
-class Worker:
+class SerialWorker:
     """Does what it is given, in order. After an error nothing more is done, and whoever waits gets the error."""
 
     def __init__(self, name: str) -> None:

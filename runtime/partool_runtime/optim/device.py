@@ -11,7 +11,7 @@ from torch import nn
 from partool.spec.training import OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
 from partool_kernels.adamw.op import Tensors, Update, adamw, takes
-from partool_kernels.host import Part, Pool, Rule, UpdatePass, update
+from partool_kernels.host import Part, Pool, StepRule, UpdatePass, update
 from partool_runtime.optim.grad_norm import LocalSums, Mode, local_sums
 from partool_runtime.optim.groups import ParameterGroup, grouped
 from partool_runtime.optim.steps import Shards, step
@@ -116,7 +116,7 @@ class DeviceOptimizer:
                 for place in places:
                     step(self._shards(self._held[place]), rules[place])
 
-    def _in_one_pass(self, rules: list[Rule]) -> None:
+    def _in_one_pass(self, rules: list[StepRule]) -> None:
         """Step with the compiled pass for host memory."""
         names = [(place, name) for place, held in enumerate(self._held) for name in held]
         if not names:
@@ -131,7 +131,7 @@ class DeviceOptimizer:
         gradients = [gradient.contiguous().view(-1) for gradient in shards.gradients]
         update(parts, step=UpdatePass(gradients, rules), pool=self._pool, mode="native")
 
-    def _in_one_launch(self, places: tuple[int, ...], rules: list[Rule]) -> bool:
+    def _in_one_launch(self, places: tuple[int, ...], rules: list[StepRule]) -> bool:
         """Let partool's kernel step groups that are alike but for the decay, and tell whether it could."""
         if self._kernels == "torch" or self._groups.kind != "adamw":
             return False

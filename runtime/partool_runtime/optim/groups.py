@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from partool.layout.parameters import group_of
 from partool.spec.training import OptimizerGroup, OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
-from partool_kernels.host import Rule
+from partool_kernels.host import StepRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,11 @@ class ParameterGroups:
         """What is kept per element beside the weight, by the names that checkpoints give it."""
         return OPTIMIZERS[self.kind].moments
 
-    def rules(self, lr: float, step: int, scale: float) -> list[Rule]:
+    def rules(self, lr: float, step: int, scale: float) -> list[StepRule]:
         """Return what a step does to each group: the step counts from 1, gradients are multiplied with ``scale``."""
         return [
-            Rule(self.kind, lr * g.lr_factor, g.beta1, g.beta2, g.eps, g.weight_decay, step, scale) for g in self.groups
+            StepRule(self.kind, lr * g.lr_factor, g.beta1, g.beta2, g.eps, g.weight_decay, step, scale)
+            for g in self.groups
         ]
 
 

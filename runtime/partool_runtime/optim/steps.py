@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from partool_kernels.host import Rule
+from partool_kernels.host import StepRule
 from partool_runtime.torch_internals.tensors import fused_adamw
 
 PIECE_ELEMENTS = 2**24
@@ -45,7 +45,7 @@ def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:
     return Shards(weights, gradients, moments)
 
 
-def step(shards: Shards, rule: Rule) -> None:
+def step(shards: Shards, rule: StepRule) -> None:
     """Update weights and moments in place; gradients are scaled in place.
 
     See :class:`partool_kernels.host.Rule` for what each optimizer does. The operators and their order are those of the
@@ -56,7 +56,7 @@ def step(shards: Shards, rule: Rule) -> None:
     STEPS[rule.kind](shards, rule)
 
 
-def _adamw(shards: Shards, rule: Rule) -> None:
+def _adamw(shards: Shards, rule: StepRule) -> None:
     # Filled on the device: a copy from the host would wait for all work before it.
     count = torch.full((), float(rule.step), dtype=torch.float32, device=shards.weights[0].device)
     first, second = shards.moments
@@ -73,12 +73,12 @@ def _adamw(shards: Shards, rule: Rule) -> None:
     )
 
 
-def _decay(shards: Shards, rule: Rule) -> None:
+def _decay(shards: Shards, rule: StepRule) -> None:
     if rule.weight_decay:
         torch._foreach_mul_(shards.weights, 1.0 - rule.lr * rule.weight_decay)
 
 
-def _lion(shards: Shards, rule: Rule) -> None:
+def _lion(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     for piece in shards.pieces():
         (momentum,) = piece.moments
@@ -90,7 +90,7 @@ def _lion(shards: Shards, rule: Rule) -> None:
         torch._foreach_add_(momentum, piece.gradients, alpha=1.0 - rule.beta2)
 
 
-def _adagrad(shards: Shards, rule: Rule) -> None:
+def _adagrad(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     for piece in shards.pieces():
         (sums,) = piece.moments
@@ -100,7 +100,7 @@ def _adagrad(shards: Shards, rule: Rule) -> None:
         torch._foreach_addcdiv_(piece.weights, piece.gradients, roots, value=-rule.lr)
 
 
-def _sgd(shards: Shards, rule: Rule) -> None:
+def _sgd(shards: Shards, rule: StepRule) -> None:
     _decay(shards, rule)
     (momentum,) = shards.moments
     torch._foreach_mul_(momentum, rule.beta1)
@@ -108,5 +108,10 @@ def _sgd(shards: Shards, rule: Rule) -> None:
     torch._foreach_add_(shards.weights, momentum, alpha=-rule.lr)
 
 
-STEPS: dict[str, Callable[[Shards, Rule], None]] = {"adamw": _adamw, "lion": _lion, "adagrad": _adagrad, "sgd": _sgd}
+STEPS: dict[str, Callable[[Shards, StepRule], None]] = {
+    "adamw": _adamw,
+    "lion": _lion,
+    "adagrad": _adagrad,
+    "sgd": _sgd,
+}
 """By the name of the optimizer; each decays the weights as well."""

@@ -107,7 +107,7 @@ class _Gather(dist.Work):
         return True
 
 
-class Gather:
+class ParameterGather:
     """An all-gather for ``FSDPModule.set_custom_all_gather`` whose waits are measured."""
 
     allocate = ScatterSum.allocate

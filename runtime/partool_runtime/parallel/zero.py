@@ -19,7 +19,7 @@ from partool_runtime.hf.stages import HfParts
 from partool_runtime.mesh import Ranks
 from partool_runtime.model import AnyDecoder, Decoder, DecoderParts
 from partool_runtime.parallel.grad_sync import GradSync
-from partool_runtime.parallel.host_exchange import Gather, HostSum, ReplicaSum, ScatterSum
+from partool_runtime.parallel.host_exchange import HostSum, ParameterGather, ReplicaSum, ScatterSum
 from partool_runtime.parallel.leaves import fill_missing, find_leaves, join_graph
 from partool_runtime.parallel.persistent import Persistent
 from partool_runtime.parallel.pipeline.sync import Unit
@@ -176,7 +176,7 @@ class _Sharding:
         if not isinstance(self.sums, ScatterSum) or not ahead or self.layout.offload.parameters != "none":
             return False
         for unit in units:
-            unit.set_custom_all_gather(cast(Any, Gather()))
+            unit.set_custom_all_gather(cast(Any, ParameterGather()))
             gather_in_background(unit)
         return True
 

@@ -54,10 +54,10 @@ def open_display(name: str, total_steps: int, console: Console | None = None) ->
         console.width = _FILE_WIDTH
     elif not console.is_dumb_terminal:
         return LivePanel(name, total_steps, console)
-    return Lines(total_steps, console)
+    return ConsoleLines(total_steps, console)
 
 
-class Lines:
+class ConsoleLines:
     """One line per log step and validation, whole lines only, without colour."""
 
     def __init__(self, total_steps: int, console: Console) -> None:

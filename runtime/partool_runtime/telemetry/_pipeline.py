@@ -10,7 +10,7 @@ from typing import Any
 from partool.plan.pipeline_log import Timed, pipeline_data
 from partool.plan.types import Plan
 from partool_runtime.telemetry._timers import HostClock, Spans
-from partool_runtime.telemetry.summary import Measurement, Measures
+from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 BUBBLE = "pipeline_bubble"
 Ran = Sequence[Timed] | Callable[[], Sequence[Timed]]
@@ -43,7 +43,7 @@ class PipelineSteps:
         """Return what was counted in the latest step."""
         if self._sent_bytes is None:
             return Measures()
-        return Measures(traffic={"pipeline": Measurement(float(self._sent_bytes), "bytes of messages")})
+        return Measures(traffic={"pipeline": MeasuredValue(float(self._sent_bytes), "bytes of messages")})
 
     def log(self, step: int, *, steady: bool) -> dict[str, Any] | None:
         """Return the data of a log step's event; None where there were no actions, or too many for every log step."""

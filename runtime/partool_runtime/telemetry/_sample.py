@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 from partool_runtime.parallel.comm import SEQUENCE, CollectiveTraffic, CommCounter
 from partool_runtime.telemetry._memory import SavedTensors
 from partool_runtime.telemetry._timers import Spans
-from partool_runtime.telemetry.summary import Measurement, Measures
+from partool_runtime.telemetry.summary import MeasuredValue, Measures
 
 SAMPLED_STEP = 2
 """Which step of an attempt is sampled: the first one allocates, and both are left out of the medians."""
@@ -65,9 +65,9 @@ class StepSampler:
         if self._counter is None or self._counting:
             return Measures()
         how = "collective counter"
-        probed = {term: Measurement(value, "counted tensors") for term, value in self._probed.items()}
-        saved = {"activations": Measurement(self._most_bytes, "saved-tensor hook")} if self._most_bytes else {}
-        sent = {term: Measurement(value, how) for term, value in self._sent_bytes(self._counter.snapshot()).items()}
+        probed = {term: MeasuredValue(value, "counted tensors") for term, value in self._probed.items()}
+        saved = {"activations": MeasuredValue(self._most_bytes, "saved-tensor hook")} if self._most_bytes else {}
+        sent = {term: MeasuredValue(value, how) for term, value in self._sent_bytes(self._counter.snapshot()).items()}
         return Measures(memory={**saved, **probed}, traffic=sent)
 
     def _sent_bytes(self, traffic: dict[str, CollectiveTraffic]) -> dict[str, int]:

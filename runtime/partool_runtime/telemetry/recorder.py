@@ -34,7 +34,7 @@ from partool_runtime.telemetry._sample import SAMPLED_STEP, StepSampler
 from partool_runtime.telemetry._slow import LEAST_AT_END, LEAST_STEPS, SlowWatch
 from partool_runtime.telemetry._tensorboard import TensorBoard
 from partool_runtime.telemetry._timers import Clock, CudaClock, HostClock, Spans, seconds_per_term
-from partool_runtime.telemetry.summary import TOTAL, Measurement, Measures, median_terms, mfu
+from partool_runtime.telemetry.summary import TOTAL, MeasuredValue, Measures, median_terms, mfu
 
 Number = float | torch.Tensor | Callable[[], float] | None
 """A figure of a step. Tensors are read and functions are called on log steps only, on every rank."""
@@ -86,7 +86,7 @@ class Recorder:
         self._spans = Spans(self._clock, host)
         self._opened_at = time.time()
         self._memory = self._first_memory()
-        self._host_memory: dict[str, Measurement] = {}
+        self._host_memory: dict[str, MeasuredValue] = {}
         self._tensorboard = TensorBoard(run_dir) if rank == 0 and plan.launch.tensorboard else None
         self._events = EventWriter(run_dir, rank)
         self._sampler = StepSampler(plan, self._spans, rank)
@@ -207,11 +207,11 @@ class Recorder:
         _check_memory_term(term)
         old = self._memory.get(term)
         if old is None or size_bytes > old.value:
-            self._memory[term] = Measurement(float(size_bytes), measure)
+            self._memory[term] = MeasuredValue(float(size_bytes), measure)
 
     def note_host_memory(self, terms_bytes: Mapping[str, int]) -> None:
         """Take over bytes of host memory, by keys of ``HOST_TERMS``."""
-        self._host_memory = {term: Measurement(float(size), "counted tensors") for term, size in terms_bytes.items()}
+        self._host_memory = {term: MeasuredValue(float(size), "counted tensors") for term, size in terms_bytes.items()}
 
     def probe_memory(self, term: str, count_bytes: Callable[[], int]) -> None:
         """Give a function that counts a memory term's bytes: called in the sampled step, the largest value stays.
@@ -226,9 +226,9 @@ class Recorder:
         memory, times = dict(self._memory), {}
         if (peak := peak_bytes(self._device)) is not None:
             how = "CUDA allocator's peak" if self._device.type == "cuda" else "peak resident memory"
-            memory[TOTAL] = Measurement(float(peak), how)
+            memory[TOTAL] = MeasuredValue(float(peak), how)
         for term, value in median_terms(terms for step, terms in self._history if step not in self._unsteady).items():
-            times[term] = Measurement(value, self._time_measure(term))
+            times[term] = MeasuredValue(value, self._time_measure(term))
         # On a GPU only what follows the passes is timed.
         unseen = set(EXCHANGES) if self._collectives is None else self._collectives.asynchronous
         times = {term: m for term, m in times.items() if term not in unseen}
@@ -289,10 +289,10 @@ class Recorder:
             self.event("error", type=type(error).__name__, message=str(error), traceback=text)
         self.close(code, "preempted" if code == EXIT_PREEMPTED else f"{type(error).__name__}: {error}")
 
-    def _first_memory(self) -> dict[str, Measurement]:
+    def _first_memory(self) -> dict[str, MeasuredValue]:
         if self._device.type != "cpu" or (resident := resident_bytes()) is None:
             return {}
-        return {"framework": Measurement(float(resident), "resident memory at start")}
+        return {"framework": MeasuredValue(float(resident), "resident memory at start")}
 
     def _time_measure(self, term: str) -> str:
         if term == TOTAL:

@@ -21,7 +21,7 @@ WITHOUT_TOTAL = ("host", "traffic")
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class MeasuredValue:
     """A measured value, in bytes or seconds, and what measured it."""
 
     value: float
@@ -33,12 +33,12 @@ class Measurement:
 class Measures:
     """Everything measured on one rank, or combined over ranks; terms without a measure are absent."""
 
-    memory: dict[str, Measurement] = field(default_factory=dict)
-    time: dict[str, Measurement] = field(default_factory=dict)
-    traffic: dict[str, Measurement] = field(default_factory=dict)
-    host: dict[str, Measurement] = field(default_factory=dict)
+    memory: dict[str, MeasuredValue] = field(default_factory=dict)
+    time: dict[str, MeasuredValue] = field(default_factory=dict)
+    traffic: dict[str, MeasuredValue] = field(default_factory=dict)
+    host: dict[str, MeasuredValue] = field(default_factory=dict)
 
-    def section(self, name: Section) -> dict[str, Measurement]:
+    def section(self, name: Section) -> dict[str, MeasuredValue]:
         """Return the terms of a section; ``total`` is among them where it has a measure of its own."""
         return {"memory": self.memory, "host": self.host, "time": self.time, "traffic": self.traffic}[name]
 
@@ -54,7 +54,7 @@ class Measures:
     def from_json(cls, value: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Measures:
         """Read what :meth:`to_json` gave."""
         sections = {
-            name: {term: Measurement(float(m["value"]), str(m["measure"])) for term, m in value.get(name, {}).items()}
+            name: {term: MeasuredValue(float(m["value"]), str(m["measure"])) for term, m in value.get(name, {}).items()}
             for name in SECTIONS
         }
         return cls(**sections)
@@ -88,12 +88,12 @@ def combine(ranks: Sequence[Measures], *, busiest: bool = False) -> Measures:
     rules: dict[Section, Callable[[list[float]], float]] = {
         "memory": max, "host": max, "time": statistics.median, "traffic": max,
     }  # fmt: skip
-    combined: dict[str, dict[str, Measurement]] = {}
+    combined: dict[str, dict[str, MeasuredValue]] = {}
     for name in SECTIONS:
         terms = sorted({term for rank in ranks for term in rank.section(name)})
         found = {term: [r.section(name)[term] for r in ranks if term in r.section(name)] for term in terms}
         combined[name] = {
-            term: Measurement(float(rules[name]([m.value for m in each])), each[0].measure)
+            term: MeasuredValue(float(rules[name]([m.value for m in each])), each[0].measure)
             for term, each in found.items()
         }
     if busiest and ranks:

@@ -17,7 +17,7 @@ class NoMachineError(Exception):
 
 
 @dataclass(frozen=True)
-class Machine:
+class TuningMachine:
     """Where kernels are timed, and what is put on record about it."""
 
     device: torch.device
@@ -37,7 +37,7 @@ class Machine:
         return ".".join(self.triton.split(".")[:2])
 
 
-def this_machine() -> Machine:
+def this_machine() -> TuningMachine:
     """Return this process's GPU; raises :class:`NoMachineError`."""
     if not has_triton():
         raise NoMachineError("Triton is not installed")
@@ -50,7 +50,7 @@ def this_machine() -> Machine:
         raise NoMachineError(f"no kernels are compiled for {properties.name}")
     import triton
 
-    return Machine(
+    return TuningMachine(
         device, found, str(properties.name), int(properties.multi_processor_count), _driver(), triton.__version__,
         CudaTimer(device),
     )  # fmt: skip

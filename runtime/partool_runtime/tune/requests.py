@@ -8,7 +8,7 @@ from typing import Any
 
 from partool_kernels.registry import ARCHITECTURES, KERNELS, Request
 from partool_kernels.registry.tables import bucket
-from partool_runtime.tune.machine import Machine
+from partool_runtime.tune.machine import TuningMachine
 
 
 class RequestError(ValueError):
@@ -53,7 +53,7 @@ def examples(kernels: Sequence[str], architecture: str) -> Iterator[Request]:
         yield from KERNELS[name].examples(architecture)
 
 
-def placed(requests: Iterable[Request], machine: Machine) -> list[Request]:
+def placed(requests: Iterable[Request], machine: TuningMachine) -> list[Request]:
     """Return the requests of a machine, at most rows of their buckets, each once.
 
     Raises :class:`RequestError` for one of another architecture.

@@ -19,7 +19,7 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, add, stored
 from partool_runtime.tune.candidates import Prove, first, grid, runnable
 from partool_runtime.tune.requests import as_json
-from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneError, is_fault, tune_one
+from partool_runtime.tune.search import BrokenDeviceError, Tools, TuneRequestError, is_fault, tune_one
 
 Event = dict[str, Any]
 _NUMBER, _CLAUSE = re.compile(r"\d+"), re.compile("[,:]")
@@ -72,7 +72,7 @@ def _one(request: Request, tools: Tools, within: tuple[TuneOptions, float], tell
         # Whatever it is, the other requests are still worth the time.
         if is_fault(error):
             raise BrokenDeviceError(str(error).splitlines()[0]) from error
-        reason = str(error) if isinstance(error, TuneError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if isinstance(error, TuneRequestError) else f"{type(error).__name__}: {error}"
         tell({"event": "skipped", "kernel": request.kernel, "reason": reason})
         return
     finally:

@@ -19,7 +19,7 @@ from partool_kernels.registry.source import source_hash
 from partool_kernels.registry.tables import Entry, Measured, Resources, Settings
 from partool_runtime.tune.candidates import Filtered, Prove, beside, first, grid, runnable
 from partool_runtime.tune.journal import FAILED, Journal
-from partool_runtime.tune.machine import Machine
+from partool_runtime.tune.machine import TuningMachine
 
 GAIN = 1.03
 """Default over tuned time from which a configuration is kept; below, the rule's is as good."""
@@ -32,7 +32,7 @@ _SMALLER = (1, 8, 64)
 """Parts of the rows that results are verified at, the next where the wider types do not fit the device's memory."""
 
 
-class TuneError(Exception):
+class TuneRequestError(Exception):
     """A request for which nothing can be written, and why."""
 
 
@@ -44,7 +44,7 @@ class BrokenDeviceError(Exception):
 class Tools:
     """What the search works with."""
 
-    machine: Machine
+    machine: TuningMachine
     registry: Registry
     journal: Journal
     processes: int = 1
@@ -58,14 +58,14 @@ class Tools:
 def tune_one(request: Request, tools: Tools, until: float) -> Entry:
     """Return the entry of a request: the fastest configuration that computes the right thing.
 
-    ``until``: time (``time.monotonic``) from which no further configuration is tried. Raises :class:`TuneError`, or
-    :class:`BrokenDeviceError`.
+    ``until``: time (``time.monotonic``) from which no further configuration is tried. Raises
+    :class:`TuneRequestError`, or :class:`BrokenDeviceError`.
     """
     default = KERNELS[request.kernel].default(request)
     made = _made(request, tools, 0)
     filtered, times = _screen(request, made, tools, until)
     if times.get(default, FAILED) == FAILED:
-        raise TuneError(f"its rule's configuration cannot run: {filtered.refused.get(default, 'it fails')}")
+        raise TuneRequestError(f"its rule's configuration cannot run: {filtered.refused.get(default, 'it fails')}")
     best = sorted((config for config in times if times[config] < FAILED and config != default), key=times.__getitem__)
     finalists = [default, *best[:_FINALISTS]]
     timed = tools.machine.timer.medians_s([*(_run(made, each) for each in finalists), made.eager], REPEATS)
@@ -79,7 +79,7 @@ def tune_one(request: Request, tools: Tools, until: float) -> Entry:
             seconds = (timed[place], default_s, reference_s)
             tried = sum(value < FAILED for value in times.values())
             return _entry(request, finalists[place], tools, (filtered.kept[finalists[place]], seconds, error, tried))
-    raise TuneError("no configuration computes the right thing, the rule's included")
+    raise TuneRequestError("no configuration computes the right thing, the rule's included")
 
 
 def _screen(request: Request, made: Case, tools: Tools, until: float) -> tuple[Filtered, dict[Config, float]]:
@@ -121,7 +121,7 @@ def _time_all(
         tools.progress(place + 1, len(waiting))
 
 
-def _seconds(made: Case, config: Config, machine: Machine) -> float:
+def _seconds(made: Case, config: Config, machine: TuningMachine) -> float:
     """Return a configuration's time, :data:`FAILED` where it is refused when it is launched."""
     try:
         (seconds,) = machine.timer.medians_s([_run(made, config)], SCREENED)
@@ -145,7 +145,7 @@ def _made(request: Request, tools: Tools, seed: int) -> Case:
     try:
         return tools.make_case(request, tools.machine.device, seed)
     except torch.OutOfMemoryError:
-        raise TuneError(f"its inputs do not fit the memory of {tools.machine.name}") from None
+        raise TuneRequestError(f"its inputs do not fit the memory of {tools.machine.name}") from None
 
 
 def verify(request: Request, config: Config, tools: Tools) -> float:
@@ -156,7 +156,7 @@ def verify(request: Request, config: Config, tools: Tools) -> float:
             return max(errors(tools.make_case(smaller, tools.machine.device, 1), config))
         except torch.OutOfMemoryError:
             continue
-    raise TuneError(f"its results cannot be verified in the memory of {tools.machine.name}")
+    raise TuneRequestError(f"its results cannot be verified in the memory of {tools.machine.name}")
 
 
 def _entry(

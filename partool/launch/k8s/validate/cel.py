@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from partool.launch.k8s.validate.crd_schemas import Source, custom, why_not
+from partool.launch.k8s.validate.crd_schemas import CrdSource, custom, why_not
 from partool.launch.k8s.validate.findings import FieldFault
 from partool.launch.k8s.validate.manifest import Manifest, Path
 from partool.launch.k8s.validate.structural import Schema, child, with_defaults
@@ -99,7 +99,7 @@ class Tally:
         return text
 
 
-def level(manifest: Manifest, known: Source) -> Level:
+def level(manifest: Manifest, known: CrdSource) -> Level:
     """Evaluate the rules of the definitions of a manifest's objects."""
     problem = why_not(manifest, known, "celpy")
     if problem is not None:

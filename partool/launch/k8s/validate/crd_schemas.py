@@ -57,7 +57,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CrdSource:
     """Where definitions are from."""
 
     words: str
@@ -77,22 +77,22 @@ class Source:
         return [each.api_version for each in same if each.served]
 
 
-def source(crds: Path | None, context: str | None) -> Source:
+def source(crds: Path | None, context: str | None) -> CrdSource:
     """Return the definitions of a folder, or those that ``doctor`` stored of a context's cluster."""
     folder = crds if crds is not None else cached_crds(context)
     if folder is None:
         name = current_context() if context is None else context
-        return Source(
+        return CrdSource(
             "", (), f"no definitions of the cluster {name}: partool doctor --target k8s stores them, or --crds DIR"
         )
     words = str(folder) if crds is not None else f"definitions of {current_context() if context is None else context}"
     if not folder.is_dir():
-        return Source(words, (), f"{folder} is no folder")
+        return CrdSource(words, (), f"{folder} is no folder")
     try:
         found = definitions(folder)
     except (OSError, UnreadableError) as error:
-        return Source(words, (), str(error))
-    return Source(words, found, "" if found else f"{folder} holds no CustomResourceDefinition")
+        return CrdSource(words, (), str(error))
+    return CrdSource(words, found, "" if found else f"{folder} holds no CustomResourceDefinition")
 
 
 def custom(manifest: Manifest) -> list[DocumentPart]:
@@ -105,7 +105,7 @@ def _is_custom(group: str) -> bool:
     return "." in group and (group.endswith(".x-k8s.io") or not group.endswith(".k8s.io"))
 
 
-def why_not(manifest: Manifest, known: Source, package: str) -> str | None:
+def why_not(manifest: Manifest, known: CrdSource, package: str) -> str | None:
     """Return why objects of add-ons cannot be checked; None where some can."""
     objects = custom(manifest)
     if not objects:
@@ -119,7 +119,7 @@ def why_not(manifest: Manifest, known: Source, package: str) -> str | None:
     return None
 
 
-def level(manifest: Manifest, known: Source) -> Level:
+def level(manifest: Manifest, known: CrdSource) -> Level:
     """Check objects of add-ons against their definitions."""
     problem = why_not(manifest, known, "jsonschema")
     if problem is not None:
@@ -140,7 +140,7 @@ def errors(document: DocumentPart, definition: Definition) -> Iterator[FieldFaul
     yield from doubled(definition.schema, document.value, document.owner)
 
 
-def _gate(document: DocumentPart, known: Source) -> Iterator[FieldFault]:
+def _gate(document: DocumentPart, known: CrdSource) -> Iterator[FieldFault]:
     definition = known.of(document)
     if definition is None or not definition.served:
         others = known.others(document)

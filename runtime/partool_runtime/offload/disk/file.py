@@ -26,7 +26,7 @@ IO_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FileBlock:
     """A stretch of the file that is transferred at once and has a checksum."""
 
     index: int
@@ -82,7 +82,7 @@ class StateFile:
         """Whether transfers go past the page cache."""
         return self._direct >= 0
 
-    def read(self, block: Block, into: memoryview) -> None:
+    def read(self, block: FileBlock, into: memoryview) -> None:
         """Read a block and compare its checksum; raises ConfigurationError PT671, PT672 or PT673."""
         expected = self._sums[block.index]
         if expected is None:
@@ -92,7 +92,7 @@ class StateFile:
         if xxh3_64_intdigest(into) != expected:
             raise problems.damaged(self._folder, self._what, block.place, block.length)
 
-    def write(self, block: Block, content: memoryview) -> None:
+    def write(self, block: FileBlock, content: memoryview) -> None:
         """Write a block; raises ConfigurationError PT670 (full or read-only) or PT671."""
         self._sums[block.index] = xxh3_64_intdigest(content)
         self._transfer(block, content, write=True)
@@ -104,7 +104,7 @@ class StateFile:
             raise problems.too_short(self._folder, self._what, self._size_bytes - 1, size_bytes)
         return mmap.mmap(self._cached, self._size_bytes)
 
-    def check(self, block: Block, scratch: memoryview) -> None:
+    def check(self, block: FileBlock, scratch: memoryview) -> None:
         """Bring a block into the page cache, as a mapping shows it, and compare its checksum; raises as :meth:`read`.
 
         Not through the mapping itself: there an error of the disk ends the process.
@@ -116,7 +116,7 @@ class StateFile:
         if xxh3_64_intdigest(scratch[: block.length]) != expected:
             raise problems.damaged(self._folder, self._what, block.place, block.length)
 
-    def adopt(self, block: Block, scratch: memoryview) -> None:
+    def adopt(self, block: FileBlock, scratch: memoryview) -> None:
         """Take a block as it is now, as written through a mapping, for what it should be."""
         self._transfer(block, scratch[: block.length], write=False, cached=True)
         self._sums[block.index] = xxh3_64_intdigest(scratch[: block.length])
@@ -139,7 +139,7 @@ class StateFile:
             os.close(descriptor)
         self._cached = self._direct = -1
 
-    def _transfer(self, block: Block, memory: memoryview, *, write: bool, cached: bool = False) -> None:
+    def _transfer(self, block: FileBlock, memory: memoryview, *, write: bool, cached: bool = False) -> None:
         """Move a block, however many calls that takes."""
         descriptor = self._cached if cached or not self.direct else self._direct
         call = self._calls.write if write else self._calls.read

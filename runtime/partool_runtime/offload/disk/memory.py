@@ -10,14 +10,14 @@ import torch
 
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.disk import problems
-from partool_runtime.offload.disk.file import IO_BYTES, Block
+from partool_runtime.offload.disk.file import IO_BYTES, FileBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SlotBlock:
     """A block of a bucket, and where it is in a slot's memory."""
 
-    block: Block
+    block: FileBlock
     offset: int
 
 
@@ -52,22 +52,22 @@ class DiskTraffic:
     """Times that a bucket was asked for and not there yet."""
 
 
-def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[Stretch]], int]:
+def lay_out(buckets: Sequence[Bucket], dtypes: Sequence[torch.dtype]) -> tuple[list[list[SlotBlock]], int]:
     """Cut buckets into blocks; return each bucket's, and the size of the file in bytes.
 
     The file has a region per role with all buckets in their order, a slot's memory as well, with one bucket.
     """
     total = max((bucket.first + bucket.elements for bucket in buckets), default=0)
     most = max((bucket.elements for bucket in buckets), default=0)
-    found: list[list[Stretch]] = []
+    found: list[list[SlotBlock]] = []
     index = 0
     for bucket in buckets:
         stretches, region, held = [], 0, 0
         for dtype in dtypes:
             place, length = region + bucket.first * dtype.itemsize, bucket.elements * dtype.itemsize
             for begin in range(0, length, IO_BYTES):
-                block = Block(index, place + begin, min(IO_BYTES, length - begin))
-                stretches.append(Stretch(block, held + begin))
+                block = FileBlock(index, place + begin, min(IO_BYTES, length - begin))
+                stretches.append(SlotBlock(block, held + begin))
                 index += 1
             region, held = region + total * dtype.itemsize, held + most * dtype.itemsize
         found.append(stretches)

@@ -15,16 +15,16 @@ import torch
 from partool_runtime.offload.buckets import Bucket
 from partool_runtime.offload.disk import problems
 from partool_runtime.offload.disk.claims import Claim
-from partool_runtime.offload.disk.file import IO_BYTES, Block, Calls, StateFile
-from partool_runtime.offload.disk.memory import DiskTraffic, Slot, Stretch, lay_out, make_slots
+from partool_runtime.offload.disk.file import IO_BYTES, Calls, FileBlock, StateFile
+from partool_runtime.offload.disk.memory import DiskTraffic, Slot, SlotBlock, lay_out, make_slots
 
 THREADS = 8
 """Transfers under way at once; they wait for the disk, and take cores only for checksums."""
-Transfer = Callable[[Block, memoryview], None]
+Transfer = Callable[[FileBlock, memoryview], None]
 
 
 class DiskStore:
-    """See :class:`partool_runtime.offload.store.Store`. Several buckets may be open at once, from any thread.
+    """See :class:`partool_runtime.offload.store.StateStore`. Several buckets may be open at once, from any thread.
 
     The file has a region per role, masters first, each with all buckets in their order. An error of the disk is raised
     by every call from then on.
@@ -224,7 +224,7 @@ class DiskStore:
         for stretch in stretches:
             self._work.put(partial(self._transfer, slot, transfer, stretch, reading))
 
-    def _transfer(self, slot: Slot, transfer: Transfer, stretch: Stretch, reading: bool) -> None:
+    def _transfer(self, slot: Slot, transfer: Transfer, stretch: SlotBlock, reading: bool) -> None:
         error: BaseException | None = None
         length = stretch.block.length
         try:
@@ -270,7 +270,7 @@ class DiskStore:
             left.acquire()
         self._check()
 
-    def _next(self, blocks: Iterator[Block]) -> Block | None:
+    def _next(self, blocks: Iterator[FileBlock]) -> FileBlock | None:
         with self._changed:
             return next(blocks, None) if self._error is None else None
 

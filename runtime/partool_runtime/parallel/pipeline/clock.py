@@ -13,7 +13,7 @@ from partool_runtime.parallel.pipeline.types import Done, Watch
 from partool_runtime.parallel.pipeline.wires import Wires
 
 
-class Clock(Protocol):
+class ActionClock(Protocol):
     """Times the actions of a watched step."""
 
     def begin(self) -> None:
@@ -29,9 +29,9 @@ class Clock(Protocol):
         """Tell what was not told yet, at the end of a step."""
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> ActionClock:
     """Return the clock of a device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock() if device.type == "cuda" else HostActionClock()
 
 
 def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor, float]:
@@ -42,22 +42,22 @@ def received(wires: Wires, arrival: Arrival, watch: Watch) -> tuple[torch.Tensor
     return message.x_BSH, message.there_s - started_s
 
 
-class HostClock:
+class HostActionClock:
     """For a device that is done when the host is."""
 
     def begin(self) -> None:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
 
     def mark(self) -> float:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
         return time.perf_counter()
 
     def done(self, action: Action, start: float, waited_s: float, watch: Watch) -> None:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
         watch(Done(action, start, time.perf_counter(), waited_s))
 
     def tell(self, watch: Watch) -> None:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
 
 
 class DeviceClock:
@@ -69,22 +69,25 @@ class DeviceClock:
         """One moment on the device's clock and on the host's."""
 
     def begin(self) -> None:
-        """See :class:`Clock`. The first time, it waits for the device."""
+        """See :class:`ActionClock`. The first time, it waits for the device."""
         self._noted = []
         self._origin = self._origin or self._now()
 
     def mark(self) -> torch.cuda.Event:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def done(self, action: Action, start: torch.cuda.Event, waited_s: float, watch: Watch) -> None:
-        """See :class:`Clock`."""
+        """See :class:`ActionClock`."""
         self._noted.append((action, start, self.mark(), waited_s > 0))
 
     def tell(self, watch: Watch) -> None:
-        """See :class:`Clock`. An action that had an input to wait for was held up since the one before it ended."""
+        """See :class:`ActionClock`.
+
+        An action that had an input to wait for was held up since the one before it ended.
+        """
         assert self._origin is not None
         origin, origin_s = self._origin
         self._origin = self._now()  # The clocks drift apart, so each step has an origin of its own.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from partool.layout.sequence import Spans
 from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
-from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.blocks import BlockPair, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
@@ -49,11 +49,11 @@ class Gather:
         """See :class:`Exchange`; what this rank holds itself is computed while the rest comes."""
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         whole, work = self._gather(form)
-        seen.meet(k_BKSD, v_BKSD, Meeting(self._own, self._own, layout, documents_BL))
+        seen.meet(k_BKSD, v_BKSD, BlockPair(self._own, self._own, layout, documents_BL))
         with waiting():
             work.wait()
         for (low, high), spans in self._runs:
-            seen.meet(*form.pair(whole[low:high]), Meeting(self._own, spans, layout, documents_BL))
+            seen.meet(*form.pair(whole[low:high]), BlockPair(self._own, spans, layout, documents_BL))
         return seen.result()
 
     def backward(
@@ -69,12 +69,12 @@ class Gather:
         whole, work = self._gather(form)
         gradient = torch.zeros_like(whole, dtype=wide(whole.dtype))
         first, size = self._team.rank * self._most, k_BKSD.shape[2]
-        meeting = Meeting(self._own, self._own, layout, documents_BL)
+        meeting = BlockPair(self._own, self._own, layout, documents_BL)
         back.meet((k_BKSD, v_BKSD), form.pair(gradient[first : first + size]), meeting)
         with waiting():
             work.wait()
         for (low, high), spans in self._runs:
-            meeting = Meeting(self._own, spans, layout, documents_BL)
+            meeting = BlockPair(self._own, spans, layout, documents_BL)
             back.meet(form.pair(whole[low:high]), form.pair(gradient[low:high]), meeting)
         mine = gradient.new_empty(self._most, *gradient.shape[1:])
         with waiting():

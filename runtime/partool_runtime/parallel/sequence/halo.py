@@ -13,7 +13,7 @@ import torch
 from partool.layout.reach import needed
 from partool.layout.sequence import Spans, bounds, tokens
 from partool_runtime.model.attention import AttentionLayout
-from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.blocks import BlockPair, Returned, Seen
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.keys import KeysForm, picked, rows
 from partool_runtime.parallel.sequence.op import Post, send
@@ -71,9 +71,9 @@ class Halo:
         seen, form = Seen(q_BNSD), KeysForm(k_BKSD, v_BKSD)
         own = form.packed()
         post, others = self._exchange(own, layout)
-        seen.meet(*form.pair(own), Meeting(self._own, self._own, layout, documents_BL))
+        seen.meet(*form.pair(own), BlockPair(self._own, self._own, layout, documents_BL))
         post.wait()
-        seen.meet(*form.pair(others), Meeting(self._own, self._spans(layout), layout, documents_BL))
+        seen.meet(*form.pair(others), BlockPair(self._own, self._spans(layout), layout, documents_BL))
         return seen.result()
 
     def backward(
@@ -91,10 +91,10 @@ class Halo:
         of_others, ours = (torch.zeros_like(block, dtype=wide(block.dtype)) for block in (others, own))
         post.wait()
         back.meet(
-            form.pair(others), form.pair(of_others), Meeting(self._own, self._spans(layout), layout, documents_BL)
+            form.pair(others), form.pair(of_others), BlockPair(self._own, self._spans(layout), layout, documents_BL)
         )
         post, returned = self._return(of_others, layout)
-        back.meet(form.pair(own), form.pair(ours), Meeting(self._own, self._own, layout, documents_BL))
+        back.meet(form.pair(own), form.pair(ours), BlockPair(self._own, self._own, layout, documents_BL))
         post.wait()
         for stretches, gradient in returned:
             row = 0

@@ -13,7 +13,7 @@ import torch
 from partool.layout.reach import reach
 from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
-from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.blocks import BlockPair, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
@@ -88,9 +88,9 @@ class KeyRing:
         """Return whose keys are here at a step, or would be."""
         return (self._team.rank - step) % self._team.ranks
 
-    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
         shares = self._team.shares
-        return Meeting(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
+        return BlockPair(shares[self._team.rank], shares[self._source(step)], layout, documents_BL)
 
     def _coming(self, step: int, form: KeysForm, dtype: torch.dtype) -> torch.Tensor:
         """Return room for what comes from the rank before for a step, none if nothing does."""

@@ -19,7 +19,7 @@ from partool.layout.sequence import Spans, tokens
 from partool.layout.startrail import Trails
 from partool.plan.layout import Layout
 from partool_runtime.model.attention import AttentionLayout
-from partool_runtime.model.blocks import Meeting, Returned, Seen
+from partool_runtime.model.blocks import BlockPair, Returned, Seen
 from partool_runtime.model.decoder import Block
 from partool_runtime.model.kernels import wide
 from partool_runtime.parallel.sequence.halo import WithHalo
@@ -151,9 +151,9 @@ class StarTrail:
         parts = self._from_mates(self._own.parts(returned.dq_BNQD.to(q_BNSD.dtype)))
         return _sum(parts, wide(q_BNSD.dtype)), dk_BKSD, dv_BKSD
 
-    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> Meeting:
+    def _meeting(self, step: int, layout: AttentionLayout, documents_BL: torch.Tensor | None) -> BlockPair:
         keys = self._blocks[self._trails.block(self._rank, step)].spans
-        return Meeting(self._own.spans, keys, layout, documents_BL)
+        return BlockPair(self._own.spans, keys, layout, documents_BL)
 
     def _begin(
         self, shared: list[torch.Tensor], k_BKSD: torch.Tensor, v_BKSD: torch.Tensor
