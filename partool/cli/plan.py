@@ -227,16 +227,16 @@ def _print_varied(
     longest: list[tuple[list[str], Longest, Plan | None]],
     output: Output,
 ) -> None:
-    from partool.report import longest as of_methods
     from partool.report import tables
+    from partool.report.plan import longest_rows, render_longest
 
     if output == "json":
-        say(json.dumps([*tables.varied_rows(rows), *of_methods.longest_rows(longest)], indent=2))
+        say(json.dumps([*tables.varied_rows(rows), *longest_rows(longest)], indent=2))
         return
     with printing() as console:
         tables.render_varied(rows, console)
         if longest:
-            of_methods.render_longest(longest, console)
+            render_longest(longest, console)
 
 
 def _reports(plan: Plan, html: Path | None, timeline: Path | None, *, source: str) -> None:

@@ -9,7 +9,29 @@ from typing import TextIO
 
 from partool.diagnostics.record import Diagnostic, Label, Span
 from partool.diagnostics.secrets import masked_lines, without_secrets
-from partool.diagnostics.visible import CONTROL, visible
+
+CONTROL = "�"
+"""Stands for each control character."""
+
+
+def visible(text: str) -> str:
+    """Return a text whose control characters are replaced by ``�``; line ends and tabs stay.
+
+    Control characters are those of C0 and C1 (escape sequences begin with one), those that turn or hide text (the
+    bidirectional ones among them), separators of lines and paragraphs, and halves of surrogate pairs: the categories
+    Cc, Cf, Cs, Zl and Zp of https://www.unicode.org/reports/tr44/#General_Category_Values.
+    """
+    if text.isprintable():
+        return text
+    return "".join(CONTROL if steers(character) else character for character in text)
+
+
+def steers(character: str) -> bool:
+    """Return True for a character that is not shown but obeyed."""
+    if character.isprintable() or character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
 
 _COLOURS = {"error": "1;31", "warning": "1;33", "note": "1;36", "frame": "34", "bold": "1"}
 _TAB = "    "

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from partool.diagnostics.secrets import masked
-from partool.diagnostics.visible import visible
+from partool.diagnostics.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,6 +14,7 @@ from partool.catalog.hardware import resolve_hardware
 from partool.catalog.lookup import table_hash
 from partool.catalog.models import resolve_model
 from partool.catalog.profile import Applied, apply_profile
+from partool.cost.traced import Trace, TraceError, refresh
 from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import sealed
 from partool.plan.types import Finding, Generation, Plan, Prediction
@@ -28,14 +29,26 @@ from partool.planner.checks.table import check
 from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.described import Description
 from partool.planner.hf import hf_model, narrowed, unused_weights
+from partool.planner.kernels.fused import fused
 from partool.planner.problem import Problem
 from partool.planner.search import gathers
 from partool.planner.search.runnable import gaps, task
 from partool.spec.launch import LaunchSpec
 from partool.spec.model import Weights
+from partool.spec.parallel import Compile
 from partool.spec.patterns import FilePath, fits
 from partool.spec.spec import Spec
-from partool.spec.training import CheckpointSpec, DataSpec, KernelsSpec
+from partool.spec.training import CheckpointSpec, DataSpec, Fused, KernelsSpec
+
+__all__ = ["TraceError", "traced"]
+
+
+def traced(problem: Problem) -> Trace:
+    """Return the trace of a problem's model; raises :class:`TraceError`, which needs torch on this machine to pass."""
+    compiles: tuple[Compile, ...] = ("block", "none") if problem.compiles_later else (problem.compile,)
+    parts: dict[Compile, tuple[Fused, ...]] = {compile: fused(problem, compile) for compile in compiles}
+    return refresh(problem.model, problem.spec.training.precision, compiles, parts)
+
 
 if TYPE_CHECKING:
     from partool.planner.search.price import Priced
@@ -109,7 +122,7 @@ def make_plan(
         return PlanResult(None, resolved.diagnostics)
     # What prices layouts needs numpy, which takes longer to import than most findings take to find.
     from partool.cost.traced import using
-    from partool.planner.trace import TraceError, traced
+    from partool.planner.make import TraceError, traced
 
     if not trace:
         return _checked(_planned(spec, resolved, resolved.problem, base_dir, default_name), forgive)

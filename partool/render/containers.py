@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.shell import UnsafeValueError
 from partool.spec.launch import Mount
-from partool.spec.launch_paths import within
+from partool.spec.patterns import within
 
 _GLOB = re.compile(r"[*?\[]")
 _DEVICES = {"cuda": ["--nv"], "rocm": ["--rocm"], "cpu": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -10,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from partool.plan.types import Plan
+from partool.planner.search.longest import GRAIN, NONE, Longest
 from partool.report import environment
+from partool.report.tables import plan_summary, varied_rows
 from partool.report.units import amount, duration, gib, seconds
 from partool.strategies.targets import SCHEDULERS, TARGETS
 
@@ -238,3 +241,46 @@ def _next(plan: Plan, source: str | None) -> str:
         return f"partool launch {source or 'SPEC'}" + (f" --target {', or '.join(SCHEDULERS)}" if elsewhere else "")
     commands = ", ".join(f"partool explain {code}" for code in plan.not_runnable)
     return f"this plan cannot be launched yet: {commands}"
+
+
+Rows = list[tuple[list[str], Longest, Plan | None]]
+"""What is varied beside lengths, what was found, and the plan of it; None where nothing fits."""
+
+
+def render_longest(rows: Rows, console: Console) -> None:
+    """Print one line per method, below the table of what-ifs."""
+    table = Table(box=None, pad_edge=False)
+    keys = [override.partition("=")[0].rpartition(".")[2] for override in rows[0][0]]
+    for at, name in enumerate((*keys, "shared by", "tokens", "layout", "step", "tokens/s/device", "GiB")):
+        left = at <= len(keys) or name == "layout"
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "layout", overflow="fold")
+    for beside, one, plan in rows:
+        cells = [*(override.partition("=")[2] for override in beside), "nothing" if one.method == NONE else one.method]
+        if plan is None:
+            table.add_row(*cells, _tokens(one), _why_none(one), *("-",) * 3)
+            continue
+        time = plan.prediction.time
+        each = amount(time.tokens_per_s / plan.layout.mesh.world_size)
+        fits = gib(plan.prediction.memory.total_bytes)
+        able = "" if plan.runnable else f" (cannot run yet: {' '.join(plan.not_runnable)})"
+        table.add_row(*cells, _tokens(one), plan_summary(plan) + able, seconds(time.step_time_s), each, fits)
+    console.print()
+    console.print(Text("Longest sequence that fits", "bold"))
+    console.print(table)
+
+
+def longest_rows(rows: Rows) -> list[dict[str, Any]]:
+    """Return the same as data: rows like those of what-ifs, with the method and its tokens: 0 beside a problem."""
+    found = varied_rows(
+        [([*beside, *one.overrides], plan, "" if plan else _why_none(one)) for beside, one, plan in rows]
+    )
+    of_methods = ({"method": one.method, "longest_tokens": one.tokens} for _, one, _ in rows)
+    return [row | own for row, own in zip(found, of_methods, strict=True)]
+
+
+def _tokens(one: Longest) -> str:
+    return f"{one.tokens:,}" if one.tokens else f"under {GRAIN}"
+
+
+def _why_none(one: Longest) -> str:
+    return "no plan" if one.tokens else f"no {GRAIN} tokens are sure to fit; fewer are not tried"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from partool.diagnostics.record import Diagnostic
 from partool.spec._launch_env import secrets_in
-from partool.spec.grid_checks import check_grid
 from partool.spec.launch_checks import check_errors
 from partool.spec.model import LayerPattern
 from partool.spec.numbers import duration_s
@@ -17,6 +16,36 @@ from partool.spec.sequence_checks import check_sequence
 from partool.spec.spec import Spec
 from partool.spec.training import OptimizerGroup, OptimizerName, OptimizerSpec
 from partool.strategies.optimizers import OPTIMIZERS
+
+_ATTENTION = ("model", "attention")
+
+
+def check_grid(spec: Spec) -> Iterator[Diagnostic]:
+    """Find layers along the axes of no grid, a grid that no layer attends along, and one of another length."""
+    attention = spec.model.attention
+    if attention is None:
+        return
+    types = attention.layer_types
+    kinds = set((types.pattern if isinstance(types, LayerPattern) else types) or ())
+    along = sorted(kinds & {"row", "column"})
+    length = spec.training.sequence_length
+    if attention.grid is None:
+        if along:
+            message = f"{' and '.join(along)} layers attend along the axes of a grid, and none is given"
+            columns = next(n for n in range(int(length**0.5), 0, -1) if length % n == 0)
+            help = f"add grid: [{length // columns}, {columns}], say: rows and columns of a sequence's tokens"
+            yield Diagnostic("PT475", message, path=(*_ATTENTION, "layer_types"), help=help)
+        return
+    rows, columns = attention.grid
+    if not along:
+        message = f"the tokens lie on a grid of {rows} × {columns}, but no layer attends along its rows or columns"
+        help = "add layer_types: {pattern: [row, column]}, or drop the grid"
+        yield Diagnostic("PT476", message, path=(*_ATTENTION, "grid"), help=help)
+    if rows * columns != length:
+        message = f"a grid of {rows} × {columns} holds {rows * columns} tokens, a sequence has {length}"
+        help = f"use sequence_length: {rows * columns}"
+        yield Diagnostic("PT477", message, path=("training", "sequence_length"), help=help)
+
 
 if TYPE_CHECKING:
     from partool.spec.spec import Spec
@@ -129,10 +158,6 @@ def _window(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT209", message, path=path, help="name every layer, or write {pattern: [...]}")
 
 
-def _grid(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_grid(spec)
-
-
 def _moe(spec: Spec) -> Iterator[Diagnostic]:
     moe = spec.model.moe
     if moe and moe.top_k > moe.experts:
@@ -167,10 +192,6 @@ def _schedule(spec: Spec) -> Iterator[Diagnostic]:
         yield Diagnostic("PT215", message, path=(*path, "decay_steps"), help=help)
 
 
-def _optimizer(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_optimizer(spec)
-
-
 def _duration(spec: Spec) -> Iterator[Diagnostic]:
     every = spec.checkpoint.every
     if isinstance(every, str) and duration_s(every) is None:
@@ -192,18 +213,6 @@ def _sharding(spec: Spec) -> Iterator[Diagnostic]:
         message = f"shard: {data.shard} has no meaning with zero: 0, which replicates everything"
         path = ("parallel", "data", "shard")
         yield Diagnostic("PT219", message, path=path, help="use zero: 1, 2 or 3, or drop shard")
-
-
-def _pipeline(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_pipeline(spec)
-
-
-def _sequence(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_sequence(spec)
-
-
-def _offload(spec: Spec) -> Iterator[Diagnostic]:
-    yield from check_offload(spec)
 
 
 def _sources(spec: Spec) -> Iterator[Diagnostic]:
@@ -228,17 +237,17 @@ CHECKS: tuple[Check, ...] = (
     _kv_heads,
     _head_dim,
     _window,
-    _grid,
+    check_grid,
     _moe,
     _weights,
     _schedule,
-    _optimizer,
+    check_optimizer,
     _duration,
     _validation,
     _sharding,
-    _pipeline,
-    _sequence,
-    _offload,
+    check_pipeline,
+    check_sequence,
+    check_offload,
     _sources,
     _launch,
 )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec import _launch_env
 from partool.spec.launch import LaunchSpec
-from partool.spec.launch_paths import within
+from partool.spec.patterns import within
 from partool.spec.targets.rules import of_all_sections, rules_of
 from partool.strategies.targets import CONTAINERS, RESIZABLE, SECTIONS, TARGETS
 

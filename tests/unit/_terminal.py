@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 
 from partool.cli.main import run
-from partool.diagnostics.visible import steers
+from partool.diagnostics.text import steers
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

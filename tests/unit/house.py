@@ -1,4 +1,5 @@
-"""How the code stands: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files and import cycles.
+"""How the code stands: ``python tests/unit/house.py [FOLDER]`` prints files, lines, small files, import cycles and how
+many files know a strategy by its name.
 
 FOLDER is another checkout to compare with, such as a git worktree of an older commit.
 """
@@ -10,9 +11,14 @@ import io
 import sys
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from partool.strategies.optimizers import OPTIMIZERS
+from partool.strategies.schedules import SCHEDULES
+from partool.strategies.sequence import METHODS
+from partool.strategies.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -22,6 +28,9 @@ PACKAGES = {
 }
 SMALL = 60
 """Lines below which a file is small."""
+STRATEGIES: dict[str, Iterable[str]] = {
+    "schedules": SCHEDULES, "sequence methods": METHODS, "optimizers": OPTIMIZERS, "targets": TARGETS
+}  # fmt: skip
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -103,6 +112,18 @@ def shared_names(files: dict[str, Path]) -> dict[str, int]:
     return {name: len(of) for name, of in sorted(places.items()) if len(of) > 1}
 
 
+def naming(files: dict[str, Path], names: Iterable[str]) -> dict[str, int]:
+    """Return in how many files each name stands as a text of its own; commands and texts of rules are left out."""
+    texts = []
+    for module, path in files.items():
+        if not module.startswith(("partool.cli", "partool.diagnostics")):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            texts.append(
+                {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            )
+    return {name: sum(name in each for each in texts) for name in names}
+
+
 @dataclass(frozen=True)
 class Figures:
     """How one checkout stands."""
@@ -113,6 +134,8 @@ class Figures:
     small: int
     cycles: list[list[str]]
     shared: dict[str, int]
+    naming: dict[str, dict[str, int]]
+    """By kind of strategy and name: the files in which the name stands."""
 
     @classmethod
     def of(cls, root: Path) -> Figures:
@@ -122,7 +145,8 @@ class Figures:
         small = [name for name, path in files.items() if lengths[name] < SMALL and path.name != "__init__.py"]
         logical = sum(map(logical_lines, files.values()))
         found = cycles(graph(files))
-        return cls(len(files), sum(lengths.values()), logical, len(small), found, shared_names(files))
+        named = {kind: naming(files, names) for kind, names in STRATEGIES.items()}
+        return cls(len(files), sum(lengths.values()), logical, len(small), found, shared_names(files), named)
 
 
 def main() -> None:
@@ -135,6 +159,8 @@ def main() -> None:
         print(f"  {own.lines} lines, {own.logical} of them logical, without docstrings")
         print(f"  {len(own.cycles)} cycles of imports: {own.cycles}")
         print(f"  {len(own.shared)} names that several classes have: {own.shared}")
+        for kind, counts in own.naming.items():
+            print(f"  files that know {kind} by name: {counts}")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from partool.diagnostics import (
     _texts_launch,
     _texts_machines,
     _texts_offload,
+    _texts_parallel,
     _texts_partition,
-    _texts_pipeline,
     _texts_planner,
     _texts_run,
-    _texts_sequence,
     _texts_slurm,
     _texts_spec,
-    _texts_tensor,
 )
 from partool.diagnostics.record import Diagnostic
 from partool.diagnostics.rules import RULES, Rule, nearest
@@ -30,9 +28,9 @@ from partool.planner import make_plan
 from partool.spec import load_text
 
 ROOT = Path(__file__).parents[2]
-TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_pipeline, _texts_launch, _texts_machines, _texts_slurm,
-          _texts_k8s, _texts_run, _texts_hf, _texts_partition, _texts_tensor,
-          _texts_sequence, _texts_kernels, _texts_offload)  # fmt: skip
+TABLES = (_texts_files, _texts_spec, _texts_planner, _texts_parallel, _texts_launch, _texts_machines, _texts_slurm,
+          _texts_k8s, _texts_run, _texts_hf, _texts_partition,
+          _texts_kernels, _texts_offload)  # fmt: skip
 OF_A_SPEC = [
     rule for module in (_texts_files, _texts_spec, _texts_launch) for rule in module.RULES if rule.example == "spec"
 ]
@@ -40,11 +38,9 @@ OF_THE_PLANNER = [
     rule
     for module in (
         _texts_planner,
-        _texts_pipeline,
+        _texts_parallel,
         _texts_machines,
         _texts_partition,
-        _texts_tensor,
-        _texts_sequence,
         _texts_kernels,
         _texts_offload,
     )

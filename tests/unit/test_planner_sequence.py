@@ -29,7 +29,7 @@ from partool.planner.search.sequence_forms import best_forms, every_form, second
 from partool.planner.search.sequence_rules import SequenceForm, all_forms, methods
 from partool.planner.search.solve import solve
 from partool.planner.search.space import build
-from partool.report.longest import longest_rows, render_longest
+from partool.report.plan import longest_rows, render_longest
 from partool.spec import load_text
 from partool.spec.spec import Spec
 from partool.strategies.sequence import PREFERENCE

@@ -100,7 +100,7 @@ def test_doctor_repeats_no_secrets_of_scripts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     line = "line 4: '#SBATCH --export=ALL,HF_TOKEN=swordfish' stands after the first command"
-    monkeypatch.setattr(doctor, "_checks", lambda *_: iter([Check("script", "failed", line)]))
+    monkeypatch.setattr(doctor, "doctor", lambda *_: iter([Check("script", "failed", line)]))
     with pytest.raises(SystemExit):
         run(["doctor", "--output", form])
     shown = capsys.readouterr().out

@@ -18,7 +18,7 @@ from partool.cost.case import FULL, KEEP_ATTENTION, RECOMPUTE, SELECTIVE, Column
 from partool.cost.memory.rank_parameters import MOE
 from partool.cost.memory.stacks import MemoryStack
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.time.tiled import in_tiles
+from partool.cost.time.gemm import in_tiles
 from partool.cost.traced import Coefficients, coefficients
 from partool.cost.traced import TracedKind as Traced
 from partool.cost.traffic.tensor import keeps_gathered

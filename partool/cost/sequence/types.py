@@ -266,3 +266,16 @@ def price_of(method: str) -> MethodPrice:
 
 PRICED = tuple(enumerate(SEQUENCE_METHODS))
 """Index and name of each method."""
+
+
+def exchange(job: TrainingJob, layouts: Layouts, kind: Kind, *, backward: bool) -> ExchangeTime:
+    """Return what ranks that share a sequence send for one layer."""
+    found, several = ExchangeTime(), np.asarray(layouts.cp) > 1
+    if not np.any(several):
+        return found
+    one, method = SequencePass(job, layouts, kind, backward), np.asarray(layouts.sequence_method)
+    for index, name in PRICED:
+        there = several & (method == index)
+        if np.any(there):
+            found.add(there, price_of(name).exchange(one))
+    return found

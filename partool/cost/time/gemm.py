@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from partool.cost.case import Column, TrainingJob
+from partool.cost import tensor_shares
+from partool.cost.case import Column, Layouts, Mask, TrainingJob
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.80), (64, 64, 0.60))
 """Rows and columns of the result that one unit computes at a time, and the share of the best rate such a tile reaches:
@@ -91,3 +92,19 @@ def _tile_share(units: int, m: Column, n: Column, batch: Column) -> Column:
     used = share * (m * n * batch) / (rows * columns)
     best: Column = np.max(used / (np.ceil(waves) * units), axis=0)
     return best
+
+
+def in_tiles(job: TrainingJob, layouts: Layouts) -> Mask:
+    """Return where networks work on tiles of what a rank holds of a sequence."""
+    tile = np.asarray(layouts.mlp_tile_tokens)
+    return (tile > 0) & (tile < job.sequence_length / np.asarray(layouts.cp))
+
+
+def products_s(job: TrainingJob, layouts: Layouts) -> Column:
+    """Return the seconds of a dense network's products of one micro-batch, tile by tile, one pass forward."""
+    model, inner = job.model, tensor_shares.width(job.model.ffn_hidden, tensor_shares.outer(layouts))
+    length = job.sequence_length / np.asarray(layouts.cp)
+    tile = np.where(in_tiles(job, layouts), layouts.mlp_tile_tokens, length)
+    rows = tile * layouts.micro_batch
+    first = matmul_s(job, rows, (1 + model.gated) * inner, model.hidden)
+    return length / tile * (first + matmul_s(job, rows, model.hidden, inner))

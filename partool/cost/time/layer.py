@@ -11,12 +11,11 @@ from partool.cost import collective, tensor_shares
 from partool.cost.case import ATTENTION, FULL, KEEP_ATTENTION, ONE_AT_THE_END, SELECTIVE, Column, Layouts, TrainingJob
 from partool.cost.kinds import Kind
 from partool.cost.sequence import shares as sequence_shares
-from partool.cost.sequence.types import ExchangeTime
+from partool.cost.sequence.types import ExchangeTime, exchange
 from partool.cost.stacks import Stack
-from partool.cost.time import attention, sequence
+from partool.cost.time import attention
 from partool.cost.time import tensor as tensor_time
-from partool.cost.time.gemm import matmul_s
-from partool.cost.time.tiled import in_tiles, products_s
+from partool.cost.time.gemm import in_tiles, matmul_s, products_s
 from partool.spec.model import ModelConfig
 from partool.spec.training import Fused
 
@@ -119,7 +118,7 @@ def _pass(
         # In two dimensions all results are sums.
         second = np.where(np.asarray(layouts.tensor_inner) > 1, matmul, second)
         tensor, exposed = sent.forward, tensor_time.exposed_forward_s(job, layouts, sent.forward, second, matmul)
-    shared = sequence.exchange(job, layouts, kind, backward=backward)
+    shared = exchange(job, layouts, kind, backward=backward)
     operators = operators + shared.operators
     done = LayerPass(
         matmul_s=matmul,

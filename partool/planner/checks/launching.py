@@ -14,7 +14,7 @@ from partool.planner.checks.hardware import check_hardware
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
 from partool.spec.launch_checks import check_errors, check_warnings, contained
-from partool.spec.launch_paths import is_image_file
+from partool.spec.patterns import is_image_file
 from partool.spec.spec import Spec
 from partool.spec.targets.rules import rules_of
 from partool.spec.targets.slurm.site_profile import Merged, from_folder, with_site_profile

@@ -8,8 +8,16 @@ from __future__ import annotations
 from typing import Any
 
 from partool.render.job import Job
-from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED, disruption_rule, exit_code_rule
-from partool.render.k8s.objects import NODE, Object, int32, workload_metadata
+from partool.render.k8s.objects import (
+    EXIT_CONFIGURATION,
+    EXIT_PREEMPTED,
+    NODE,
+    Object,
+    disruption_rule,
+    exit_code_rule,
+    int32,
+    workload_metadata,
+)
 from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = ()

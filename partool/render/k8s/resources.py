@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from partool.plan.types import Plan
-from partool.spec.launch_paths import within
+from partool.spec.patterns import within
 from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 
 _GIB = 1 << 30

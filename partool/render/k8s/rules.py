@@ -10,7 +10,7 @@ from partool.render.job import Job
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import key_variable, workload_metadata
 from partool.render.k8s.resources import shared_memory
-from partool.spec.launch_paths import within
+from partool.spec.patterns import within
 from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 from partool.spec.targets.k8s.section import K8sSpec
 

@@ -9,8 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from partool.render.job import Job
-from partool.render.k8s.failures import EXIT_CONFIGURATION, EXIT_PREEMPTED
-from partool.render.k8s.objects import MOST_INT32, NODE, Object, int32, workload_metadata
+from partool.render.k8s.objects import (
+    EXIT_CONFIGURATION,
+    EXIT_PREEMPTED,
+    MOST_INT32,
+    NODE,
+    Object,
+    int32,
+    workload_metadata,
+)
 from partool.render.k8s.pod import PodPlace, template
 
 REMARKS = ("A Volcano Job counts every restart against maxRetry, after a failure and after a preemption alike.",)

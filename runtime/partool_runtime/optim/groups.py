@@ -13,7 +13,7 @@ from partool_kernels.host import StepRule
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Settings that some parameters share; see :class:`partool_kernels.host.Rule`."""
+    """Settings that some parameters share; see :class:`partool_kernels.host.StepRule`."""
 
     lr_factor: float
     beta1: float

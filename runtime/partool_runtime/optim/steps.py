@@ -48,8 +48,8 @@ def _from_rows(rows: Sequence[tuple[torch.Tensor, ...]]) -> Shards:
 def step(shards: Shards, rule: StepRule) -> None:
     """Update weights and moments in place; gradients are scaled in place.
 
-    See :class:`partool_kernels.host.Rule` for what each optimizer does. The operators and their order are those of the
-    host's passes through torch, so both give the same bits, except for adamw, which is torch's fused one.
+    See :class:`partool_kernels.host.StepRule` for what each optimizer does. The operators and their order are those of
+    the host's passes through torch, so both give the same bits, except for adamw, which is torch's fused one.
     """
     if rule.scale != 1.0:
         torch._foreach_mul_(shards.gradients, rule.scale)

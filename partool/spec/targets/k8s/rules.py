@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from partool.diagnostics.record import Diagnostic
 from partool.spec.hardware import Devices
 from partool.spec.launch import LaunchSpec
-from partool.spec.launch_paths import is_image_file, within
+from partool.spec.patterns import is_image_file, within
 from partool.spec.targets.k8s.section import LABEL_DOMAIN, K8sSpec
 from partool.spec.targets.rules import TargetRules
 
