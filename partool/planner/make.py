@@ -24,7 +24,7 @@ from partool.planner.checks.data import resolve_data
 from partool.planner.checks.kernels import absolute, check_kernels, table_hashes, without_missing
 from partool.planner.checks.launching import check_duration, environment, resolve_launch
 from partool.planner.checks.offload import with_folder
-from partool.planner.checks.schedule_file import read_schedule
+from partool.planner.checks.pipeline import read_schedule
 from partool.planner.checks.table import check
 from partool.planner.checks.tensor_cuts import partition, without_tensor
 from partool.planner.described import Description

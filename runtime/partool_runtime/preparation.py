@@ -23,7 +23,7 @@ from partool_runtime.parallel import parallelize, parallelize_stages
 from partool_runtime.parallel.grad_sync import GradSync
 from partool_runtime.parallel.pipeline.passes import Report, pipeline_passes, trained_schedule
 from partool_runtime.parallel.pipeline.types import Done
-from partool_runtime.parallel.sequence.apply import SharedSequences
+from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.parallel.tensor.sync import TensorGradients
 from partool_runtime.parallel.weipipe.parts import RingDecoder
 from partool_runtime.parallel.weipipe.passes import WeiPipePasses

@@ -26,7 +26,8 @@ from partool_runtime.mesh import Ranks, close_ranks, open_ranks
 from partool_runtime.model import Decoder
 from partool_runtime.parallel.apply import compile_blocks
 from partool_runtime.parallel.recompute import recompute
-from partool_runtime.parallel.sequence.apply import SharedSequences, apply_sequence
+from partool_runtime.parallel.sequence.apply import apply_sequence
+from partool_runtime.parallel.sequence.batches import SharedSequences
 from partool_runtime.precision import MASTER_DTYPE
 
 WORLD, BATCH = 4, 3

@@ -46,10 +46,14 @@ def modules(root: Path) -> dict[str, Path]:
 def imported(path: Path) -> Iterator[str]:
     """Yield every name that a file imports, in functions and type-checking blocks too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from _names(node)
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def graph(files: dict[str, Path]) -> dict[str, set[str]]:
@@ -58,6 +62,20 @@ def graph(files: dict[str, Path]) -> dict[str, set[str]]:
     for name, path in files.items():
         wanted = ((full, full.rpartition(".")[0]) for full in imported(path))
         edges[name] = {next((one for one in pair if one in files), "") for pair in wanted} - {"", name}
+    return edges
+
+
+def executed(files: dict[str, Path]) -> dict[str, set[str]]:
+    """Return which modules run as each module is imported: those it imports at its top, and the packages around these.
+
+    A package that a module is in itself runs before the module, and is left out.
+    """
+    edges: dict[str, set[str]] = {}
+    for name, path in files.items():
+        top = ast.parse(path.read_text(encoding="utf-8")).body
+        full = {one for node in top for one in _names(node)}
+        around = {full.rsplit(".", count)[0] for full in full for count in range(full.count(".") + 1)}
+        edges[name] = {one for one in around if one in files and not f"{name}.".startswith(f"{one}.")}
     return edges
 
 

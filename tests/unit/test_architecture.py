@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from house import cycles, graph, modules, shared_names
+from house import cycles, executed, graph, modules, shared_names
 
 from partool.process import python_command
 
@@ -95,6 +95,25 @@ def test_no_modules_import_each_other() -> None:
     """Counted over all imports, those in functions and type-checking blocks too."""
     assert cycles(graph(modules(ROOT))) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_every_module_can_be_imported_first() -> None:
+    """A package whose ``__init__`` imports its modules runs before any of them: circles may go through it."""
+    assert cycles(executed(modules(ROOT))) == []
+
+
+def test_circles_through_packages_are_seen(tmp_path: Path) -> None:
+    texts = {"__init__": "from partool.a import one", "a/__init__": "", "a/one": "import partool.b.two"}
+    for name, text in (
+        texts | {"b/__init__": "from partool.b.three import x", "b/three": "import partool.a.one"}
+    ).items():
+        file = tmp_path / "partool" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "partool/b/two.py").write_text("")
+    found = modules(tmp_path)
+    assert cycles(graph(found)) == []
+    assert cycles(executed(found)) == [["partool.a.one", "partool.b", "partool.b.three"]]
 
 
 def test_no_two_files_have_classes_of_one_name() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 
 from partool.diagnostics.record import Diagnostic
 from partool.plan.schedule import splits_backward
 from partool.planner.problem import Problem, divisors
-from partool.schedule import check, nearest
+from partool.schedule import Schedule, ScheduleTextError, cell, check, from_text, nearest, problems, rows_of
 from partool.spec.parallel import ScheduleFile
 from partool.spec.pipeline_checks import check_layers, chunks_of
+from partool.spec.spec import Spec
 from partool.strategies.schedules import SCHEDULES
 
 _PATH = ("parallel", "pipeline")
@@ -173,3 +175,48 @@ def _some_chunks(problem: Problem) -> int:
     named = SCHEDULES.get(str(problem.spec.parallel.pipeline.schedule))
     least = 2 if named is not None and named.chooses_stages else 1
     return _chunks(problem) or least
+
+
+_FILE = ("parallel", "pipeline", "schedule")
+_SHOWN = 8
+"""Problems of one file that are shown; the rest is counted."""
+
+
+def read_schedule(spec: Spec, base_dir: Path) -> tuple[Schedule | None, list[Diagnostic]]:
+    """Return the schedule in the file that a spec names, None where it names none, and what is wrong with it."""
+    named = spec.parallel.pipeline.schedule
+    if not isinstance(named, ScheduleFile):
+        return None, []
+    file = base_dir / named.file
+    help = "one row per rank, one action per cell, such as 0F3; "
+    help += "partool schedule 1f1b --ranks 2 --micro-batches 4 --out my.csv writes one"
+    try:
+        text = file.read_text(encoding="utf-8")
+        schedule = from_text(text)
+    except OSError as error:
+        message = f"{file} cannot be read: {error.strerror}"
+        help = "paths start at the spec's folder"
+        return None, [Diagnostic("PT432", message, path=(*_FILE, "file"), help=help)]
+    except ScheduleTextError as error:
+        where = "".join(f", {name} {at}" for name, at in (("row", error.row), ("column", error.column)) if at)
+        return None, [Diagnostic("PT432", f"{named.file}{where}: {error}", path=(*_FILE, "file"), help=help)]
+    except ValueError as error:
+        message = f"{named.file} is no text: {error}"
+        return None, [Diagnostic("PT432", message, path=(*_FILE, "file"), help=help)]
+    return schedule, list(_unsound(named.file, text, schedule))
+
+
+def _unsound(name: str, text: str, schedule: Schedule) -> Iterator[Diagnostic]:
+    found = problems(schedule)
+    rows = rows_of(text)
+    for problem in found[:_SHOWN]:
+        where = ""
+        if 0 <= problem.rank < len(rows):
+            actions = schedule.lists[problem.rank]
+            here = f" at {cell(actions[problem.at])}" if 0 <= problem.at < len(actions) else ""
+            where = f", row {rows[problem.rank]}{here}"
+        help = "partool schedule --check says the same without a spec"
+        yield Diagnostic("PT433", f"{name}{where}: {problem.message}", path=(*_FILE, "file"), help=help)
+    if len(found) > _SHOWN:
+        message = f"{name}: {len(found) - _SHOWN} more problems"
+        yield Diagnostic("PT433", message, path=(*_FILE, "file"), help="mend the first ones; others follow from them")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from partool.layout.sequence import Spans, index, tokens
 from partool.plan.types import Plan
 from partool.strategies.sequence import ON_GRIDS
-from partool_runtime.data.batches import MicroBatch
-from partool_runtime.errors import ConfigurationError
 from partool_runtime.hf.attention import HfBlock, take
 from partool_runtime.hf.model import HfDecoder, HfPart
 from partool_runtime.hf.stages import HfParts
@@ -24,7 +20,6 @@ from partool_runtime.parallel.comm import SEQUENCE
 from partool_runtime.parallel.sequence.dsp import turned
 from partool_runtime.parallel.sequence.types import SequenceTeam, method_named
 from partool_runtime.parallel.tensor.apply import no_heads
-from partool_runtime.stepping import Passes, Timer
 
 
 def take_attention(model: HfPart, plan: Plan) -> list[HfBlock]:
@@ -109,46 +104,3 @@ def teams(plan: Plan) -> tuple[tuple[int, ...], ...]:
     mesh = plan.layout.mesh
     places = torch.arange(mesh.world_size).view(mesh.pp, mesh.dp, mesh.cp, mesh.tp)
     return tuple(map(tuple, places.transpose(2, 3).reshape(-1, mesh.cp).tolist()))
-
-
-class SharedSequences:
-    """Passes (``partool_runtime.stepping.Passes``) over one rank's share of sequences that come whole.
-
-    All ranks of a team are given the same sequences. Labels belong to tokens, so both are cut alike; documents stay
-    whole, since masks are made of them.
-    """
-
-    def __init__(self, passes: Passes, shares: Sequence[Spans], rank: int) -> None:
-        """``shares`` are those of all ranks of the team, ``rank`` this one's place in it."""
-        self._passes = passes
-        self._length = sum(map(tokens, shares))
-        self._index_S = torch.tensor(index(shares[rank]), dtype=torch.int64)
-
-    def step(self, batch: Sequence[MicroBatch], weight: torch.Tensor, timer: Timer) -> torch.Tensor:
-        """See ``Passes``; the loss is that of this rank's tokens."""
-        with timer("data"):
-            mine = [self._cut(micro) for micro in batch]
-        return self._passes.step(mine, weight, timer)
-
-    def evaluate(self, batches: Iterable[MicroBatch], stopping: Callable[[], bool]) -> torch.Tensor | None:
-        """See ``Passes``."""
-
-        def mine() -> Iterator[MicroBatch]:
-            return (self._cut(micro) for micro in batches)
-
-        return self._passes.evaluate(mine(), stopping)
-
-    def close(self) -> None:
-        """See ``Passes``."""
-        self._passes.close()
-
-    def _cut(self, micro: MicroBatch) -> MicroBatch:
-        if micro.tokens_BS.shape[1] != self._length:
-            message = f"sequences of {micro.tokens_BS.shape[1]} tokens, where the plan shares out {self._length}"
-            raise ConfigurationError("PT651", message, "Use sequences of training.sequence_length tokens.")
-        return MicroBatch(self._share(micro.tokens_BS), self._share(micro.labels_BS), micro.documents_BL)
-
-    def _share(self, whole_BL: torch.Tensor) -> torch.Tensor:
-        share_BS = whole_BL.index_select(1, self._index_S)
-        # As the whole: from other memory the copy to a device would wait for all work before it.
-        return share_BS.pin_memory() if whole_BL.is_pinned() else share_BS
