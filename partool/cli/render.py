@@ -12,6 +12,7 @@ from partool.cli._job import order, plan_for
 from partool.cli._load import TargetChoice, TrustCode
 from partool.cli._runs import fail
 from partool.plan.terminal import say
+from partool.render.job import FOLDER
 from partool.strategies.targets import ARRAYS, HERE
 
 
@@ -63,7 +64,7 @@ def command(
     _write(out, files)
     say(f"partool: {len(files)} file(s) in {out}; partool launch submits {main}", err=True)
     if by_hand:
-        say(f"partool: by hand: {by_hand.replace('{folder}', shlex.quote(str(out)))}", err=True)
+        say(f"partool: by hand: {by_hand.replace(FOLDER, shlex.quote(str(out)))}", err=True)
 
 
 def _write(folder: Path, files: dict[str, str]) -> None:

@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
         "PT650",
         "The sequence parallelism of the plan is not there",
         "The plan comes from another version, or was changed by hand.",
-        "partool launch plan.json   # layout.sequence.method: startrail, of a model of transformers",
+        "partool launch plan.json   # layout.sequence.degree: 2 beside pipeline.schedule: weipipe",
         "partool plan spec.yaml --out plan.json && partool launch plan.json",
     ),
     _rule(

@@ -16,7 +16,7 @@ from partool.launch.store import RunStore
 from partool.launch.target import Check
 from partool.plan.types import Plan
 from partool.process import python_command
-from partool.strategies.targets import HERE
+from partool.strategies.targets import HERE, SCHEDULERS
 
 _LEAST_TORCH = (2, 11)
 _LEAST_FREE_BYTES = 1 << 30
@@ -99,7 +99,7 @@ def _devices(plan: Plan | None) -> Iterator[Check]:
             yield Check("plan", "warning", text, "write a smaller hardware.per_node")
     elif wanted.accelerator != machine.accelerator or wanted.per_node > machine.devices:
         text = f"the plan wants {wanted.per_node} x {wanted.accelerator}; here is {have}"
-        yield Check("plan", "failed", text, "launch where these devices are: --target slurm or k8s")
+        yield Check("plan", "failed", text, f"launch where these devices are: --target {' or '.join(SCHEDULERS)}")
 
 
 def _run_folder() -> Check:

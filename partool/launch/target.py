@@ -144,8 +144,8 @@ class ClusterTarget(Target, Protocol):
     ) -> Sequence[Level]:
         """Check what would be submitted, submitting nothing: with what is here, and by asking the real thing.
 
-        ``crds`` is a folder of definitions of a Kubernetes cluster. The scheduler's word comes last; ``offline`` leaves
-        it out.
+        Returns one level at least. ``crds`` is a folder of definitions of a Kubernetes cluster. The scheduler's word
+        comes last; ``offline`` leaves it out.
         """
         ...
 

@@ -246,6 +246,11 @@ class Plan(Record):
         ranks, there = self.layout.mesh.world_size, self.devices.nodes * self.devices.per_node
         if ranks != there:
             return f"the degrees of layout make {ranks} ranks, devices are {there}"
+        layout, wanted = self.layout, self.training.global_batch
+        batch = layout.micro_batch * layout.derived.accumulation * layout.mesh.dp
+        if batch != wanted:
+            parts = "layout.micro_batch × layout.derived.accumulation × data-parallel ranks"
+            return f"{parts} is {batch}, training.global_batch is {wanted}"
         layers, named = self.model.layers, sum(self.layout.pipeline.layers)
         if named != layers:
             return f"layout.pipeline.layers names {named} layers, the model has {layers}"

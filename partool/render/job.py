@@ -10,6 +10,8 @@ from partool.plan.types import Plan
 LOG_FOLDER = "logs"
 TASK_FOLDER = "task-{index}"
 """Folder of an array task's run within the job's folder."""
+FOLDER = "\0folder"
+"""Stands in ``Rendered.by_hand`` for the folder that the files were written to; no path has a zero byte."""
 SIZE_PLAN = "plan-{nodes}-nodes.json"
 """Plan for fewer nodes within the job's folder."""
 
@@ -39,7 +41,7 @@ class Rendered:
     """The one that is submitted, and printed by ``partool render``."""
     files: dict[str, str]
     by_hand: str = ""
-    """Shell command that submits the files from ``{folder}``, the folder they were written to; empty: none."""
+    """Shell command that submits the files from :data:`FOLDER`, where they were written to; empty: none."""
 
     @property
     def text(self) -> str:

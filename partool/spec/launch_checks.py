@@ -43,9 +43,9 @@ def _mounts(launch: LaunchSpec) -> Iterator[Diagnostic]:
     rules, seen = rules_of(launch.target), set[str]()
     for index, mount in enumerate(launch.mounts):
         path = ("launch", "mounts", index)
-        target = posixpath.normpath(mount.target)
+        target = "/" + posixpath.normpath(mount.target).lstrip("/")  # POSIX leaves two slashes at the front as they are
         if not contained(launch):
-            help = "drop the mounts, or start a container: launch.slurm.container, or the target k8s"
+            help = f"drop the mounts, or start a container, as the target {' or '.join(CONTAINERS)} can"
             message = f"the ranks run in no container, so nothing can be mounted at {mount.target}"
             yield Diagnostic("PT526", message, path=path, help=help)
         elif mount.source.startswith("pvc:") and TARGETS[launch.target].sees_files:

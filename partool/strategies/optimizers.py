@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_STEPS = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
+"""It asks for another implementation of each optimizer that has a record."""
+
 
 @dataclass(frozen=True)
 class OptimizerRecord:
@@ -14,7 +17,7 @@ class OptimizerRecord:
     """Tensors as large as the parameter that it keeps beside the weight, by the names that checkpoints give them."""
     reads: tuple[str, ...]
     """Those of the settings that are not every optimizer's which it reads."""
-    test: str = "tests/unit/test_optimizer_groups.py::test_steps_are_those_of_torch_by_group"
+    test: str = _STEPS
     """The test that compares its steps with another implementation."""
     host: bool = True
     """``partool_kernels.host`` has a pass for it, so that its state may lie in host memory or in files."""

@@ -31,9 +31,9 @@ class TargetRecord:
     secrets and storage are named objects of the cluster."""
     arrays: bool = False
     """One job can run several plans, ``--array``."""
-    fixed_nodes: str = ""
+    fixed_nodes: str = "its jobs have as many nodes as they ask for"
     """Why the number of nodes cannot change (``launch.min_nodes``); empty where it can."""
-    comes_back: str = ""
+    comes_back: str = "when somebody starts it again"
     """How a preempted run comes back; empty where ``launch.requeues`` counts the times."""
     job_script: bool = False
     """Jobs are scripts, so that ``partool doctor`` can check a script of the user's."""
@@ -45,16 +45,16 @@ TARGETS: dict[str, TargetRecord] = {
     "local": TargetRecord(
         "the ranks of this machine, started by partool", "here",
         "tests/launch/test_agent_trainer.py::test_every_way_of_stopping_and_going_on",
-        fixed_nodes="one machine has one node", comes_back="when somebody starts it again",
+        fixed_nodes="one machine has one node",
     ),
     "torchrun": TargetRecord(
         "one command per node, for people who start nodes by hand", "by hand",
         "tests/unit/test_render_hostile.py::test_harm_in_every_field",
-        fixed_nodes="whoever starts the nodes decides how many there are", comes_back="when somebody starts it again",
+        fixed_nodes="whoever starts the nodes decides how many there are",
     ),
     "slurm": TargetRecord(
         "a job of Slurm, submitted with sbatch", "scheduler", "tests/launch/test_slurm_cluster.py::test_to_the_end",
-        section=True, containers=True, arrays=True, job_script=True,
+        section=True, containers=True, arrays=True, job_script=True, fixed_nodes="", comes_back="",
     ),
     "k8s": TargetRecord(
         "objects of Kubernetes: a JobSet or another kind, and a ConfigMap with the plan", "scheduler",

@@ -59,7 +59,7 @@ def make_plan(ranks: int = 2, **launch: Any) -> Plan:
             compile="none",
             stages=((0, 1),),
         ),
-        training=TrainingSpec(),
+        training=TrainingSpec(global_batch=ranks),
         optimizer=OptimizerSpec(),
         data=DataSpec(source="python-stdlib"),
         kernels=KernelsSpec(),

@@ -291,7 +291,9 @@ def test_resume_says_from_where_and_what_is_laid_out_differently(run: Run, monke
     assert "partool: goes on from step 4\n" in invoke("launch", run.id, "--resume", "--step", "4").stderr
     layout, model = make_plan().layout, make_plan().model.model_copy(update={"layers": 4})
     pipeline = {"schedule": "hanayo", "chunks": 2, "stages": ((0, 1), (1, 2), (2, 3), (3, 4))}
-    other = laid(layout, mesh=Mesh(pp=2), zero=layout.data.zero + 1, recompute=("none",) * 4, **pipeline)
+    other = laid(
+        layout, mesh=Mesh(pp=2), accumulation=2, zero=layout.data.zero + 1, recompute=("none",) * 4, **pipeline
+    )
     found = invoke("launch", plan_file(layout=other, model=model), "--resume").stderr
     (line,) = [line for line in found.splitlines() if "goes on from step 4" in line]
     zero = f"zero {layout.data.zero} -> {layout.data.zero + 1}"

@@ -75,7 +75,7 @@ BAD: list[tuple[str, str, int, str]] = [
     (SLURM + "  slurm:\n    options:\n      requeue: ''\n", "PT525", 4, "launch.requeues"),
     (SLURM + "  slurm:\n    options:\n      array: 0-3\n", "PT525", 4, "--array"),
     # mounts
-    (SLURM + "  mounts:\n    - {source: /data, target: /data}\n", "PT526", 3, "launch.slurm.container"),
+    (SLURM + "  mounts:\n    - {source: /data, target: /data}\n", "PT526", 3, "slurm or k8s"),
     (STORED + "}\n  mounts:\n    - {source: /a, target: /data}\n    - {source: /b, target: /data/}\n", "PT526", 6, ""),
     (STORED + "}\n  mounts:\n    - {source: /a, target: /partool/runs}\n", "PT526", 5, "launch.k8s.storage"),
     (STORED + "}\n  mounts:\n    - {source: /a, target: /dev/shm}\n", "PT526", 5, "launch.k8s.shared_memory"),

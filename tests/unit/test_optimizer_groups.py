@@ -31,7 +31,8 @@ GROUPS = {
     "layers.1.*": {"lr_factor": 3.0},
     "*norm": {"weight_decay": 0.5},
 }
-KINDS = tuple(MOMENTS)
+KINDS = tuple(steps.STEPS)
+ON_HOST = tuple(MOMENTS)
 STEPS = 6
 
 
@@ -79,6 +80,8 @@ class ByTorch:
             self.optimizer = torch.optim.Adagrad([parameter], eps=group.eps)
         elif kind == "sgd":
             self.optimizer = torch.optim.SGD([parameter], momentum=group.beta1)
+        elif kind != "lion":
+            raise NotImplementedError(f"write another implementation of {kind} here, to compare with")
 
     @torch.no_grad()
     def step(self, lr: float, gradient: torch.Tensor) -> None:
@@ -114,7 +117,7 @@ def test_steps_are_those_of_torch_by_group(kind: str, kernels: str) -> None:
         assert not torch.equal(ours[name], parameters(torch.float64)[name])
 
 
-@pytest.mark.parametrize(("kind", "dtype"), list(product(KINDS, (torch.float32, torch.float64))))
+@pytest.mark.parametrize(("kind", "dtype"), list(product(ON_HOST, (torch.float32, torch.float64))))
 def test_the_pass_for_host_memory_steps_the_same(kind: str, dtype: torch.dtype) -> None:
     """Bit for bit, however it is built, except for adamw, where torch's own kernel orders the arithmetic otherwise."""
     spec = spec_of(kind, groups=GROUPS)

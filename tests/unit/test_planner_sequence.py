@@ -32,7 +32,7 @@ from partool.planner.search.space import build
 from partool.report.plan import longest_rows, render_longest
 from partool.spec import load_text
 from partool.spec.spec import Spec
-from partool.strategies.sequence import PREFERENCE
+from partool.strategies.sequence import METHODS, ON_GRIDS, PREFERENCE
 
 ROOT = Path(__file__).parents[2]
 MODEL = "model: {layers: 4, hidden: 448, heads: 7, kv_heads: 7, vocab: 256, max_position: 1000000}\n"
@@ -167,7 +167,9 @@ def shown(forms: Any) -> set[tuple[str, str, int, int, str]]:
 def test_every_legal_form_and_no_other() -> None:
     problem = problem_of(MODEL + REST + LENGTH)
     assert shown(all_forms(problem, 1, 1)) == {("ulysses", "contiguous", 1, 1, "teams")}
-    plain = {("ring", "zigzag", 1, 1, "teams"), ("all_gather", "zigzag", 1, 1, "teams")}
+    alone = [name for name, record in METHODS.items() if record.keys in ("ring", "gathered") and record.heads == "own"]
+    plain = {(name, "zigzag", 1, 1, "teams") for name in alone}
+    assert {"ring", "all_gather"} <= set(alone)
     assert shown(all_forms(problem, 3, 1)) == plain | {("ulysses", "contiguous", 1, 1, "teams")}
     # Seven heads: no group of eight trades them; a team of four makes rings of one rank.
     assert shown(all_forms(problem, 16, 1)) == plain | {
@@ -312,7 +314,7 @@ SMALL = (
 def test_the_longest_sequence_of_each_method_fits_and_a_longer_one_does_not() -> None:
     spec = spec_of(SMALL)
     found = {one.method: one for one in longest(spec, ROOT, 4096)}
-    assert list(found) == [NONE, "ulysses", "ring", "usp", "startrail", "all_gather"]
+    assert list(found) == [NONE, *(name for name in METHODS if name not in ON_GRIDS)]
     for name, one in found.items():
         plan = plan_of(SMALL, *one.overrides)
         assert plan.prediction.memory.verdict == "green"
@@ -343,7 +345,7 @@ def test_what_if_of_lengths_tells_the_longest_of_each_method(
         rows = json.loads(out)
         assert [row["with"] for row in rows[:2]] == [[f"training.sequence_length={n}"] for n in (4096, 8192)]
         methods_ = [row["method"] for row in rows[2:]]
-        assert methods_ == [NONE, "ulysses", "ring", "usp", "startrail", "all_gather"]
+        assert methods_ == [NONE, *(name for name in METHODS if name not in ON_GRIDS)]
         assert all(row["plan"]["verdict"] == "green" and row["longest_tokens"] > 8192 for row in rows[2:])
 
 

@@ -125,6 +125,7 @@ def check_names(value: Any) -> None:
 @example(value="/a/../b", kind="job")
 @example(value="0", kind="job")
 @example(value="1e3", kind="trainjob")
+@example(value="2000000000000", kind="job")
 def test_hostile_text_is_refused_or_kept(field: str, value: str, kind: str) -> None:
     launch = fields(value)[field]
     launch["k8s"] = {"kind": kind} | launch.get("k8s", {})

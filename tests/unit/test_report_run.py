@@ -259,7 +259,9 @@ def test_a_run_without_a_timeline_shows_its_terms(plan: Plan, home: Home, tmp_pa
     assert "No terms: the run has not ended yet" in home()[1]
     mesh = plan.layout.mesh._replace(pp=1, dp_shard=plan.layout.mesh.dp_shard * plan.layout.mesh.pp)
     whole = {"mesh": mesh, "stages": ((0, plan.model.layers),)}
-    flat = plan.model_copy(update={"layout": laid(plan.layout, **whole)})
+    batch = plan.training.global_batch * plan.layout.mesh.pp
+    training = plan.training.model_copy(update={"global_batch": batch})
+    flat = plan.model_copy(update={"layout": laid(plan.layout, **whole), "training": training})
     (folder / "plan.json").write_text(flat.to_json())
     assert "No timeline: the run has no pipeline." in home()[1]
     assert home("nothing")[0] == 1

@@ -96,7 +96,10 @@ def check_launch(launch: LaunchSpec, devices: Devices, *, planning: bool = False
 def _several_nodes(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     if TARGETS[launch.target].starter == "here" and devices.nodes > 1:
         message = f"the target {launch.target} starts the ranks of one machine, and the plan has {devices.nodes} nodes"
-        help = "use the target slurm or k8s; torchrun renders one command per node; or set hardware.nodes=1"
+        by_hand = " or ".join(name for name, record in TARGETS.items() if record.starter == "by hand")
+        help = (
+            f"use the target {' or '.join(SCHEDULERS)}; {by_hand} renders one command per node; or set hardware.nodes=1"
+        )
         yield Diagnostic("PT524", message, path=("launch", "target"), help=help)
 
 
@@ -112,9 +115,10 @@ def _requeues(launch: LaunchSpec, devices: Devices) -> Iterator[Diagnostic]:
     comes_back = TARGETS[launch.target].comes_back
     if comes_back and launch.requeues != LaunchSpec().requeues:
         message = (
-            f"requeues: {launch.requeues} is for Slurm; with the target {launch.target} a run comes back {comes_back}"
+            f"requeues: {launch.requeues} has no effect: with the target {launch.target} a run comes back {comes_back}"
         )
-        help = "drop it, or leave it for when the spec goes to Slurm"
+        counting = " or ".join(name for name, record in TARGETS.items() if not record.comes_back)
+        help = f"drop it, or leave it for when the spec goes to {counting}"
         yield Diagnostic("PT524", message, severity="note", path=("launch", "requeues"), help=help)
 
 

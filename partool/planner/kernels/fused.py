@@ -89,9 +89,9 @@ def check(problem: Problem) -> Iterator[Diagnostic]:
 
 def _left(parts: Collection[str], inner: int, optimizer: str) -> Iterator[tuple[str, str]]:
     """Yield those of the parts that torch computes all the same, and why."""
-    for name in (name for name in parts if name in WHOLE_WIDTH and inner > 1):
+    for name in (name for name in WHOLE_WIDTH if name in parts and inner > 1):
         yield name, f"{inner} tensor ranks share the width of norms and exchange sums in the middle"
-    for name in (name for name in parts if name in UPDATES and optimizer in ("cpu", "nvme")):
+    for name in (name for name in UPDATES if name in parts and optimizer in ("cpu", "nvme")):
         yield name, "the optimizer's state is in host memory"
 
 

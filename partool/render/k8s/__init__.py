@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 
 from partool.plan.run import PLAN_FILE
-from partool.render.job import Job, Rendered
+from partool.render.job import FOLDER, Job, Rendered
 from partool.render.k8s.manifest import text
 from partool.render.k8s.objects import Object, agents_key, config_map, key_remark, network_policy
 from partool.render.k8s.rules import findings
@@ -31,7 +31,7 @@ def render(job: Job) -> Rendered:
     return Rendered(
         MANIFEST,
         {MANIFEST: text(found, (*remarks, *_ownership([*agents_key(job), *found]), *key_remark(job))), PLAN_FILE: plan},
-        f"kubectl apply -f {{folder}}/{MANIFEST}",
+        f"kubectl apply -f {FOLDER}/{MANIFEST}",
     )
 
 

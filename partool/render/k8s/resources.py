@@ -61,7 +61,7 @@ def resources(plan: Plan) -> dict[str, Any]:
 
     Devices and adapters are written as limits only: Kubernetes takes the same as the request.
     """
-    base = {"cpu": _cpu(plan), "memory": _memory(plan)}
+    base = {"cpu": _cpu(plan), "memory": memory(plan)}
     limits = dict(base)
     device = device_resource(plan)
     if device is not None:
@@ -78,7 +78,7 @@ def _cpu(plan: Plan) -> str:
     return plan.launch.k8s.cpu or str(max(cores, 1) if plan.devices.host_cores else plan.devices.per_node)
 
 
-def _memory(plan: Plan) -> str:
+def memory(plan: Plan) -> str:
     """Return the memory, rounded up to Gi: what the ranks need on the host, and /dev/shm, with 10 % of room.
 
     Never more than nine tenths of a host with devices: a pod that asks for all of it fits no node. (Where ranks run on

@@ -9,7 +9,7 @@ from partool.plan.types import Plan
 from partool.render.job import Job
 from partool.render.k8s.environment import environment
 from partool.render.k8s.objects import key_variable, workload_metadata
-from partool.render.k8s.resources import shared_memory
+from partool.render.k8s.resources import memory, shared_memory
 from partool.spec.patterns import within
 from partool.spec.targets.k8s.rules import POD_SCRATCH, POD_STORAGE, quantity
 from partool.spec.targets.k8s.section import K8sSpec
@@ -147,13 +147,17 @@ def _annotations(job: Job) -> Iterator[Diagnostic]:
 
 
 def _room(job: Job) -> Iterator[Diagnostic]:
-    """Refuse a limit of memory that the default size of /dev/shm alone would fill."""
-    plan = job.plan
-    memory, shared = plan.launch.k8s.memory, shared_memory(plan)
-    if memory is not None and quantity(memory) <= quantity(shared):
-        message = f"memory: {memory} is no more than the shared memory of {shared}, which counts against it"
+    """Refuse a limit of memory that /dev/shm alone would fill."""
+    asked, limit, shared = job.plan.launch.k8s.memory, memory(job.plan), shared_memory(job.plan)
+    if quantity(limit) > quantity(shared):
+        return
+    if asked is not None:
+        message = f"memory: {asked} is no more than the shared memory of {shared}, which counts against it"
         help = f"use more than {shared}, drop it, or set shared_memory"
         yield Diagnostic("PT528", message, path=(*_PATH, "memory"), help=help)
+    else:
+        message = f"shared_memory: {shared} counts against a pod's memory, which is {limit} at most on these nodes"
+        yield Diagnostic("PT528", message, path=(*_PATH, "shared_memory"), help="use less, or drop it")
 
 
 _RULES: tuple[Rule, ...] = (_room, _several, _size, _kind, _names, _annotations, _restarts, _paths)

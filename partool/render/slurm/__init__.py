@@ -11,7 +11,7 @@ from pathlib import Path
 from partool.diagnostics.record import Diagnostic
 from partool.plan.run import PLAN_FILE, agent_command
 from partool.render import containers
-from partool.render.job import LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
+from partool.render.job import FOLDER, LOG_FOLDER, SIZE_PLAN, TASK_FOLDER, Job, Rendered
 from partool.render.shell import asset, header_value, quote, template, variables
 from partool.spec.targets.slurm.rules import lead_s
 
@@ -48,7 +48,7 @@ def render(job: Job) -> Rendered:
     for nodes, plan in sorted(job.sizes.items()):
         files[SIZE_PLAN.format(nodes=nodes)] = plan.to_json()
     run_dir = quote(str(job.run_dir))
-    by_hand = f"mkdir -p {run_dir}/logs && cp -r {{folder}}/. {run_dir} && sbatch {run_dir}/{SCRIPT}"
+    by_hand = f"mkdir -p {run_dir}/logs && cp -r {FOLDER}/. {run_dir} && sbatch {run_dir}/{SCRIPT}"
     return Rendered(SCRIPT, files, by_hand)
 
 

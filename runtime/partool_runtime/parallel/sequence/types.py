@@ -92,7 +92,7 @@ class Attend(Protocol):
 
 
 class Put(Protocol):
-    """The entry of a method in the table: puts it into layers of a model."""
+    """What a method's module has as ``put``: it puts the method into layers of a model."""
 
     def __call__(self, blocks: Sequence[Block], team: SequenceTeam, layout: Layout) -> None:
         """Let these layers attend, in place; ``layout`` is the plan's. A collective of all ranks of the world.
