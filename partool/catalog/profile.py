@@ -54,10 +54,6 @@ class Applied:
         """Return the relative error of step times, given that of a machine without runs."""
         return narrowed(prior, self.time)
 
-    def memory_error(self, prior: float) -> float:
-        """Return the relative error of memory, given that of a machine without runs."""
-        return narrowed(prior, self.memory)
-
 
 def narrowed(prior: float, scalar: Scalar | None) -> float:
     """Return the relative error once a scalar is known: the prior counts as one more run, and 2 % always remain."""

@@ -14,11 +14,6 @@ from partool.diagnostics.rules import RULES
 from partool.diagnostics.secrets import masked_lines, without_secrets
 
 
-def render_json(findings: list[Diagnostic]) -> str:
-    """Return a JSON list with one object per finding."""
-    return json.dumps([as_dict(finding) for finding in findings], indent=2, ensure_ascii=False) + "\n"
-
-
 def as_dict(finding: Diagnostic) -> dict[str, Any]:
     """Return a finding as plain data, without secrets."""
     finding = without_secrets(finding)

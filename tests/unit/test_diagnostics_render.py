@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from partool.diagnostics.machine import render_github, render_json, render_sarif
+from partool.diagnostics.machine import as_dict, render_github, render_sarif
 from partool.diagnostics.record import Diagnostic, Label, Span
 from partool.diagnostics.text import render_text, summary, wants_colour
 
@@ -63,7 +63,7 @@ def test_github_escapes() -> None:
 
 def test_json_and_sarif() -> None:
     related = Diagnostic("PT008", "twice", span=PLAIN.span, related=(Label(Span("a.yaml", 1, 1, 1, 9), "first"),))
-    assert [d["code"] for d in json.loads(render_json([PLAIN, related]))] == ["PT204", "PT008"]
+    assert [as_dict(each)["code"] for each in (PLAIN, related)] == ["PT204", "PT008"]
     log = json.loads(render_sarif([PLAIN, related], LINES, "1.2"))
     assert log["version"] == "2.1.0"
     (run,) = log["runs"]

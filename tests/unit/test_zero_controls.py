@@ -20,7 +20,6 @@ from partool.cost.traffic.gathers import (
     longest_vector,
     padded,
     reductions,
-    transient_bytes,
 )
 from partool.layout.parameters import groups, parameters
 from partool.plan.types import Plan
@@ -93,18 +92,6 @@ def test_what_persists_travels_once_a_step(found, ranks, micro_batches, most):
         assert with_kept.calls == 1
     everything = gathers(found, replace(controls, persistent_elements=10**9), **common)
     assert everything.calls == 1
-
-
-def test_a_sequential_gather_holds_a_layer_once():
-    layer = [(64, 64)] * 8
-    three = [[(7, 64)], layer, [(64,)]]
-    one = 8 * 64 * 64 * 2
-
-    def held(gather: str, depth: int) -> int:
-        return transient_bytes(three, Controls(gather, depth), ranks=2, element_bytes=2)
-
-    assert [held("coalesced", depth) for depth in (0, 1, 2)] == [2 * one, 3 * one, 4 * one]
-    assert [held("sequential", depth) for depth in (0, 1, 2)] == [one, 2 * one, 3 * one]
 
 
 def test_kept_elements_are_those_of_the_models_parameters():

@@ -88,20 +88,6 @@ def reductions(
     return sum(each, NOTHING).times(rounds)
 
 
-def transient_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element_bytes: int) -> int:
-    """Return the most bytes that ZeRO-3 holds gathered of layers at once: the one that computes and those ahead.
-
-    A coalesced gather exists as one message and as parameters while these are copied out of it. Embedding and root, the
-    first and the last unit, are not counted.
-    """
-    sizes = [
-        sum(padded(shape, ranks) for shape in unit if not controls.keeps(shape, 3)) * element_bytes
-        for unit in units[1:-1]
-    ]
-    largest = max(sizes, default=0)
-    return largest * (1 + controls.prefetch + (controls.gather == "coalesced"))
-
-
 def kept_bytes(units: Sequence[Unit], controls: Controls, *, ranks: int, element_bytes: int) -> int:
     """Return the bytes that stay gathered between steps with ZeRO-3."""
     shapes = [shape for unit in units for shape in unit if controls.keeps(shape, 3)]
